@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -12,10 +13,10 @@ from pathlib import Path
 from grpo_rl.envs import tables
 from grpo_rl.envs.generated.programs import generated_rows
 from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, program_of, read_tests
-from grpo_rl.envs.sandbox.sandbox import Kind, Limits, Sandbox
+from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, asking, check_weights, opening, raised
 
 SYSTEM_PROMPT = (
     "Solve the task in Python. Write the whole program into one block that begins with ```python and ends with ```."
@@ -52,7 +53,7 @@ class Code(Task):
         all_passed: paid where all tests are passed.
         answer_format: paid where there is a fenced block.
         sandbox: the sandbox, see :class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`.
-        time_s: seconds of computing for one run of a program, which a test of printed output has alone, and all other
+        time_s: CPU seconds for one run of a program, which a test of printed output has alone, and all other
             tests of a row together.
         memory_mib: memory of a program.
         max_tests: tests of a row that are run; None runs all.
@@ -101,9 +102,11 @@ class Code(Task):
         """The reward: the share of tests that its program passes, whether it passes all, and whether there is one.
 
         A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
+        A program that waits takes no sibling's share of the group's time.
 
         Raises:
             TimeoutError: programs of the group left no time for it.
+            Unjudgeable: the row's tests fail for any program.
         """
         return raised(self.score_many([row], [response])[0])
 
@@ -113,26 +116,38 @@ class Code(Task):
         tests = {id(row): read_tests(row, self._max_tests) for row in rows}
         programs = [(id(row), program_of(response)) for row, response in zip(rows, responses, strict=True)]
         distinct = [key for key in dict.fromkeys(programs) if key[1] is not None]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as threads:
-            results = threads.map(lambda key: self._judged(tests[key[0]], key[1], until), distinct)
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        waiting = itertools.count(len(distinct), -1)
+
+        def judge(key: tuple[int, str]) -> Reward | Exception:
+            share_s = max(0.0, until - time.monotonic()) * min(1.0, workers / next(waiting))
+            return self._judged(tests[key[0]], key[1], share_s)
+
+        with ThreadPoolExecutor(workers) as threads:
+            results = threads.map(judge, distinct)
             judged = dict(zip(distinct, results, strict=True))
         nothing = Reward(dict.fromkeys(self.reward_parts, 0.0))
         return [judged.get(key, nothing) for key in programs]
 
-    def _judged(self, tests: ProgramTests, program: str, until: float) -> Reward | Exception:
-        """The reward of one program."""
-        passed, timed_out = 0, False
+    def _judged(self, tests: ProgramTests, program: str, share_s: float) -> Reward | Exception:
+        """The reward of one program, all of whose runs together have the time of one, or its share of the group's."""
+        limits, passed, timed_out = self._sandbox.limits, 0, False
+        deadline = time.monotonic() + min(share_s, limits.until_killed_s)
         if tests.code:
-            verdicts, outcome = self._sandbox.test(
-                program, tests.code, tests.setup, tests.names, tests.entry_point, until - time.monotonic()
-            )
+            try:
+                verdicts, outcome = self._sandbox.test(
+                    program, tests.code, tests.setup, tests.names, tests.entry_point, deadline - time.monotonic(),
+                    tests.only,
+                )  # fmt: skip
+            except BrokenTests as error:
+                return Unjudgeable(str(error))
             passed, timed_out = sum(verdicts), outcome.timed_out
         for given, wanted in tests.pairs:
-            outcome = self._sandbox.run(program, given, until - time.monotonic())
+            outcome = self._sandbox.run(program, given, deadline - time.monotonic())
             if timed_out := outcome.timed_out:
                 break
             passed += outcome.exit_code == 0 and equal_outputs(outcome.stdout, wanted)
-        if timed_out and time.monotonic() >= until:
+        if timed_out and time.monotonic() >= deadline and share_s < limits.cpu_s:
             return TimeoutError("the programs of the group were stopped; raise env.score_timeout_s or lower env.time_s")
         share, every = passed / len(tests), passed == len(tests)
         earned = {"tests": share, "all_passed": float(every), "answer_format": 1.0}

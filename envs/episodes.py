@@ -7,7 +7,7 @@ import json
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +15,9 @@ from grpo_rl.envs.task import Messages, Reward, Task, asking, opening
 
 State = TypeVar("State")
 Key = tuple[str, ...]
-MOST_OPEN = 4096
-"""Episodes that wait for a turn: conversations that were dropped leave theirs, and the oldest are closed."""
+Value = TypeVar("Value")
+MAX_REMEMBERED = 4096
+"""Rewards that wait to be paid, and prompts of rows: the oldest are forgotten, and made again where they are needed."""
 
 
 @dataclass
@@ -27,14 +28,44 @@ class _Open(Generic[State]):
     reward: float = 0.0
 
 
+class _Waiting(Generic[Value]):
+    """Values by their conversation, of which several are equal; each is taken once."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Key, list[Value]] = OrderedDict()
+        self._count, self._lock = 0, threading.Lock()
+
+    def put(self, key: Key, value: Value, at_most: int) -> list[Value]:
+        """Keeps a value; the oldest ones, which are not kept any more."""
+        dropped = []
+        with self._lock:
+            self._values.setdefault(key, []).append(value)
+            self._count += 1
+            while self._count > at_most:
+                oldest = next(iter(self._values))
+                dropped.append(self._popped(oldest, 0))
+        return dropped
+
+    def take(self, key: Key) -> Value | None:
+        """A value of this conversation; None: there is none."""
+        with self._lock:
+            return self._popped(key, -1) if key in self._values else None
+
+    def _popped(self, key: Key, index: int) -> Value:
+        value = self._values[key].pop(index)
+        self._count -= 1
+        if not self._values[key]:
+            del self._values[key]
+        return value
+
+
 @dataclass
 class _Kept(Generic[State]):
-    """Episodes by their conversation: those that go on, and the rewards of those that have ended."""
+    """Episodes that go on, the rewards of those that have ended, and the rows' prompts."""
 
-    going_on: OrderedDict[Key, list[_Open[State]]] = field(default_factory=OrderedDict)
-    ended: OrderedDict[Key, Reward] = field(default_factory=OrderedDict)
-    first: dict[str, str | Messages] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    going_on: _Waiting[_Open[State]] = field(default_factory=_Waiting)
+    ended: _Waiting[Reward] = field(default_factory=_Waiting)
+    first: OrderedDict[str, str | Messages] = field(default_factory=OrderedDict)
 
     def __reduce__(self) -> tuple:
         # In another process there are none, and a conversation is played again.
@@ -61,9 +92,9 @@ class Episodes(Task, Generic[State]):
     >>> guess.reply(row, messages), guess.score_dialog(row, messages)
     (None, Reward(parts={'episode': 1.0}, measures={}))
 
-    The responses to a row are compared, so that :meth:`reset` has to begin the same episode each time: what is random
-    in it follows from a seed in the row. A conversation whose episode is not there any more, as in another process, is
-    played again.
+    The responses to a row are compared, so that :meth:`reset` has to begin the same episode each time, and :meth:`step`
+    to answer the same text the same way: what is random in them follows from a seed in the row. A conversation whose
+    episode is not there any more, as in another process, is played again.
 
     Args:
         rows: what :meth:`reset` takes.
@@ -72,6 +103,8 @@ class Episodes(Task, Generic[State]):
 
     reward_parts = ("episode",)
     reply_role = "user"
+    max_open = 4096
+    """Episodes that wait for a turn: conversations that were dropped leave theirs, and the oldest are closed."""
 
     def __init__(self, rows: Sequence[dict], system_prompt: str | None = None) -> None:
         self.rows, self._before = rows, opening(system_prompt)
@@ -107,8 +140,13 @@ class Episodes(Task, Generic[State]):
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The observation after the policy's last message; None where the episode ended."""
         key = self._key(row, messages)
-        observation = self._stepped(row, key)
-        return None if observation is None else [{"role": self.reply_role, "content": observation}]
+        episode, observation = self._step(row, key)
+        if observation is None:
+            self._kept.ended.put(key, self._ended(episode), MAX_REMEMBERED)
+            return None
+        for dropped in self._kept.going_on.put((*key, observation), episode, self.max_open):
+            self._close(dropped)
+        return [{"role": self.reply_role, "content": observation}]
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of an episode of one step."""
@@ -117,14 +155,17 @@ class Episodes(Task, Generic[State]):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The sum of the rewards of an episode, which is closed if it has not ended."""
         key = self._key(row, messages)
-        if messages[-1]["role"] == "assistant" and key not in self._kept.ended:  # the last turn was not replied to
-            observation = self._stepped(row, key)
-            key = key if observation is None else (*key, observation)
-        if key not in self._kept.ended:
-            episode = self._taken(row, key)
-            episode.reward += float(self.cut_off(episode.state))
-            self._end(key, episode)
-        return self._kept.ended[key]
+        reward = self._kept.ended.take(key)
+        if reward is not None:
+            return reward
+        if messages[-1]["role"] == "assistant":  # the last turn was not replied to
+            episode, observation = self._step(row, key)
+        else:
+            episode, observation = self._taken(row, key), ""
+        if observation is not None:
+            with self._closed_on_error(episode):
+                episode.reward += float(self.cut_off(episode.state))
+        return self._ended(episode)
 
     def _key(self, row: dict, messages: Messages) -> Key:
         """The conversation after its prompt; equal ones are in equal states, as episodes of a row are."""
@@ -136,63 +177,57 @@ class Episodes(Task, Generic[State]):
             state, observation = self.reset(row)
             self.close(state)
             self._kept.first[name] = observation
+            while len(self._kept.first) > MAX_REMEMBERED:
+                with contextlib.suppress(KeyError):  # another thread has forgotten it
+                    self._kept.first.popitem(last=False)
+            return observation
         return self._kept.first[name]
 
-    def _stepped(self, row: dict, key: Key) -> str | None:
-        """The observation of the step with the last text; None where the episode ended with it."""
+    def _step(self, row: dict, key: Key) -> tuple[_Open[State], str | None]:
+        """The episode after the step with the last text, and the observation; None where the episode ended with it."""
         episode = self._taken(row, key[:-1])
-        try:
+        with self._closed_on_error(episode):
             observation, reward, ended = self.step(episode.state, key[-1])
+            episode.reward += float(reward)
+        return episode, None if ended else observation
+
+    @contextlib.contextmanager
+    def _closed_on_error(self, episode: _Open[State]) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            self.close(episode.state)
+            self._close(episode)
             raise
-        episode.reward += float(reward)
-        if ended:
-            self._end(key, episode)
-            return None
-        self._keep((*key, observation), episode)
-        return observation
+
+    def _close(self, episode: _Open[State]) -> None:
+        with contextlib.suppress(OSError):  # its connection may be closed by the other side
+            self.close(episode.state)
 
     def _taken(self, row: dict, key: Key) -> _Open[State]:
         """The episode in this state: one that waits, or a new one in which the conversation is played again."""
-        with self._kept.lock:
-            if waiting := self._kept.going_on.get(key):
-                episode = waiting.pop()
-                if not waiting:
-                    del self._kept.going_on[key]
-                return episode
+        if waiting := self._kept.going_on.take(key):
+            return waiting
         state, observation = self.reset(row)
         episode, said = _Open(state), key[1:]
         seen = [self._first(row), *said[1::2]]
-        for text, before in zip([*said[::2], None], seen, strict=True):
-            if observation != before:
-                self.close(state)
-                raise RuntimeError(
-                    f"{type(self).__name__} begins another episode from the same row: {observation!r:.80} instead of "
-                    f"{before!r:.80}; what is random in reset has to follow from a seed in the row"
-                )
-            if text is not None:
-                observation, reward, _ = self.step(state, text)
-                episode.reward += float(reward)
+        with self._closed_on_error(episode):
+            for text, before in zip([*said[::2], None], seen, strict=True):
+                if observation != before:
+                    raise RuntimeError(
+                        f"{type(self).__name__} plays another episode from the same row: {observation!r:.80} instead "
+                        f"of {before!r:.80}; what is random in reset and step has to follow from a seed in the row"
+                    )
+                if text is not None:
+                    observation, reward, _ = self.step(state, text)
+                    episode.reward += float(reward)
         return episode
 
-    def _keep(self, key: Key, episode: _Open[State]) -> None:
-        dropped = []
-        with self._kept.lock:
-            self._kept.going_on.setdefault(key, []).append(episode)
-            while len(self._kept.going_on) > MOST_OPEN:
-                dropped += self._kept.going_on.popitem(last=False)[1]
-        for old in dropped:
-            self.close(old.state)
-
-    def _end(self, key: Key, episode: _Open[State]) -> None:
-        reward = Reward({"episode": episode.reward}, self.measures(episode.state))
-        with self._kept.lock:
-            self._kept.ended[key] = reward
-            while len(self._kept.ended) > MOST_OPEN:
-                self._kept.ended.popitem(last=False)
-        with contextlib.suppress(OSError):  # its connection may be closed by the other side
-            self.close(episode.state)
+    def _ended(self, episode: _Open[State]) -> Reward:
+        """The reward of an episode, which is closed."""
+        with self._closed_on_error(episode):
+            reward = Reward({"episode": episode.reward}, self.measures(episode.state))
+        self._close(episode)
+        return reward
 
 
 def text_of(observation: Any) -> str:

@@ -15,10 +15,14 @@ from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 
 TIMEOUT_S = 60.0
-MOST_BYTES = 10 * 2**20
+MAX_BYTES = 10 * 2**20
 """The largest answer of a server."""
 _REFUSED = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Errors that tell an action's fault, which the policy may read."""
+
+
+class Refused(ValueError):
+    """An action is none, or the server does not take it; the message is for the policy."""
 
 
 class OpenEnv(Episodes[Any]):
@@ -37,6 +41,8 @@ class OpenEnv(Episodes[Any]):
     Raises:
         ValueError: the address is none, or nobody answers there.
     """
+
+    max_open = 512  # each has a connection, and a process may usually open 1024 files
 
     def __init__(self, rows: Sequence[dict], *, url: str | None = None, system_prompt: str | None = None) -> None:
         super().__init__(rows, system_prompt)
@@ -65,7 +71,7 @@ class OpenEnv(Episodes[Any]):
         """Sends the action that the text is."""
         try:
             data = _asked(state, "step", action_of(text, self._action))
-        except ValueError as error:
+        except Refused as error:
             return f"Error: {error}", 0.0, False
         return _observation(data), float(data.get("reward") or 0.0), bool(data.get("done"))
 
@@ -78,7 +84,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The action that a text is.
 
     Raises:
-        ValueError: it is none of this schema; the message is for the policy.
+        Refused: it is none of this schema.
 
     >>> schema = {"required": ["guess"], "properties": {"guess": {"type": "integer"}}}
     >>> action_of('{"guess": 3}', schema), action_of("3", schema)
@@ -96,7 +102,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     required = schema.get("required") or []
     if len(required) != 1:
         fields = ", ".join(schema.get("properties") or {})
-        raise ValueError(f"an action is a JSON object with {fields or 'its fields'}")
+        raise Refused(f"an action is a JSON object with {fields or 'its fields'}")
     kind = (schema.get("properties") or {}).get(required[0], {}).get("type")
     return {required[0]: text if kind == "string" else value}
 
@@ -110,7 +116,7 @@ def _schema(url: str) -> dict[str, Any]:
         answer = connection.getresponse()
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}")
-        return json.loads(answer.read(MOST_BYTES))
+        return json.loads(answer.read(MAX_BYTES))
     finally:
         connection.close()
 
@@ -123,25 +129,29 @@ def _connected(url: str) -> Any:
     # Nor is a proxy asked that the environment names.
     address = "ws" + url.removeprefix("http") + "/ws"
     # A session stays open from turn to turn, and `close` ends it: no block could.
-    return connect(address, max_size=MOST_BYTES, proxy=None, open_timeout=TIMEOUT_S).__enter__()
+    return connect(address, max_size=MAX_BYTES, proxy=None, open_timeout=TIMEOUT_S).__enter__()
 
 
 def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """The server's answer.
 
     Raises:
-        ValueError: the action is refused.
+        Refused: the action is refused.
         RuntimeError: the server has no session for it, or another fault of its own.
     """
     session.send(json.dumps({"type": what, "data": data}))
-    answer = json.loads(session.recv(timeout=TIMEOUT_S))
-    told = answer.get("data") or {}
+    text = session.recv(timeout=TIMEOUT_S)
+    try:
+        answer = json.loads(text)
+        told = answer.get("data") or {}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise RuntimeError(f"the OpenEnv server answers {text!r:.200}, which is no JSON object") from error
     if answer.get("type") != "error":
         return told
     faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in told.get("errors") or ()]
     message = "; ".join([str(told.get("message")), *faults])[:500]
     if what == "step" and told.get("code") in _REFUSED:
-        raise ValueError(message)
+        raise Refused(message)
     remedy = "; start the server with more max_concurrent_envs" if told.get("code") == "CAPACITY_REACHED" else ""
     raise RuntimeError(f"the OpenEnv server answers {told.get('code')}: {message}{remedy}")
 

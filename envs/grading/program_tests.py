@@ -7,6 +7,7 @@ import builtins
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,8 @@ _FENCE = "```"
 _DECIMAL = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?|[+-]?\d+\.?([eE][+-]?\d+)")
 _TOLERANCE = 1e-6
 _CALLED = """
+inf, nan = float("inf"), float("nan")
+
 def _result(*arguments):
     try:
         function = {name}
@@ -41,6 +44,7 @@ class ProgramTests:
         setup: code before these.
         entry_point: name of the function that they call ``candidate``.
         names: names that are the program's in them, though Python has them.
+        only: no other names are.
         call: a call of the program's function, without what it should return, for the prompt; None: none is known.
     """
 
@@ -50,6 +54,7 @@ class ProgramTests:
     entry_point: str | None = None
     names: tuple[str, ...] = ()
     call: str | None = None
+    only: bool = False
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.code)
@@ -104,9 +109,17 @@ def _of_column(row: Mapping[str, Any], column: str) -> ProgramTests:
     if all(isinstance(test, str) for test in value):
         imports = row.get("test_imports") or []
         setup = "\n".join([*(imports if isinstance(imports, list) else [imports]), row.get("test_setup_code") or ""])
-        entry_point, names = row.get("entry_point"), _own_names(row.get("solution"))
-        call = None if entry_point else _call(value[0], names)
-        return ProgramTests((), tuple(value), setup, entry_point, names, call)
+        for code in (setup, *value):
+            _refuse_syntax(code, column)
+        entry_point, solution = row.get("entry_point"), row.get("solution")
+        given = row.get("prompt") if entry_point and isinstance(row.get("prompt"), str) else ""
+        setup = "\n".join([_surroundings(solution, given, entry_point), setup])
+        names = _names(solution, entry_point)
+        only = bool(names)
+        if not only:  # a module is not called: the program has a function of this name
+            names = tuple(name for test in value for name in _called(_tree(test)) if name in sys.stdlib_module_names)
+        call = None if entry_point else _call(value[0], names if only else None, setup)
+        return ProgramTests((), tuple(value), setup, entry_point, names, call, only)
     if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in value):
         return ProgramTests(tuple((_text(test["input"]), _text(test["output"])) for test in value))
     raise ValueError(f"{column} holds {value[0]!r:.80}; a test is Python code, or has an input and an output")
@@ -122,7 +135,7 @@ def _of_lists(value: Mapping[str, Any], column: str) -> ProgramTests:
         raise ValueError(f"{column} calls {name!r:.80}; a function has a name, and each input is a list of arguments")
     calls = [f"assert _is(_result(*{given!r}), {wanted!r})" for given, wanted in zip(inputs, outputs, strict=True)]
     call = f"{name}({', '.join(map(repr, inputs[0]))})" if inputs else None
-    return ProgramTests((), tuple(calls), _CALLED.format(name=name), names=(name,), call=call)
+    return ProgramTests((), tuple(calls), _CALLED.format(name=name), names=(name, "Solution"), call=call, only=True)
 
 
 def _text(value: Any) -> str:
@@ -130,18 +143,55 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _own_names(solution: Any) -> tuple[str, ...]:
-    """Names of Python's own that a solution gives to its functions."""
-    if not isinstance(solution, str):
-        return ()
-    defined = [node.name for node in _tree(solution).body if isinstance(node, ast.FunctionDef)]
-    return tuple(name for name in defined if hasattr(builtins, name))
+def _names(solution: Any, entry_point: str | None) -> tuple[str, ...]:
+    """The names that a solution defines, and the entry point's; none where there is neither."""
+    tree = _tree(solution if isinstance(solution, str) else "")
+    return tuple(dict.fromkeys([*([entry_point] if entry_point else ()), *_defined(tree, imported=False)]))
 
 
-def _call(test: str, names: Sequence[str]) -> str | None:
+def _defined(tree: ast.Module, imported: bool = True) -> list[str]:
+    names = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+        elif imported and isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [alias.asname or alias.name.split(".")[0] for alias in node.names]
+    return names
+
+
+def _surroundings(solution: Any, given: str, entry_point: str | None) -> str:
+    """What tests may use that is not theirs: a solution's imports from Python, and the functions that a prompt gives.
+
+    The program is not asked for these, or it could say that its results are right.
+    """
+    modules = [
+        node
+        for node in _tree(solution if isinstance(solution, str) else "").body
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in sys.stdlib_module_names)
+        or (isinstance(node, ast.Import) and all(a.name.split(".")[0] in sys.stdlib_module_names for a in node.names))
+    ]
+    helpers = [node for node in _tree(given).body if getattr(node, "name", None) != entry_point]
+    return "\n".join(ast.unparse(node) for node in [*modules, *helpers])
+
+
+def _called(tree: ast.AST) -> list[str]:
+    """The bare names that are called."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+
+
+def _call(test: str, names: Sequence[str] | None, setup: str = "") -> str | None:
     """The call of the program's function in a test that compares what it returns; None: the test has another form.
 
-    >>> _call("assert set(shared((3, 4), (4, 5))) == {4}", ())
+    A call around another is none: it may compare what the inner one returns with what it should.
+
+    Args:
+        names: the program's names; None: all that are neither Python's nor the setup's may be.
+
+    >>> _call("assert set(shared((3, 4), (4, 5))) == {4}", None)
     'shared((3, 4), (4, 5))'
     """
     statements = _tree(test).body
@@ -150,11 +200,23 @@ def _call(test: str, names: Sequence[str]) -> str | None:
     asked = statements[0].test
     if isinstance(asked, ast.Compare):  # what is on its right is what should be returned
         asked = asked.left
+    others = _defined(_tree(setup))
     for node in ast.walk(asked):
-        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "print"
-        if called in names or not hasattr(builtins, called):
-            return ast.unparse(node)
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        name = node.func.id
+        if name not in names if names is not None else hasattr(builtins, name) or name in others:
+            continue
+        inner = [name for name in _called(node)[1:] if not hasattr(builtins, name)]
+        return None if inner else ast.unparse(node)
     return None
+
+
+def _refuse_syntax(code: str, column: str) -> None:
+    try:
+        compile(code, column, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{column} holds {code!r:.80}, which is no Python code: {error}") from error
 
 
 def _tree(code: str) -> ast.Module:
@@ -183,7 +245,9 @@ def program_of(response: str) -> str | None:
 
 
 def equal_outputs(output: str, wanted: str) -> bool:
-    r"""Tells whether two outputs have the same words, however they are spaced; decimals may differ by 1e-6.
+    r"""Tells whether two outputs have the same words, however they are spaced.
+
+    Where a decimal is wanted, it may differ by 1e-6 of itself.
 
     >>> equal_outputs("1 2\n", "1\n2"), equal_outputs("0.33333333", "0.3333333"), equal_outputs("3", "4")
     (True, True, False)
@@ -198,6 +262,8 @@ def _equal_words(word: str, wanted: str) -> bool:
     if not _DECIMAL.fullmatch(wanted) or len(word) > 50:
         return False
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return math.isclose(
+            float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=0.0 if float(wanted) else _TOLERANCE
+        )
     except ValueError:
         return False

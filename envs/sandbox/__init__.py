@@ -1,1 +1,1 @@
-"""Programs of strangers under limits, without network and with no file but Python's own."""
+"""Untrusted programs under limits, without network and with no file but Python's own."""

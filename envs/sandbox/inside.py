@@ -4,11 +4,14 @@ Sent as text to a bare interpreter: nothing but the standard library is there.
 """
 
 import builtins
+import collections.abc
+import itertools
 import json
 import os
 import sys
 
 _PLAIN = (type(None), bool, int, float, str)
+_LONGEST = 10**6
 
 
 def restrict(limits):
@@ -41,9 +44,11 @@ def read_all(handle):
         return file.read()
 
 
-def run(source):
-    """The names that a program defines, which is run as a script."""
-    names = {"__name__": "__main__", "__builtins__": builtins}
+def run(source, name="__main__"):
+    """The names that a program defines, which is run as a script, or under another name as a module."""
+    # Dataclasses look their module up.
+    module = sys.modules[name] if name in sys.modules else sys.modules.setdefault(name, type(sys)(name))
+    names = {"__name__": name, "__builtins__": builtins} if name == "__main__" else vars(module)
     exec(compile(source, "program.py", "exec", dont_inherit=True), names)
     return names
 
@@ -62,6 +67,9 @@ class Objects:
         """A value as JSON has it."""
         if type(value) in _PLAIN:
             return value
+        walked = isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
+        if walked or isinstance(value, (range, collections.deque)):
+            value = list(itertools.islice(value, _LONGEST))
         for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
                 return {kind.__name__: [self.written(item) for item in value]}
@@ -95,7 +103,7 @@ class Objects:
 def serve(source, asked, told):
     """Runs a program, then calls of it what is asked for on one handle, and tells the results on the other."""
     objects = Objects()
-    objects.known.append(type("Names", (), run(source)))
+    objects.known.append(type("Names", (), dict(run(source, "program"))))
     with open(asked) as asked, open(told, "w") as told:
         for line in asked:
             number, name, arguments, keywords = json.loads(line)
@@ -141,25 +149,36 @@ class Remote:
 
 
 class Program(dict):
-    """The names of a test: its own, else Python's, else what the program defines.
+    """The names of a test: its own, else Python's and the standard library's modules, else what the program defines.
 
     Args:
         ask: asks the program.
         names: names that are the program's though Python has them.
+        only: the program is asked for no others.
     """
 
-    def __init__(self, ask, names):
+    def __init__(self, ask, names, only):
         super().__init__(__name__="test", __builtins__=builtins)
-        self._ask, self._names = ask, names
+        self._ask, self._names, self._only = ask, names, only
 
     def __missing__(self, name):
-        if hasattr(builtins, name) and name not in self._names:
-            raise KeyError(name)
-        return self._ask(0, name, None, {})
+        if name not in self._names:
+            if hasattr(builtins, name):
+                raise KeyError(name)
+            if name in sys.stdlib_module_names:
+                return __import__(name)
+            if self._only:
+                raise NameError(name)
+        try:
+            return self._ask(0, name, None, {})
+        except KeyError:  # after which Python would take its own function of that name
+            raise NameError(name) from None
 
 
 def test(source, told, asked, verdicts):
     """Runs tests of a program that another process serves, and writes one line for each that it passes.
+
+    What fails before the program was asked for anything would fail for any program, and is written as "broken".
 
     Args:
         source: JSON: the arguments of :meth:`~grpo_rl.envs.sandbox.sandbox.Sandbox.test`.
@@ -169,8 +188,11 @@ def test(source, told, asked, verdicts):
     """
     content = json.loads(source)
     asked, told = open(asked, "w"), open(told)  # noqa: SIM115  the process ends with them
+    was_asked = False
 
     def ask(number, name, arguments, keywords):
+        nonlocal was_asked
+        was_asked = True
         written = None if arguments is None else [objects.written(value) for value in arguments]
         line = [number, name, written, {key: objects.written(value) for key, value in keywords.items()}]
         asked.write(json.dumps(line) + "\n")
@@ -183,15 +205,24 @@ def test(source, told, asked, verdicts):
         return objects.read(reply["value"])
 
     objects = Objects(lambda number: Remote(ask, number))
-    names = Program(ask, content["names"])
-    exec(compile(content["setup"], "setup", "exec", dont_inherit=True), names)
+    names = Program(ask, content["names"], content["only"])
+    try:
+        exec(compile(content["setup"], "setup", "exec", dont_inherit=True), names)
+    except Exception:
+        if not was_asked:
+            os.write(verdicts, b"broken\n")
+        raise
+    if content["entry_point"]:
+        in_setup, was_asked = was_asked, True
+        names["candidate"] = ask(0, content["entry_point"], None, {})
+        was_asked = in_setup
     for index, code in enumerate(content["tests"]):
         try:
-            if content["entry_point"]:
-                names["candidate"] = ask(0, content["entry_point"], None, {})
             exec(compile(code, "test", "exec", dont_inherit=True), names)
         except Exception as error:
             print(index, type(error).__name__, str(error)[:200], file=sys.stderr)
+            if not was_asked:
+                os.write(verdicts, b"broken\n")
             continue
         os.write(verdicts, b"%d\n" % index)
 

@@ -1,4 +1,4 @@
-"""Sandbox: runs programs of strangers where they can read nothing, reach nobody, and take no more than they may."""
+"""Sandbox: runs untrusted programs where they can read nothing, reach nobody, and take no more than they may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, get_args
 
@@ -23,6 +23,10 @@ from grpo_rl.envs.sandbox.seccomp import filter_of
 Kind = Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"]
 UNPROTECTED = "i_accept_no_sandbox"
 _INSIDE = Path(__file__).with_name("inside.py")
+_CPU_SPENT = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+"""Exit codes of a program that took its CPU seconds, and of a jail around it."""
+_END_S = 1.0
+"""Seconds in which a program ends after its tests."""
 _START_S = 5.0
 """Seconds beside a program's own that its interpreter may take to start, on a machine that is busy."""
 
@@ -33,8 +37,8 @@ class Limits:
 
     Args:
         memory_mib: address space.
-        cpu_s: seconds of computing, rounded up.
-        wall_s: seconds until it is killed; None: three times ``cpu_s``.
+        cpu_s: CPU seconds, rounded up.
+        wall_s: seconds until it is killed, besides its start, which has 5; None: three times ``cpu_s``.
         output_kib: output, and the size of any file.
         threads: at the same time.
         open_files: at the same time.
@@ -49,8 +53,8 @@ class Limits:
 
     @property
     def until_killed_s(self) -> float:
-        """Seconds that a program may take by the clock, besides its start."""
-        return 3 * self.cpu_s if self.wall_s is None else self.wall_s
+        """Seconds that a program may take by the clock, its start among them."""
+        return _START_S + (3 * self.cpu_s if self.wall_s is None else self.wall_s)
 
     def resources(self) -> dict[str, tuple[int, int]]:
         """The limits of the kernel, soft and hard, by their names in `resource`."""
@@ -83,15 +87,20 @@ class Outcome:
     timed_out: bool
 
 
+class BrokenTests(Exception):
+    """Tests that any program fails."""
+
+
 class Sandbox:
-    """Runs programs, each in a sandbox of its own: Python's standard library is all that they see.
+    r"""A sandbox runs programs, each in one of its own: Python's standard library is all that they see.
 
     A program has no network, no process but its own, no writable file, no ``/proc``, and none of the variables, files
     and handles of this process. Limits of the kernel bound its memory, time, threads and output.
 
     Args:
         kind: ``auto`` takes bubblewrap, else nsjail; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
-            alone, so that programs can read every file that this process can.
+            alone, and no limit of threads: programs can read, change and delete every file that this process can, and
+            forge their verdicts.
         limits: of each program.
 
     Raises:
@@ -104,6 +113,12 @@ class Sandbox:
     def __init__(self, kind: Kind = "auto", limits: Limits = Limits()) -> None:
         self.limits = limits
         self._jail = no_jail() if kind == UNPROTECTED else _checked_jail(kind)
+
+    @classmethod
+    def _in(cls, jail: Jail, limits: Limits) -> Sandbox:
+        sandbox = object.__new__(cls)
+        sandbox.limits, sandbox._jail = limits, jail
+        return sandbox
 
     def run(self, program: str, stdin: str = "", within_s: float = math.inf) -> Outcome:
         """The end of a program that is run as a script with this input.
@@ -123,6 +138,7 @@ class Sandbox:
         names: Sequence[str] = (),
         entry_point: str | None = None,
         within_s: float = math.inf,
+        only: bool = False,
     ) -> tuple[list[bool], Outcome]:
         """Tells which tests a program passes, and how the process of the tests ended.
 
@@ -136,9 +152,14 @@ class Sandbox:
             names: names that are the program's though Python has them, such as ``sum``.
             entry_point: name of the function that the tests call ``candidate``.
             within_s: seconds after which both processes are killed, whatever their limits are.
+            only: no other names are the program's; otherwise all that neither the tests nor Python have are.
+
+        Raises:
+            BrokenTests: the tests fail before the program is asked for anything, as they would for any program.
         """
         with _Files() as files:
             content = {"setup": setup, "tests": list(tests), "names": list(names), "entry_point": entry_point}
+            content["only"] = only
             verdicts = files.empty()
             asked, ask = files.pipe()
             told, tell = files.pipe()
@@ -149,14 +170,19 @@ class Sandbox:
             files.close_pipes()  # or neither would notice the other's end
             try:
                 outcome = tests_process.ended(self._until(within_s))
+                # Its pipes are closed, and it ends by itself, if it has not: only then does its exit code tell why.
+                served = program_process.ended(time.monotonic() + _END_S)
             finally:
                 program_process.kill()
+            outcome = replace(outcome, timed_out=outcome.timed_out or served.exit_code in _CPU_SPENT)
             verdicts.seek(0)
             passed = set(verdicts.read(2**16).split())
+            if b"broken" in passed:
+                raise BrokenTests(f"the tests fail for any program: {outcome.stderr.strip()[-500:]}")
             return [str(index).encode() in passed for index in range(len(tests))], outcome
 
     def _until(self, within_s: float) -> float:
-        return time.monotonic() + min(within_s, self.limits.until_killed_s + _START_S)
+        return time.monotonic() + min(within_s, self.limits.until_killed_s)
 
     def _start(
         self, what: str, source: IO[bytes], handles: Sequence[int], files: _Files, stdin: IO[bytes] | None = None
@@ -196,7 +222,7 @@ class _Process:
             late = True
         self.kill()
         code = self._process.returncode
-        timed_out = late or code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+        timed_out = late or code in _CPU_SPENT
         return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, timed_out)
 
     def kill(self) -> None:
@@ -254,12 +280,13 @@ def _checked_jail(kind: str) -> Jail:
     Raises:
         ValueError: there is none.
     """
-    names = tuple(COMMANDS) if kind == "auto" else (kind,)
     if kind not in get_args(Kind):
         raise ValueError(f"env.sandbox={kind}; choose {', '.join(get_args(Kind))}")
+    names = tuple(COMMANDS) if kind == "auto" else (kind,)
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
-        f"model's programs may read all that you can read, set env.sandbox={UNPROTECTED}"
+        f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "
+        f"env.sandbox={UNPROTECTED}"
     )
     failures = []
     for name in names:
@@ -274,8 +301,7 @@ def _checked_jail(kind: str) -> Jail:
 
 def _failure(jail: Jail) -> str | None:
     """What is wrong with a jail; None: nothing that the probe finds."""
-    sandbox = object.__new__(Sandbox)
-    sandbox.limits, sandbox._jail = Limits(memory_mib=512), jail
+    sandbox = Sandbox._in(jail, Limits(memory_mib=512))
     with tempfile.NamedTemporaryFile() as canary:
         tried = [canary.name, __file__, "/etc/passwd", "/proc/self", "/tmp", "/home"]
         outcome = sandbox.run(_PROBE, json.dumps([tried, sandbox.limits.threads]))
@@ -288,7 +314,7 @@ def _failure(jail: Jail) -> str | None:
 _PROBE = """
 import json, os, socket, threading
 tried, threads = json.loads(input())
-could = []
+could, python = [], "/python/bin/python3"
 def attempt(name, action):
     try:
         action()
@@ -301,7 +327,7 @@ for folder in ("/", "/python", "/python/lib", "/dev", "/tmp"):
     attempt("write to " + folder, lambda: open(folder + "/file", "w"))
 attempt("reach the network", socket.socket)
 attempt("start a process", os.fork)
-attempt("replace itself", lambda: os.execv("/python/bin/python3", ["python3", "-c", "print([])"]))
+attempt("replace itself", lambda: os.execv(python, [python, "-c", "print('[\\\"replace itself\\\"]')"]))
 attempt("signal its parent", lambda: os.kill(os.getppid(), 0))
 attempt("take 2 GiB", lambda: bytearray(2**31))
 hold = threading.Event()

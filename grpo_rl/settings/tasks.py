@@ -143,10 +143,10 @@ class Code(Section):
     """Programs, judged by tests in a sandbox."""
 
     sandbox: Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"] = required(
-        "where programs run: auto (bubblewrap, else nsjail) | bubblewrap | nsjail; i_accept_no_sandbox: they can read "
-        "every file that you can"
+        "where programs run: auto (bubblewrap, else nsjail) | bubblewrap | nsjail; i_accept_no_sandbox: they can read, "
+        "change and delete every file that you can, and forge their verdicts"
     )
-    time_s: float = required("seconds of computing for one run of a program", at_least=0.1)
+    time_s: float = required("CPU seconds for one run of a program, in whole ones", at_least=0.1)
     memory_mib: int = required("memory of a program", at_least=64)
     max_tests: int | None = required("tests of a row that are run, at equal distances; null: all", at_least=1)
     system_prompt: str | None = required(SYSTEM_PROMPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from grpo_rl.envs.code import Code, load_rows
 from grpo_rl.envs.generated.programs import OF_NUMBERS, OF_WORDS, generated_rows
 from grpo_rl.envs.grading.program_tests import equal_outputs, program_of, read_tests
 from grpo_rl.envs.sandbox.jails import jails
+from grpo_rl.envs.task import Unjudgeable
 
 SANDBOX = "auto" if jails("bubblewrap") else "i_accept_no_sandbox"
 ECHO = {"question": "Print what you read.", "tests": [{"input": "a b", "output": "a b"}, {"input": "c", "output": "c"}]}
@@ -30,6 +32,82 @@ FORMS = {
 
 def fenced(program):
     return f"Here:\n```python\n{program}\n```\nDone."
+
+
+def rows_of(folder, row):
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return load_rows(folder / "rows.jsonl")
+
+
+POLY = {
+    "prompt": "def poly(x):\n    return x - 4\n\ndef zero():\n    'Find it.'\n", "entry_point": "zero",
+    "canonical_solution": "    return 4\n", "test": "def check(candidate):\n    assert poly(candidate()) == 0",
+}  # fmt: skip
+NAMED = {
+    "a builtin's name": (
+        {"question": "q", "tests": {"fn_name": "sorted", "inputs": [[[3, 1]]], "outputs": [[1, 3]]}},
+        "def sorted(x): return x[::-1]", ["pass", "class Solution:\n    def sorted(self, x): return 99"],
+    ),
+    "a builtin's name in a reference": (
+        {"question": "q", "tests": ["assert max([1, 5]) == 5"], "code": "def max(x): return 5"},
+        "def max(x): return x[1]", ["pass"],
+    ),
+    "a module that nobody imports": (
+        {"question": "q", "tests": ["assert math.isclose(f(2), 3.14159)"]},
+        "def f(x): return 3.14159", ["class math: isclose = lambda *a: True\ndef f(x): return 0"],
+    ),
+    "what the reference imports": (
+        {
+            "question": "q", "tests": ["assert isclose(f(2), 3.14159)"],
+            "code": "from math import isclose\ndef f(x): return 3.14159",
+        },
+        "def f(x): return 3.14159", ["isclose = lambda *a: True\ndef f(x): return 0"],
+    ),
+    "a helper in the prompt": (POLY, "def zero(): return 4", ["def poly(x): return 0\ndef zero(): return 7"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_of_a_test_is_not_the_programs_to_give(name, tmp_path):
+    row, right, wrong = NAMED[name]
+    (row,) = rows_of(tmp_path, row)
+    rewards = Code([], sandbox=SANDBOX).score_many([row] * (1 + len(wrong)), [fenced(p) for p in (right, *wrong)])
+    assert [reward.parts["all_passed"] for reward in rewards] == [1.0, *[0.0] * len(wrong)]
+
+
+@pytest.mark.parametrize(
+    "tests", [["import numpy\nassert f(2) == 3"], ["assert other(f(2)) == 3"], ["assert f(2) == 3"]], ids=str
+)
+def test_tests_that_fail_for_any_program_are_said_to_be_unjudgeable(tests, tmp_path):
+    row = {"question": "q", "tests": tests, "solution": "def f(x): return 3"}
+    if tests == ["assert f(2) == 3"]:
+        row["test_setup_code"] = "import numpy"
+    (row,) = rows_of(tmp_path, row)
+    task = Code([], sandbox=SANDBOX)
+    asked_first = "other(" in tests[0]  # the program is not asked for what its reference has not
+    with pytest.raises(Unjudgeable, match="NameError" if asked_first else "numpy"):
+        task.score(row, fenced("def f(x): return 3"))
+
+
+def test_functions_under_a_main_guard_or_with_infinite_results_are_tested():
+    guarded = "def f(x): return float('inf')\nif __name__ == '__main__': print(f(int(input())))"
+    dataclass = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
+    row = {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [Infinity]}'}
+    assert Code([], sandbox=SANDBOX).score(row, fenced(dataclass + guarded)).parts["all_passed"] == 1.0
+
+
+def test_programs_that_wait_take_no_siblings_time_and_lose():
+    task = Code([], sandbox=SANDBOX, time_s=1)
+    task.ready(8)
+    waiting = [fenced(f"import time; time.sleep(100 + {n})") for n in range(3)]
+    *lost, right = task.score_many([ECHO] * 4, [*waiting, fenced("print('a b')")])
+    assert [reward.parts["tests"] for reward in (*lost, right)] == [0.0, 0.0, 0.0, 0.25]
+    assert [reward.measures["timed_out"] for reward in (*lost, right)] == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_function_that_computes_too_long_is_measured():
+    reward = Code([], sandbox=SANDBOX, time_s=1).score(FORMS["MBPP"], fenced("def add(a, b):\n    while True: pass"))
+    assert reward.parts["tests"] == 0 and reward.measures == {"timed_out": 1.0}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -53,6 +131,11 @@ def test_what_should_come_out_is_not_in_the_prompt(tmp_path):
     }
     assert said["APPS"] == "q"
     assert all(said[form].endswith("by calls such as add(1, 2).") for form in ("MBPP", "TACO", "one text"))
+    comparing = [["assert isclose(f(2), 3.14159)"], ["assert compare(f(2), 3.14159) == True"]]
+    for tests in comparing:
+        for setup in ("", "from math import isclose\nfrom operator import eq as compare"):
+            content = task.prompt({"question": "q", "tests": tests, "test_setup_code": setup})[-1]["content"]
+            assert "3.14159" not in content
     helper = {"question": "q", "tests": ["def expect(a, b):\n    assert a == b\nexpect(add(1, 2), 3)"]}
     assert task.prompt(helper)[-1]["content"] == "q"
 
@@ -92,12 +175,13 @@ def test_generated_tasks_are_solved_by_their_solutions_and_none_is_in_both_split
         ({"question": "q", "tests": [1]}, "tests holds 1; a test is Python code, or has an input and an output"),
         ({"question": "q", "tests": {"inputs": ["1"], "outputs": []}}, "it must have as many inputs as outputs"),
         ({"question": "q", "tests": {"fn_name": "f(", "inputs": [], "outputs": []}}, "calls 'f('; a function has"),
+        ({"question": "q", "tests": ["assert f(2) === 3"]}, "tests holds 'assert f(2) === 3', which is no Python"),
         ({"tests": ["assert f()"]}, "has no question; give it in a column question, prompt or text"),
     ],
 )
 def test_a_row_that_can_t_be_judged_is_named_before_the_run(row, complaint, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="rows.jsonl, line 1.*" + complaint.replace("(", r"\(")):
+    with pytest.raises(ValueError, match="rows.jsonl, line 1.*" + re.escape(complaint)):
         load_rows(tmp_path / "rows.jsonl")
 
 
@@ -139,6 +223,8 @@ def test_the_program_is_the_last_block_that_is_closed(response, program):
         ("1 2", "1 2 3", False),
         ("0.1000000001", "0.1", True),
         ("0.2", "0.1", False),
+        ("0", "1e-9", False),
+        ("1e-9", "0.0", True),
         ("1.0", "1", False),  # whole numbers are compared as they are written
         ("1000000001", "1000000000", False),
         ("nan", "0.5", False),

@@ -76,17 +76,48 @@ def test_an_episode_that_begins_otherwise_than_the_prompt_is_named():
     task, row = Count([]), {"goal": 50}
     messages = [*task.prompt(row), {"role": "assistant", "content": "2"}]
     task.shift = 1
-    with pytest.raises(RuntimeError, match="Count begins another episode from the same row: 'Reach 51.' instead of 'R"):
+    with pytest.raises(RuntimeError, match="Count plays another episode from the same row: 'Reach 51.' instead of 'R"):
         task.reply(row, messages)
     assert task.opened == task.closed
 
 
 def test_episodes_of_conversations_that_were_dropped_are_closed_when_there_are_many(monkeypatch):
-    monkeypatch.setattr(episodes, "MOST_OPEN", 3)
+    monkeypatch.setattr(Count, "max_open", 3)
     task, row = Count([]), {"goal": 50}
-    for number in range(9):
-        played(task, row, [str(number)])
+    for number in (0, 1, 2, 3, 3, 3, 3, 3):
+        messages = played(task, row, [str(number)])
     assert task.opened - task.closed == 3
+    assert [task.score_dialog(row, messages).total for _ in range(4)] == [3.0] * 4  # the last is played again
+    assert task.opened == task.closed
+
+
+def test_a_reward_is_paid_once_and_an_equal_conversation_is_played_again():
+    task, row = Count([]), {"goal": 5}
+    task.step = lambda state, text: ("", float(task.opened), True)
+    assert [task.score(row, "x").total for _ in range(3)] == [2.0, 3.0, 4.0]  # the first was opened for the prompt
+
+
+def test_prompts_are_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr(episodes, "MAX_REMEMBERED", 2)
+    task = Count([])
+    for goal in (1, 2, 3, 3, 1):
+        assert task.prompt({"goal": goal})[-1]["content"] == f"Reach {goal}."
+    assert task.opened == 4 and len(task._kept.first) == 2
+
+
+@pytest.mark.parametrize("name", ["step", "cut_off", "measures"])
+def test_an_episode_is_closed_where_its_environment_fails(name):
+    task, row = Count([]), {"goal": 50}
+    messages = played(task, row, ["2", "4"])
+    assert task.score_dialog(row, messages).total == 6.0  # from here on it is played again
+
+    def fails(*_):
+        raise ConnectionError(name)
+
+    setattr(task, name, fails)
+    with pytest.raises(ConnectionError, match=name):
+        task.score_dialog(row, messages)
+    assert task.opened == task.closed == 3
 
 
 @pytest.mark.slow

@@ -135,14 +135,15 @@ def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
 BY_HAND = {
     "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
-        inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
+        inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps
+        env.episodes""",
     "a number": """env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
         env.corpus env.system_prompt env.completion_column logger.name
         model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel
-        train_model.quantization""",
+        train_model.quantization env.url env.name""",
     "a list of numbers": "optimizer.betas",
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
     "a list of pairs of whole numbers": "train.repeats_schedule",

@@ -1,4 +1,4 @@
-"""Leaves out what can't be imported without verifiers, and lets tests import what lies beside them."""
+"""Modules beside these tests can be imported by them; those that need verifiers are left out where it is missing."""
 
 from __future__ import annotations
 

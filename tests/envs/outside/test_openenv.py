@@ -63,6 +63,16 @@ def spoken():
         server.shutdown()
 
 
+def test_a_servers_fault_is_not_told_to_the_policy(spoken, monkeypatch):
+    task = OpenEnv(load_rows(), url=spoken)
+    messages = [*task.prompt({"seed": 3}), {"role": "assistant", "content": "0"}]
+    session, _ = task.reset({"seed": 3})
+    monkeypatch.setattr(session, "recv", lambda timeout: "<html>502 Bad Gateway")
+    with pytest.raises(RuntimeError, match="answers '<html>502 Bad Gateway', which is no JSON object"):
+        task.step(session, messages[-1]["content"])
+    task.close(session)
+
+
 def right(row):
     return str(random.Random(row["seed"]).randint(1, 9))
 

@@ -1,4 +1,4 @@
-"""Lets the tests import the hostile programs, which lie beside them."""
+"""The hostile programs, which lie beside the tests, can be imported by them."""
 
 from __future__ import annotations
 

@@ -153,6 +153,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "import os\ndef solve(*a):\n    for fd in range(3, 64):\n        try:\n            os.write(fd, b'[' * 10**5 + b'\\n')\n        except OSError:\n            pass",
         "def solve(*a):\n    x = []\n    x.append(x)\n    return x",
         "def solve(*a): return {{'object': 0}}",
+        "class math:\n    isclose = lambda *a: True\ndef solve(*a): return {n}\nsorted = max = lambda *a: True",
         "print('PASSED', 'ok', 0, sep='\\n')\ndef solve(*a): return None",
         "import unittest, sys\nsys.modules['__main__'].test = lambda *a: None\nsys.settrace(lambda *a: None)\ndef solve(*a): return NotImplemented",
     ),

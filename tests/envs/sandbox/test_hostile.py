@@ -74,7 +74,7 @@ def attack(count: int, seed: int, folder: Path) -> Counter[str]:
             # Half of them are asked for printed output, the others for what a function returns.
             rows = {"tests": [{"input": "1", "output": f"{wanted}"}]}
             if wanted % 2:
-                rows = {"tests": [f"assert solve(1) == {wanted}", f"assert solve(2) in [{wanted}]"]}
+                rows = {"tests": [f"assert solve(1) == {wanted}", f"assert math.isclose(solve(2), {wanted})"]}
             reward = task.score(rows, f"```python\n{program}\n```")
             assert reward.parts["tests"] == 0, f"{kind} passed: {program}"
             told = sandbox.run(program).stdout if wanted % 2 == 0 else ""
