@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"by_name", "config", "data", "intervals", "losses", "storage", "waits"},
     {"engines", "envs", "perf", "policies"},
-    {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
+    {"agents", "cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
     {"run"},
     {"build"},

@@ -1,0 +1,258 @@
+"""What an agent's calls sampled, what its next call reads and what is trained on are the same ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from transformers import AutoTokenizer
+
+from grpo_rl.agents.recorder import Limits, Session, SessionError
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.testing import save_tiny_model
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+MAX_MODEL_LEN = 400
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@dataclass
+class Call:
+    name: str
+    arguments: str
+
+
+class Parser:
+    """Takes all text behind "!" for the arguments of a call of ``add``."""
+
+    def parse(self, text):
+        content, bang, arguments = text.partition("!")
+        return content, [Call("add", arguments)] if bang else []
+
+
+class Played:
+    """A session over an engine whose responses are those of a list, in order; ``seen`` holds prompt and response."""
+
+    def __init__(self, tokenizer, responses, **settings):
+        said = iter(responses)
+        self.seen, self.version = [], 0
+
+        async def sample(prompt, sampling):
+            engine = ScriptedEngine(lambda *_: next(said))
+            engine.version = self.version
+            (samples,) = engine.generate([prompt], 1, sampling)
+            self.seen.append((list(prompt), samples.response_ids.tolist(), sampling))
+            return samples
+
+        self.session = Session(tokenizer, sample, MAX_MODEL_LEN, **settings)
+
+    def ask(self, messages, **settings):
+        return asyncio.run(self.session.ask(messages, **settings))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def written(tokenizer, recorded):
+    return tokenizer.decode([*recorded.prompt_ids, *recorded.ids])
+
+
+def chosen(tokenizer, recorded):
+    return tokenizer.decode([i for i, own in zip(recorded.ids, recorded.trainable, strict=True) if own])
+
+
+def texts(tokenizer, *said):
+    return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in said]
+
+
+def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_history_stands_alone(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, "a", "b", "c"))
+    (a,) = played.ask([user("p")])
+    played.version = 1
+    (b,) = played.ask([user("p"), a.message, user("q")])
+    played.ask([user("summary"), b.message, user("r")])
+    first, second = played.session.sequences()
+    assert written(tokenizer, first) == "p<end>>a<end>q<end>>b<end>"
+    assert written(tokenizer, second) == "summary<end>b<end>r<end>>c<end>"
+    assert [chosen(tokenizer, one) for one in (first, second)] == ["a<end>b<end>", "c<end>"]
+    assert first.versions == [0] * 2 + [1] * 5
+    counts = {"calls": 3, "extended": 1, "rewritten": 1, "tokens": 6}
+    assert {name: n for name, n in played.session.counts.items() if n} == counts
+
+
+def test_what_several_sequences_share_is_trained_on_once(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, "a", "b", "c", "d", "e"))
+    a, _ = played.ask([user("p")], n=2)
+    played.ask([user("p"), a.message, user("q")])
+    played.ask([user("p"), a.message, user("q")])  # a retry
+    played.ask([user("p")])
+    found = played.session.sequences()
+    assert [chosen(tokenizer, one) for one in found] == ["b<end>", "a<end>c<end>", "d<end>", "e<end>"]
+    assert [written(tokenizer, one) for one in found[1:3]] == [
+        "p<end>>a<end>q<end>>c<end>", "p<end>>a<end>q<end>>d<end>",
+    ]  # fmt: skip
+    assert played.session.counts["branches"] == 3 and played.session.counts["rewritten"] == 0
+
+
+def test_other_tools_are_another_history(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, "a", "b"))
+    (a,) = played.ask([user("p")], tools=TOOLS)
+    played.ask([user("p"), a.message, user("q")])
+    assert len(played.session.sequences()) == 2 and played.session.counts["rewritten"] == 1
+
+
+def test_calls_of_tools_come_back_as_clients_write_them(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, 'so!{"a":1}', "2"), parser=Parser())
+    (called,) = played.ask([user("p")], tools=TOOLS)
+    (call,) = called.message["tool_calls"]
+    assert called.finish_reason == "tool_calls" and called.message["content"] == "so"
+    assert call["function"] == {"name": "add", "arguments": '{"a":1}'} and len(call["id"]) == 9
+    # Another id, other spaces in the arguments, keys that other clients add.
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    back = {"role": "assistant", "content": [{"type": "text", "text": "so"}], "refusal": None}
+    back["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "x", "content": "2"}
+    played.ask([user("p"), back, result], tools=TOOLS)
+    (one,) = played.session.sequences()
+    assert written(tokenizer, one) == 'p<end>>so!{"a":1}<end>2<end>>2<end>'
+
+
+def test_the_text_ends_before_a_stop_string_and_the_ids_do_not(tokenizer):
+    played = Played(tokenizer, [tokenizer("a#")["input_ids"], *texts(tokenizer, "b")])
+    sampling = Sampling(stop=("#",))
+    (a,) = played.ask([user("p")], sampling=sampling)
+    assert a.message["content"] == "a" and a.finish_reason == "stop"
+    played.ask([user("p"), a.message, user("q")], sampling=sampling)
+    assert written(tokenizer, played.session.sequences()[0]) == "p<end>>a#<end>q<end>>b<end>"
+
+
+def test_limits_refuse_calls_and_shorten_responses(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, *["abcdef"] * 9), limits=Limits(calls=3, tokens=9))
+    assert played.ask([user("p")], n=2)[1].finish_reason == "length"  # each of two gets half of what is left
+    played.ask([user("p")])
+    with pytest.raises(SessionError, match="all of its 9 tokens") as refused:
+        played.ask([user("p")])
+    assert refused.value.code == "session_limit" and played.session.counts["tokens"] == 9
+    few = Played(tokenizer, texts(tokenizer, "a", "b"), limits=Limits(calls=1))
+    few.ask([user("p")])
+    with pytest.raises(SessionError, match="all of its 1 calls"):
+        few.ask([user("p")])
+    with pytest.raises(SessionError, match="401 tokens, and the context is 400") as refused:
+        played.session.counts["calls"] = 0
+        played.ask([user("p" * (MAX_MODEL_LEN - 1))])
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_what_comes_after_the_end_is_not_recorded(tokenizer):
+    played = Played(tokenizer, texts(tokenizer, "a", "b"))
+
+    async def sample(prompt, sampling):
+        played.session.ended = True
+        return await was(prompt, sampling)
+
+    was, played.session._sample = played.session._sample, sample
+    for _ in range(2):
+        with pytest.raises(SessionError, match="ended"):
+            played.ask([user("p")])
+    assert played.session.sequences() == [] and len(played.seen) == 1
+
+
+def test_equal_seeds_differ_between_sessions_and_between_choices(tokenizer):
+    seeds = []
+    for session in (1, 2, 1):
+        played = Played(tokenizer, texts(tokenizer, "a", "b"), seed=session)
+        played.ask([user("p")], n=2, sampling=Sampling(seed=5))
+        seeds.append([sampling.seed for *_, sampling in played.seen])
+    assert seeds[0] == seeds[2] and len({*seeds[0], *seeds[1]}) == 4
+
+
+@pytest.mark.parametrize(
+    "messages", [[], ["hi"], [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
+)
+def test_what_is_no_conversation_is_refused(tokenizer, messages):
+    with pytest.raises(ValueError, match="message|content"):
+        Played(tokenizer, []).ask(messages)
+
+
+def back(message, how):
+    """The message as one of several clients sends it back."""
+    if how == 1:
+        return {key: value for key, value in message.items() if value}
+    if how == 2:
+        return json.loads(json.dumps({**message, "refusal": None, "annotations": []}))
+    return message
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "extend", "extend", "fork", "retry", "rewrite", "compress"]),
+        st.integers(1, 3),  # choices
+        st.integers(0, 10**6),  # which of the earlier responses
+        st.integers(0, 2),  # how a client sends it back
+        st.text(max_size=4),
+    ),
+    max_size=8,
+)
+RESPONSES = st.lists(st.lists(st.integers(0, 256), max_size=6), min_size=24, max_size=24)
+
+
+def check_a_session(tokenizer, steps, responses, parses):
+    # Ids are any of the vocabulary: bytes that are no text, ends in the middle, responses without an end.
+    played = Played(tokenizer, responses, parser=Parser())
+    session, asked = played.session, []
+    tools = TOOLS if parses else ()
+    for action, n, which, how, text in [("first", 1, 0, 0, "p"), *steps]:
+        said = session.responses
+        messages = [user(text)]
+        if action == "retry":
+            messages = asked[which % len(asked)]
+        elif said and action in ("extend", "fork"):
+            one = said[-1] if action == "extend" else said[which % len(said)]
+            messages = [*one.history, back(one.message, how), {"role": "tool", "content": text}]
+        elif said and action == "compress":
+            messages = [user("so far"), back(said[-1].message, how), user(text)]
+        before = len(said)
+        got = played.ask(messages, tools=tools, n=n, sampling=Sampling(max_new_tokens=5))
+        asked.append(messages)
+        for one in got:
+            object.__setattr__(one, "history", messages)
+        if action in ("extend", "fork") and before:
+            assert all(new.parent is not None for new in got)
+    sequences = session.sequences()
+    whole = [[*one.prompt_ids, *one.ids] for one in sequences]
+    # Every prompt, with its response, is the beginning of a sequence; and sequences hold nothing else.
+    for prompt, sampled, _ in played.seen:
+        assert any(tokens[: len(prompt) + len(sampled)] == [*prompt, *sampled] for tokens in whole)
+    read = [[*prompt, *sampled] for prompt, sampled, _ in played.seen]
+    assert all(tokens in read for tokens in whole)
+    trained = sorted(i for one in sequences for i, own in zip(one.ids, one.trainable, strict=True) if own)
+    assert trained == sorted(i for _, sampled, _ in played.seen for i in sampled)
+    for one in sequences:
+        assert len(one.ids) == len(one.log_probs) == len(one.versions) == sum(tokens for _, tokens in one.kept)
+    counts = session.counts
+    assert counts["calls"] == len(asked) and counts["tokens"] == len(trained)
+    roots = sum(one.parent is None for one in session.responses)
+    assert counts["rewritten"] + 1 <= roots and len(sequences) <= 1 + counts["rewritten"] + counts["branches"]
+
+
+@settings(max_examples=25)
+@given(steps=STEPS, responses=RESPONSES, parses=st.booleans())
+def test_no_id_differs_between_what_was_sampled_read_and_trained_on(tokenizer, steps, responses, parses):
+    check_a_session(tokenizer, steps, responses, parses)
+
+
+@pytest.mark.nightly
+@settings(max_examples=2000)
+@given(steps=STEPS, responses=RESPONSES, parses=st.booleans())
+def test_no_id_differs_in_thousands_of_sessions(tokenizer, steps, responses, parses):
+    check_a_session(tokenizer, steps, responses, parses)
