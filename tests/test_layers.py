@@ -46,6 +46,8 @@ ONLY_FOR = {
 # Libraries that only files or folders with these beginnings may import.
 ONLY_IN = {
     "ray": ("grpo_rl/cluster/",),
+    "aiohttp": ("grpo_rl/agents/",),
+    "openai": (),
     "vllm": ("grpo_rl/engines/vllm/",),
     "hydra": ("sota/", "grpo_rl/cli.py", "grpo_rl/settings/"),
     "omegaconf": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),

@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from transformers import AutoTokenizer
 
-from grpo_rl.agents.recorder import Limits, Session, SessionError
+from grpo_rl.agents.recorder import Limits, SessionError
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.testing import save_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 MAX_MODEL_LEN = 400
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
-
-
-@dataclass
-class Call:
-    name: str
-    arguments: str
-
-
-class Parser:
-    """Takes all text behind "!" for the arguments of a call of ``add``."""
-
-    def parse(self, text):
-        content, bang, arguments = text.partition("!")
-        return content, [Call("add", arguments)] if bang else []
-
-
-class Played:
-    """A session over an engine whose responses are those of a list, in order; ``seen`` holds prompt and response."""
-
-    def __init__(self, tokenizer, responses, **settings):
-        said = iter(responses)
-        self.seen, self.version = [], 0
-
-        async def sample(prompt, sampling):
-            engine = ScriptedEngine(lambda *_: next(said))
-            engine.version = self.version
-            (samples,) = engine.generate([prompt], 1, sampling)
-            self.seen.append((list(prompt), samples.response_ids.tolist(), sampling))
-            return samples
-
-        self.session = Session(tokenizer, sample, MAX_MODEL_LEN, **settings)
-
-    def ask(self, messages, **settings):
-        return asyncio.run(self.session.ask(messages, **settings))
 
 
 def user(text):
@@ -71,12 +27,8 @@ def chosen(tokenizer, recorded):
     return tokenizer.decode([i for i, own in zip(recorded.ids, recorded.trainable, strict=True) if own])
 
 
-def texts(tokenizer, *said):
-    return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in said]
-
-
-def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_history_stands_alone(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, "a", "b", "c"))
+def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_history_stands_alone(play, tokenizer):
+    played = play("a", "b", "c")
     (a,) = played.ask([user("p")])
     played.version = 1
     (b,) = played.ask([user("p"), a.message, user("q")])
@@ -90,8 +42,8 @@ def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_his
     assert {name: n for name, n in played.session.counts.items() if n} == counts
 
 
-def test_what_several_sequences_share_is_trained_on_once(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, "a", "b", "c", "d", "e"))
+def test_what_several_sequences_share_is_trained_on_once(play, tokenizer):
+    played = play("a", "b", "c", "d", "e")
     a, _ = played.ask([user("p")], n=2)
     played.ask([user("p"), a.message, user("q")])
     played.ask([user("p"), a.message, user("q")])  # a retry
@@ -104,15 +56,15 @@ def test_what_several_sequences_share_is_trained_on_once(tokenizer):
     assert played.session.counts["branches"] == 3 and played.session.counts["rewritten"] == 0
 
 
-def test_other_tools_are_another_history(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, "a", "b"))
+def test_other_tools_are_another_history(play, tokenizer):
+    played = play("a", "b")
     (a,) = played.ask([user("p")], tools=TOOLS)
     played.ask([user("p"), a.message, user("q")])
     assert len(played.session.sequences()) == 2 and played.session.counts["rewritten"] == 1
 
 
-def test_calls_of_tools_come_back_as_clients_write_them(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, 'so!{"a":1}', "2"), parser=Parser())
+def test_calls_of_tools_come_back_as_clients_write_them(play, tokenizer):
+    played = play('so!{"a":1}', "2")
     (called,) = played.ask([user("p")], tools=TOOLS)
     (call,) = called.message["tool_calls"]
     assert called.finish_reason == "tool_calls" and called.message["content"] == "so"
@@ -127,8 +79,8 @@ def test_calls_of_tools_come_back_as_clients_write_them(tokenizer):
     assert written(tokenizer, one) == 'p<end>>so!{"a":1}<end>2<end>>2<end>'
 
 
-def test_the_text_ends_before_a_stop_string_and_the_ids_do_not(tokenizer):
-    played = Played(tokenizer, [tokenizer("a#")["input_ids"], *texts(tokenizer, "b")])
+def test_the_text_ends_before_a_stop_string_and_the_ids_do_not(play, tokenizer):
+    played = play(tokenizer("a#")["input_ids"], "b")
     sampling = Sampling(stop=("#",))
     (a,) = played.ask([user("p")], sampling=sampling)
     assert a.message["content"] == "a" and a.finish_reason == "stop"
@@ -136,14 +88,14 @@ def test_the_text_ends_before_a_stop_string_and_the_ids_do_not(tokenizer):
     assert written(tokenizer, played.session.sequences()[0]) == "p<end>>a#<end>q<end>>b<end>"
 
 
-def test_limits_refuse_calls_and_shorten_responses(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, *["abcdef"] * 9), limits=Limits(calls=3, tokens=9))
+def test_limits_refuse_calls_and_shorten_responses(play, tokenizer):
+    played = play(*["abcdef"] * 9, limits=Limits(calls=3, tokens=9))
     assert played.ask([user("p")], n=2)[1].finish_reason == "length"  # each of two gets half of what is left
     played.ask([user("p")])
     with pytest.raises(SessionError, match="all of its 9 tokens") as refused:
         played.ask([user("p")])
     assert refused.value.code == "session_limit" and played.session.counts["tokens"] == 9
-    few = Played(tokenizer, texts(tokenizer, "a", "b"), limits=Limits(calls=1))
+    few = play("a", "b", limits=Limits(calls=1))
     few.ask([user("p")])
     with pytest.raises(SessionError, match="all of its 1 calls"):
         few.ask([user("p")])
@@ -153,8 +105,8 @@ def test_limits_refuse_calls_and_shorten_responses(tokenizer):
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_what_comes_after_the_end_is_not_recorded(tokenizer):
-    played = Played(tokenizer, texts(tokenizer, "a", "b"))
+def test_what_comes_after_the_end_is_not_recorded(play, tokenizer):
+    played = play("a", "b")
 
     async def sample(prompt, sampling):
         played.session.ended = True
@@ -167,10 +119,10 @@ def test_what_comes_after_the_end_is_not_recorded(tokenizer):
     assert played.session.sequences() == [] and len(played.seen) == 1
 
 
-def test_equal_seeds_differ_between_sessions_and_between_choices(tokenizer):
+def test_equal_seeds_differ_between_sessions_and_between_choices(play, tokenizer):
     seeds = []
     for session in (1, 2, 1):
-        played = Played(tokenizer, texts(tokenizer, "a", "b"), seed=session)
+        played = play("a", "b", seed=session)
         played.ask([user("p")], n=2, sampling=Sampling(seed=5))
         seeds.append([sampling.seed for *_, sampling in played.seen])
     assert seeds[0] == seeds[2] and len({*seeds[0], *seeds[1]}) == 4
@@ -179,9 +131,9 @@ def test_equal_seeds_differ_between_sessions_and_between_choices(tokenizer):
 @pytest.mark.parametrize(
     "messages", [[], ["hi"], [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
 )
-def test_what_is_no_conversation_is_refused(tokenizer, messages):
+def test_what_is_no_conversation_is_refused(play, tokenizer, messages):
     with pytest.raises(ValueError, match="message|content"):
-        Played(tokenizer, []).ask(messages)
+        play().ask(messages)
 
 
 def back(message, how):
@@ -206,9 +158,9 @@ STEPS = st.lists(
 RESPONSES = st.lists(st.lists(st.integers(0, 256), max_size=6), min_size=24, max_size=24)
 
 
-def check_a_session(tokenizer, steps, responses, parses):
+def check_a_session(play, steps, responses, parses):
     # Ids are any of the vocabulary: bytes that are no text, ends in the middle, responses without an end.
-    played = Played(tokenizer, responses, parser=Parser())
+    played = play(*responses)
     session, asked = played.session, []
     tools = TOOLS if parses else ()
     for action, n, which, how, text in [("first", 1, 0, 0, "p"), *steps]:
@@ -247,12 +199,12 @@ def check_a_session(tokenizer, steps, responses, parses):
 
 @settings(max_examples=25)
 @given(steps=STEPS, responses=RESPONSES, parses=st.booleans())
-def test_no_id_differs_between_what_was_sampled_read_and_trained_on(tokenizer, steps, responses, parses):
-    check_a_session(tokenizer, steps, responses, parses)
+def test_no_id_differs_between_what_was_sampled_read_and_trained_on(play, steps, responses, parses):
+    check_a_session(play, steps, responses, parses)
 
 
 @pytest.mark.nightly
 @settings(max_examples=2000)
 @given(steps=STEPS, responses=RESPONSES, parses=st.booleans())
-def test_no_id_differs_in_thousands_of_sessions(tokenizer, steps, responses, parses):
-    check_a_session(tokenizer, steps, responses, parses)
+def test_no_id_differs_in_thousands_of_sessions(play, steps, responses, parses):
+    check_a_session(play, steps, responses, parses)

@@ -1,0 +1,66 @@
+"""Sessions over an engine that plays given responses."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.agents.recorder import Session
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.testing import save_tiny_model
+
+MAX_MODEL_LEN = 400
+
+
+@dataclass
+class Call:
+    name: str
+    arguments: str
+
+
+class Parser:
+    """Takes all text behind "!" for the arguments of a call of ``add``."""
+
+    def parse(self, text):
+        content, bang, arguments = text.partition("!")
+        return content, [Call("add", arguments)] if bang else []
+
+
+class Played:
+    """A session over an engine whose responses are those of a list, in order; ``seen`` holds prompt and response."""
+
+    def __init__(self, tokenizer, responses, **settings):
+        said = iter(responses)
+        self.seen, self.version = [], 0
+
+        async def sample(prompt, sampling):
+            engine = ScriptedEngine(lambda *_: next(said))
+            engine.version = self.version
+            (samples,) = engine.generate([prompt], 1, sampling)
+            self.seen.append((list(prompt), samples.response_ids.tolist(), sampling))
+            return samples
+
+        self.session = Session(tokenizer, sample, MAX_MODEL_LEN, **{"parser": Parser()} | settings)
+
+    def ask(self, messages, **settings):
+        return asyncio.run(self.session.ask(messages, **settings))
+
+
+@pytest.fixture(scope="package")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="package")
+def play(tokenizer):
+    """Makes a session whose policy says the given texts, each ended, or samples the given ids."""
+
+    def make(*said, **settings):
+        end = tokenizer.eos_token_id
+        ids = [[*tokenizer(one)["input_ids"], end] if isinstance(one, str) else one for one in said]
+        return Played(tokenizer, ids, **settings)
+
+    return make
