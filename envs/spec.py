@@ -103,6 +103,7 @@ TASKS = {
     "calculator": "CalculatorEnv",
     "search_qa": "SearchQAEnv",
     "prompt_response": "PromptResponseEnv",
+    "agent": "AgentEnv",
 }
 """The module of each task, and the name of its :class:`TaskSpec` there."""
 

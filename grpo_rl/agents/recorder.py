@@ -266,7 +266,7 @@ class Session:
 
     def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
         """The settings, shortened to the tokens that are left."""
-        if prompt >= self._max_model_len:
+        if not 0 < prompt < self._max_model_len:
             raise SessionError(
                 "context_length_exceeded",
                 f"the messages have {prompt} tokens, and the context is {self._max_model_len} with the response",

@@ -1,0 +1,265 @@
+"""AgentGroups: groups whose responses are the sessions of agents, which call the policy through an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from grpo_rl.agents.messages import Message, ToolParser
+from grpo_rl.agents.programs import Agent, AgentError, Client
+from grpo_rl.agents.recorder import Limits, Recorded, Session
+from grpo_rl.agents.server import ChatServer
+from grpo_rl.agents.stepping import SteppedEngine
+from grpo_rl.collectors.groups import rewarded
+from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
+from grpo_rl.data.group import Group
+from grpo_rl.data.prefix_tree import common_length
+from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.envs.agent import TOLD
+from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.chat import Dialog
+from grpo_rl.waits.registry import waiting
+
+
+@dataclass(frozen=True, eq=False)
+class AgentSettings:
+    """An agent, and what holds for its sessions.
+
+    Args:
+        agent: plays the sessions.
+        model: the policy's name for its client.
+        deadline_s: seconds of a session, for messages: the agent itself keeps them.
+        limits: of a session.
+        parser: finds calls of tools in responses.
+        tells: the agent tells its reward; otherwise the task scores its final message.
+    """
+
+    agent: Agent
+    model: str
+    deadline_s: float
+    limits: Limits
+    parser: ToolParser | None
+    tells: bool
+
+
+@dataclass(eq=False)
+class _Played:
+    """One session, once it is over, and its number in the group."""
+
+    number: int
+    session: Session
+    told: float | None = None
+    final: str | None = None
+    failure: Failure | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation that is scored: that of the last response, and the agent's own final text, if it has one."""
+        own = [] if self.final is None else [{"role": "assistant", "content": self.final}]
+        return [*self.session.responses[-1].messages, *own]
+
+
+class AgentGroups:
+    """Plays groups of sessions, all at the same time, and judges them.
+
+    A session whose agent fails, is late or is killed is left out of its group, as a response whose scorer failed.
+
+    Args:
+        env: environment whose rows the sessions are about, and whose task scores them.
+        settings: of the agent.
+        sampling: of each response, for all that requests leave open.
+        max_model_len: most tokens of a prompt and its response.
+    """
+
+    def __init__(self, env: LLMEnv, settings: AgentSettings, sampling: Sampling, max_model_len: int) -> None:
+        self._env, self._settings, self._max_model_len = env, settings, max_model_len
+        self._server = ChatServer(settings.model, env.tokenizer, sampling)
+        self._starting: asyncio.Task[None] | None = None
+        self._counts: Counter[str] = Counter()
+        self._noted: set[str] = set()
+
+    async def play(
+        self, prompt: Prompt, group_size: int, sample: Callable[[Sequence[int], Sampling], Awaitable[Samples]]
+    ) -> Group | None:
+        """The group of one row, with its rewards; None where fewer than two of its sessions have one.
+
+        Args:
+            sample: samples one response to a prompt. What it raises, but for a ValueError, ends the group.
+        """
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._server.start())
+        await self._starting
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def watched(ids: Sequence[int], sampling: Sampling) -> Samples:
+            try:
+                return await sample(ids, sampling)
+            except ValueError:  # the request asks for what the engine can't do: its client is told
+                raise
+            except Exception as error:  # the engine is lost: whoever asked for the group has to know
+                if not broken.done():
+                    broken.set_exception(error)
+                raise
+
+        sessions = [asyncio.ensure_future(self._session(prompt, i, watched)) for i in range(group_size)]
+        played = asyncio.gather(*sessions)
+        try:
+            with waiting("the sessions of agents", f"row {prompt.row}", self._settings.deadline_s + 60):
+                await asyncio.wait({played, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                await broken
+            found = await played
+        finally:
+            broken.cancel()
+            for session in sessions:
+                session.cancel()
+        # Scorers are waited for, so they have a thread.
+        return await asyncio.to_thread(self._judged, prompt, found)
+
+    async def _session(self, prompt: Prompt, number: int, sample: Callable[..., Awaitable[Samples]]) -> _Played:
+        env, settings = self._env, self._settings
+        seed = prompt.group_id * 100_003 + number
+        session = Session(env.tokenizer, sample, self._max_model_len, settings.parser, settings.limits, seed)
+        played, key = _Played(number, session), self._server.open(session)
+        try:
+            result = await settings.agent.play(Client(self._server.url, key, settings.model), env.task.rows[prompt.row])
+            if isinstance(result, str):
+                played.final = result
+            elif isinstance(result, (int, float)):
+                self._server.rewards.setdefault(key, float(result))
+        except (AgentError, TimeoutError) as error:
+            kind = "timeout" if isinstance(error, TimeoutError) else "error"
+            played.failure = Failure(kind, f"the agent failed on row {prompt.row}, session {number}: {error}")
+        finally:
+            played.told = self._server.end(key)
+        return played
+
+    def _judged(self, prompt: Prompt, sessions: Sequence[_Played]) -> Group | None:
+        for played in sessions:
+            where = f"row {prompt.row}, session {played.number}"
+            if played.failure is None and not played.session.responses:
+                played.failure = Failure("error", f"the agent made no call of the policy on {where}")
+            elif played.failure is None and self._settings.tells and played.told is None:
+                played.failure = Failure("error", f"the agent told no reward on {where}; POST it to /v1/reward")
+            self._counts.update(played.session.counts)
+        self._counts["sessions"] += len(sessions)
+        whole = [played for played in sessions if played.failure is None]
+        self._env.guard.record([played.failure for played in sessions if played.failure])
+        results = self._scored(prompt, whole)
+        kept = [(one, result) for one, result in zip(whole, results, strict=True) if isinstance(result, Reward)]
+        if len(kept) < 2:
+            return None
+        recorded = [(played, result, sequence) for played, result in kept for sequence in played.session.sequences()]
+        self._counts["sequences"] += len(recorded)
+        # A group has one prompt, of a token at least; a chat template begins all conversations alike, as a rule.
+        begin = Counter(sequence.prompt_ids[0] for *_, sequence in recorded).most_common(1)[0][0]
+        self._counts["left_out"] += sum(sequence.prompt_ids[0] != begin for *_, sequence in recorded)
+        recorded = [entry for entry in recorded if entry[2].prompt_ids[0] == begin]
+        if len({played.number for played, *_ in recorded}) < 2:
+            return None
+        group = group_of_sequences(prompt, [sequence for *_, sequence in recorded])
+        group = replace(group, sessions=torch.tensor([played.number for played, *_ in recorded]))
+        return rewarded(group, [result for _, result, _ in recorded])
+
+    def _scored(self, prompt: Prompt, sessions: Sequence[_Played]) -> list[Reward | Failure]:
+        row, where, guard = self._env.task.rows[prompt.row], f"row {prompt.row}", self._env.guard
+        if not self._settings.tells:
+            return guard.score_dialogs(row, [played.messages for played in sessions], where)
+        scored: list[Reward | Failure] = []
+        for played in sessions:
+            scored += guard.score_dialogs({**row, TOLD: played.told}, [played.messages], where)
+        return scored
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of sessions, calls and sequences so far; see `grpo_rl.agents.recorder.Session.counts`."""
+        names = ("sessions", "calls", "extended", "rewritten", "branches", "sequences", "left_out")
+        return {f"agents/{name}": self._counts[name] for name in names}
+
+    def events(self) -> list[str]:
+        """Fields of agents' requests that were left aside or replaced, each told once."""
+        new = [note for note in self._server.notes if note not in self._noted]
+        self._noted.update(new)
+        return [f"In an agent's request, {note}" for note in new]
+
+    def state(self) -> dict[str, int]:
+        """The counts, for a checkpoint."""
+        return dict(self._counts)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on counting from :meth:`state`."""
+        self._counts = Counter(state)
+
+    async def close(self) -> None:
+        """Ends sessions under way, and the server."""
+        self._settings.agent.close()
+        await self._server.close()
+
+
+class SteppedGroups:
+    """Groups of sessions for a collector that samples and trains in turns.
+
+    Args:
+        groups: plays the sessions, on an event loop in a thread of its own.
+        engine: an engine of this process, which the calling thread steps meanwhile.
+    """
+
+    def __init__(self, groups: AgentGroups, engine: Sampler) -> None:
+        self.groups, self._engine, self._loop = groups, SteppedEngine(engine), LoopThread()
+
+    def play(self, prompts: Sequence[Prompt], group_size: int) -> list[Group | None]:
+        """See :meth:`AgentGroups.play`, of several rows at the same time."""
+
+        async def all_groups() -> list[Group | None]:
+            playing = (self.groups.play(prompt, group_size, self._engine.sample) for prompt in prompts)
+            return list(await asyncio.gather(*playing))
+
+        return self._engine.run(self._loop.start(all_groups()))
+
+    def close(self) -> None:
+        """Ends what is under way, and the thread."""
+        self._loop.run(self.groups.close())
+        self._loop.close()
+
+
+def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
+    """The sequences about one row as a group, not yet rewarded.
+
+    The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
+    is not trained on.
+
+    >>> short, long = (Recorded([1, 2, *rest], [], False) for rest in ([], [3]))
+    >>> for one in (short, long):
+    ...     one.add_sampled(Samples.from_lists([[5]], [[-0.5]], [False], version=3), True)
+    >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])
+    >>> group.prompt_ids.tolist(), group.response_ids.tolist(), group.trainable.tolist(), group.versions.tolist()
+    ([1, 2], [5, 3, 5], [True, False, True], [3, 3, 3])
+    """
+    prompts = [torch.tensor(sequence.prompt_ids).numpy() for sequence in sequences]
+    shared = min(common_length(prompts[0], other) for other in prompts)
+    trajectories = [_trajectory(sequence, shared) for sequence in sequences]
+    whole: Any = torch.tensor(sequences[0].prompt_ids[:shared], dtype=torch.long)
+    return group_of_trajectories(replace(prompt, ids=whole), trajectories)
+
+
+def _trajectory(sequence: Recorded, shared: int) -> Trajectory:
+    rest = sequence.prompt_ids[shared:]
+    version = sequence.versions[0] if sequence.versions else 0
+    return Trajectory(
+        row={},
+        where="",
+        prompt_ids=sequence.prompt_ids[:shared],
+        dialog=Dialog([]),
+        ids=[*rest, *sequence.ids],
+        log_probs=[*[0.0] * len(rest), *sequence.log_probs],
+        versions=[*[version] * len(rest), *sequence.versions],
+        kept=[(None, len(rest)), *sequence.kept],
+        trainable=[*[False] * len(rest), *sequence.trainable],
+        routes=sequence.routes,
+        truncated=sequence.truncated,
+    )
