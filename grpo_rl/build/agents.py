@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.agents.messages import ToolParser
 from grpo_rl.agents.programs import Function, Program
 from grpo_rl.agents.recorder import Limits
+from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.collectors.agents import AgentGroups, AgentSettings
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
@@ -47,7 +49,13 @@ def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
 
 
 def make_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolParser | None:
-    """vLLM's parser of tool calls by its name; None where none is asked for."""
+    """vLLM's parser of tool calls by its name, or one of the user's own; None where none is asked for.
+
+    Raises:
+        ValueError: there is no such parser.
+    """
     if name is None:
         return None
+    if is_name(name):
+        return object_by_name(name, "env.tool_parser", inspect.isclass)(tokenizer)
     return importlib.import_module("grpo_rl.engines.vllm.tool_parsers").tool_parser(name, tokenizer)
