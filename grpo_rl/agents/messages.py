@@ -21,8 +21,12 @@ SILENT = ("refusal", "annotations", "audio", "function_call")
 class ToolParser(Protocol):
     """Finds a model's calls of tools in its text, in the model's own format."""
 
-    def parse(self, text: str) -> tuple[str | None, Sequence[Any]]:
-        """The text beside the calls, and the calls, each with ``name`` and ``arguments`` (JSON text)."""
+    def parse(self, text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """The text beside the calls, and the calls as OpenAI's ``tool_calls``; without calls, the text as it is.
+
+        Args:
+            text: with special tokens, some formats being made of them, and without the one that ended it.
+        """
         ...
 
 
@@ -124,17 +128,25 @@ def answer(
         number: of the response in its session; ids of calls are made of it.
     """
     text = decode_responses(tokenizer, [list(ids)])[0]
-    text = text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]
-    message: Message = {"role": "assistant", "content": text}
+    message: Message = {"role": "assistant", "content": _before(stop, text)}
     if parser is None:
         return message
-    content, calls = parser.parse(text)
+    ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
+    whole = tokenizer.decode(list(ids[:-1] if ended else ids), clean_up_tokenization_spaces=False)
+    content, calls = parser.parse(_before(stop, str(whole)))
     if calls:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        # Nine letters and digits, as Mistral's templates ask for.
         message = {"role": "assistant", "content": content or None}
+        # Nine letters and digits, as Mistral's templates ask for.
         message["tool_calls"] = [
-            {"id": f"c{number % 10**5:05}{at % 10**3:03}", "type": "function", "function": function}
-            for at, function in enumerate(functions)
+            {**call, "id": f"c{number % 10**5:05}{at % 10**3:03}"} for at, call in enumerate(calls)
         ]
     return message
+
+
+def _before(stop: Sequence[str], text: str) -> str:
+    """The text up to the first stop string.
+
+    >>> _before(["#", "c"], "ab#c"), _before([], "ab")
+    ('ab', 'ab')
+    """
+    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,18 +14,13 @@ from grpo_rl.testing import save_tiny_model
 MAX_MODEL_LEN = 400
 
 
-@dataclass
-class Call:
-    name: str
-    arguments: str
-
-
 class Parser:
     """Takes all text behind "!" for the arguments of a call of ``add``."""
 
     def parse(self, text):
         content, bang, arguments = text.partition("!")
-        return content, [Call("add", arguments)] if bang else []
+        function = {"name": "add", "arguments": arguments}
+        return content, [{"id": "any", "type": "function", "function": function}] if bang else []
 
 
 class Played:

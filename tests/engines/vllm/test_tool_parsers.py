@@ -1,0 +1,77 @@
+"""Calls in responses, by vLLM's parsers: the format of a model's family, several calls, and what is no call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from grpo_rl.engines.vllm.tool_parsers import tool_parser
+from grpo_rl.testing import save_tiny_model
+
+# isort: split
+from transformers import AutoTokenizer
+
+SPECIAL = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        (
+            "hermes",
+            'So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+            "So.\n",
+        ),
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', ""),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', ""),
+    ],
+)
+def test_the_calls_of_each_family_are_read(tokenizer, name, text, content):
+    parser = tool_parser(name, tokenizer)
+    for _ in range(2):  # nothing of one response is left for the next
+        found, calls = parser.parse(text)
+        assert found == content
+        functions = [call["function"] for call in calls]
+        assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [("f", {"x": 1}), ("g", {})]
+        assert len({call["id"] for call in calls}) == 2 and {call["type"] for call in calls} == {"function"}
+
+
+@pytest.mark.parametrize("text", ["", "4", "<tool_call>{", '<tool_call>{"name": "f"}</tool_call>', "<tool_call>[1]"])
+def test_text_without_a_whole_call_comes_back_as_it_is_and_logs_nothing(tokenizer, text, capfd):
+    parser = tool_parser("hermes", tokenizer)
+    assert parser.parse(text) == (text, [])
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        ("<tool_call> {{ messages }}", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("<|start_header_id|> {{ messages }}", '{"name": "f", "parameters": {}}'),
+        ("[TOOL_CALLS] {{ messages }}", "[TOOL_CALLS]f[ARGS]{}"),
+    ],
+)
+def test_without_a_name_the_chat_template_decides(tokenizer, template, call, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert [call["function"]["name"] for call in tool_parser(None, tokenizer).parse(call)[1]] == ["f"]
+
+
+def test_a_wrong_name_and_a_template_without_calls_are_told(tmp_path):
+    plain = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
+    with pytest.raises(ValueError, match="env.tool_parser=hermess is none of .*; did you mean hermes"):
+        tool_parser("hermess", plain)
+    with pytest.raises(ValueError, match="shows no format of calls .* set env.tool_parser to one of .*hermes"):
+        tool_parser(None, plain)
+    with pytest.raises(ValueError, match="env.tool_parser=llama3_json does not fit the tokenizer: .*python_tag"):
+        tool_parser("llama3_json", plain)
