@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_rl.envs.sources import Source
@@ -43,34 +44,45 @@ class Told(Task):
         return Reward({"agent": row[TOLD]})
 
 
+def make_agent_task(
+    rows: Sequence[dict],
+    *,
+    command: str | None = None,
+    agent: str | None = None,
+    scorer: str | None = None,
+    scorer_settings: Mapping[str, Any] = MappingProxyType({}),
+    deadline_s: float = 300,
+    max_calls: int = 100,
+    max_session_tokens: int = 100_000,
+    tool_parser: str | None = None,
+) -> Task:
+    """The scorer's task of these rows, or :class:`Told`.
+
+    Args:
+        scorer: one of the values of ``env.dataset``.
+        scorer_settings: its own.
+
+    The others are read by what plays the sessions (`grpo_rl.collectors.agents`).
+    """
+    spec = replace(_spec(scorer), load_rows=lambda *_, **__: rows)
+    return spec.make_task(**scorer_settings)
+
+
 def _load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
     return load_rows(path, split, reader="env.dataset=agent")
 
 
-TOLD_SPEC = TaskSpec(Told, _load_rows)
+def _spec(scorer: str | None) -> TaskSpec:
+    return task_spec(scorer) if scorer else TaskSpec(Told, _load_rows)
 
 
 @dataclass(frozen=True)
 class AgentSpec(TaskSpec):
-    """Another task, whose rows agents play and whose scorer judges their final messages; or :class:`Told`.
-
-    Of the settings, ``scorer`` names the task and ``scorer_settings`` are its own. The others are the agent's.
-    """
-
-    def make_task(self, path: str | Path | Source | None = None, split: str = "train", **settings: Any) -> Task:
-        """See :meth:`TaskSpec.make_task`."""
-        spec, own = _scorer(settings)
-        return spec.make_task(path, split, **own)
+    """Another task, whose rows agents play and whose scorer judges their final messages; or :class:`Told`."""
 
     def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
         """See :meth:`TaskSpec.rows`."""
-        spec, own = _scorer(settings)
-        return spec.rows(path, split, own)
+        return _spec(settings["scorer"]).rows(path, split, settings["scorer_settings"])
 
 
-def _scorer(settings: Mapping[str, Any]) -> tuple[TaskSpec, dict[str, Any]]:
-    own = dict(settings["scorer_settings"])
-    return (task_spec(settings["scorer"]), own) if settings["scorer"] else (TOLD_SPEC, own)
-
-
-AgentEnv = AgentSpec(Told, _load_rows)
+AgentEnv = AgentSpec(make_agent_task, _load_rows, takes_reward=True)

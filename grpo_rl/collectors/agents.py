@@ -6,24 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from grpo_rl.agents.messages import Message, ToolParser
 from grpo_rl.agents.programs import Agent, AgentError, Client
-from grpo_rl.agents.recorder import Limits, Recorded, Session
+from grpo_rl.agents.recorder import Limits, Session
 from grpo_rl.agents.server import ChatServer
-from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.groups import rewarded
-from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
+from grpo_rl.collectors.sequences import group_of_sequences
 from grpo_rl.data.group import Group
-from grpo_rl.data.prefix_tree import common_length
-from grpo_rl.engines.base import Sampler, Samples, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.agent import TOLD
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
-from grpo_rl.envs.chat import Dialog
 from grpo_rl.waits.registry import waiting
 
 
@@ -199,67 +194,3 @@ class AgentGroups:
         """Ends sessions under way, and the server."""
         self._settings.agent.close()
         await self._server.close()
-
-
-class SteppedGroups:
-    """Groups of sessions for a collector that samples and trains in turns.
-
-    Args:
-        groups: plays the sessions, on an event loop in a thread of its own.
-        engine: an engine of this process, which the calling thread steps meanwhile.
-    """
-
-    def __init__(self, groups: AgentGroups, engine: Sampler) -> None:
-        self.groups, self._engine, self._loop = groups, SteppedEngine(engine), LoopThread()
-
-    def play(self, prompts: Sequence[Prompt], group_size: int) -> list[Group | None]:
-        """See :meth:`AgentGroups.play`, of several rows at the same time."""
-
-        async def all_groups() -> list[Group | None]:
-            playing = (self.groups.play(prompt, group_size, self._engine.sample) for prompt in prompts)
-            return list(await asyncio.gather(*playing))
-
-        return self._engine.run(self._loop.start(all_groups()))
-
-    def close(self) -> None:
-        """Ends what is under way, and the thread."""
-        self._loop.run(self.groups.close())
-        self._loop.close()
-
-
-def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
-    """The sequences about one row as a group, not yet rewarded.
-
-    The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
-    is not trained on.
-
-    >>> short, long = (Recorded([1, 2, *rest], [], False) for rest in ([], [3]))
-    >>> for one in (short, long):
-    ...     one.add_sampled(Samples.from_lists([[5]], [[-0.5]], [False], version=3), True)
-    >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])
-    >>> group.prompt_ids.tolist(), group.response_ids.tolist(), group.trainable.tolist(), group.versions.tolist()
-    ([1, 2], [5, 3, 5], [True, False, True], [3, 3, 3])
-    """
-    prompts = [torch.tensor(sequence.prompt_ids).numpy() for sequence in sequences]
-    shared = min(common_length(prompts[0], other) for other in prompts)
-    trajectories = [_trajectory(sequence, shared) for sequence in sequences]
-    whole: Any = torch.tensor(sequences[0].prompt_ids[:shared], dtype=torch.long)
-    return group_of_trajectories(replace(prompt, ids=whole), trajectories)
-
-
-def _trajectory(sequence: Recorded, shared: int) -> Trajectory:
-    rest = sequence.prompt_ids[shared:]
-    version = sequence.versions[0] if sequence.versions else 0
-    return Trajectory(
-        row={},
-        where="",
-        prompt_ids=sequence.prompt_ids[:shared],
-        dialog=Dialog([]),
-        ids=[*rest, *sequence.ids],
-        log_probs=[*[0.0] * len(rest), *sequence.log_probs],
-        versions=[*[version] * len(rest), *sequence.versions],
-        kept=[(None, len(rest)), *sequence.kept],
-        trainable=[*[False] * len(rest), *sequence.trainable],
-        routes=sequence.routes,
-        truncated=sequence.truncated,
-    )

@@ -7,7 +7,6 @@ from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.choices import check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
-from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.beside import check_tasks
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
@@ -38,7 +37,6 @@ def check_relations(settings: Sections) -> None:
     """
     read_parts(settings.env.rewards)
     _check_data(settings)
-    check_agent(settings)
     logger_names(settings.logger.backend)
     _check_sampling(settings)
     _check_mode(settings)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
+from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.other_names import COUNTS, ours
@@ -50,6 +51,7 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         check_relations(settings)
+        check_agent(settings)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings

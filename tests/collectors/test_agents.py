@@ -19,8 +19,9 @@ from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
-from grpo_rl.collectors.agents import AgentGroups, AgentSettings, SteppedGroups
+from grpo_rl.collectors.agents import AgentGroups, AgentSettings
 from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group

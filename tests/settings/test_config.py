@@ -405,3 +405,26 @@ def test_other_names_of_settings_are_names_of_none_and_lead_to_one_that_exists()
     names = {name for of_key in OTHERS.values() for name in of_key}
     assert not names & last  # the setting of that name would be suggested
     assert names & SAME.keys() == {"epsilon"}  # one home for a name; TRL's epsilon is both clips
+
+
+AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "env.command=None and env.agent=None; set one of them"),
+        ([*AGENT, "env.command=x"], "env.command=x and env.agent=my_agents:solve; set one of them"),
+        (["env.command=x"], "env.dataset=agent has no rows of its own; set env.path, or env.scorer"),
+        ([*AGENT, "env.scorer=agent"], "env.scorer=agent; it must be gsm8k |"),
+        ([*AGENT, "env.scorer=gsm9k"], "env.scorer=gsm9k; it must be gsm8k |"),
+        ([*AGENT, "evaluate.rows=5"], "held-out rows are given to the policy alone"),
+        ([*AGENT, "env.max_calls=0"], "env.max_calls is 0; it must be 1 or more"),
+    ],
+)
+def test_settings_of_an_agent_that_make_no_sense_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.read(config("env=agent", *overrides))
+    Settings.read(config("env=agent", *AGENT))
+    with pytest.raises(ValueError, match="is agent; held-out rows are given to the policy alone"):
+        Settings.read(config("evaluate.rows=5", "evaluate.tasks=[{task: agent, rows: 5}]"))
