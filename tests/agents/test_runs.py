@@ -114,8 +114,9 @@ def check(rows, groups, sessions, steps):
     return rows[-1]
 
 
-def test_the_sync_script_trains_an_agent(monkeypatch, overrides, tmp_path):
-    sizes = ["env.num_envs=1", "env.repeats=2", "train.optim_batch_size=2", "train.total_dialog_turns=8"]
+@pytest.mark.nightly
+def test_the_sync_script_trains_an_agent_with_transformers(monkeypatch, overrides, tmp_path):
+    sizes = ["env.repeats=2", "train.optim_batch_size=4", "train.total_dialog_turns=16"]
     folder, given = overrides
     given = [*given, *sizes, "inference_model.engine=transformers"]
     last = check(*trained(monkeypatch, (folder, given), "grpo.py", tmp_path), steps=2)

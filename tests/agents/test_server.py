@@ -153,6 +153,16 @@ def test_errors_are_openais(play, tokenizer):
     asyncio.run(agent())
 
 
+def test_the_server_listens_on_loopback(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            assert [name for name, _ in served.server._runner.addresses] == ["127.0.0.1"]
+            with pytest.raises(ValueError, match="can't be used"):
+                await ChatServer("other", tokenizer, SAMPLING).start(port=served.server._runner.addresses[0][1])
+
+    asyncio.run(agent())
+
+
 def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
     async def agent():
         async with Served(play, tokenizer, "a", "b") as served:
