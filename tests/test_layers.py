@@ -19,7 +19,7 @@ LAYERS = [
     {"report"},
     {"run"},
     {"build"},
-    {"evaluation", "planner", "replay"},
+    {"evaluation", "planner", "replay", "serving"},
     {"checks", "faults"},
     {"migration"},
     {"cli", "sota", "testing"},
@@ -40,7 +40,20 @@ ONLY_FOR = {
     "migration": {"cli"},
     "planner": {"checks", "cli", "faults"},
     "replay": {"cli"},
-    "settings": {"build", "checks", "evaluation", "faults", "migration", "planner", "replay", "run", "cli", "sota"},
+    "serving": {"cli"},
+    "settings": {
+        "build",
+        "checks",
+        "evaluation",
+        "faults",
+        "migration",
+        "planner",
+        "replay",
+        "run",
+        "serving",
+        "cli",
+        "sota",
+    },
     "testing": set(),
 }
 # Libraries that only files or folders with these beginnings may import.
@@ -68,6 +81,7 @@ WHOLE_CONFIG = {
         "grpo_rl/settings/",
         "grpo_rl/planner/",
         "grpo_rl/replay/",
+        "grpo_rl/serving/",
         "grpo_rl/cli.py",
     ),
 }

@@ -68,7 +68,10 @@ TABLE = [
     (["sampling.top_p=2"], "sampling.top_p is 2; it must be more than 0 and at most 1"),
     (["env.num_env=8"], "unknown config key env.num_env; did you mean env.num_envs?"),
     (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
-    (["env.dataset=gsm9k"], "gsm8k? (all: calculator, countdown, gsm8k, ifeval, math, prompt_response, search_qa)"),
+    (
+        ["env.dataset=gsm9k"],
+        "gsm8k? (all: agent, calculator, countdown, gsm8k, ifeval, math, prompt_response, search_qa)",
+    ),
     (["env.dataset=own"], "env.dataset=own names no task; say which class of your own it is: env.task=module:Class"),
     (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),
     (["experiment=quickstart"], "write it with a plus: +experiment=quickstart"),
