@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +77,7 @@ class AgentGroups:
         self._env, self._settings, self._max_model_len = env, settings, max_model_len
         self._server = ChatServer(settings.model, env.tokenizer, sampling)
         self._starting: asyncio.Task[None] | None = None
+        self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # scores one group at a time
         self._counts: Counter[str] = Counter()
         self._noted: set[str] = set()
 
@@ -114,8 +116,7 @@ class AgentGroups:
             broken.cancel()
             for session in sessions:
                 session.cancel()
-        # Scorers are waited for, so they have a thread.
-        return await asyncio.to_thread(self._judged, prompt, found)
+        return await asyncio.get_running_loop().run_in_executor(self._scorers, self._judged, prompt, found)
 
     async def _session(self, prompt: Prompt, number: int, sample: Callable[..., Awaitable[Samples]]) -> _Played:
         env, settings = self._env, self._settings
@@ -194,3 +195,4 @@ class AgentGroups:
         """Ends sessions under way, and the server."""
         self._settings.agent.close()
         await self._server.close()
+        self._scorers.shutdown(wait=False, cancel_futures=True)

@@ -151,6 +151,8 @@ def test_the_calls_of_a_session_become_sequences_with_its_reward(tokenizer):
     # Three sessions are compared, not four sequences: 3, 2, 3 have the mean 8/3 and the std 0.577.
     (group,) = AdvantageEstimator()([group])
     assert group.advantages.tolist() == pytest.approx([0.5773, -1.1545, 0.5773, 0.5773], abs=1e-4)
+    assert Group.from_tensordict(group.to_tensordict()).sessions.tolist() == [0, 1, 2, 2]
+    assert group.with_only([1, 3]).sessions.tolist() == [1, 2]
 
 
 def test_sessions_of_all_rows_are_sampled_together_and_a_slow_one_holds_up_nobody(tokenizer):
