@@ -12,7 +12,7 @@ from typing import Any
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec, task_spec
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.envs.task import Messages, Reward, Task
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 TOLD = "agent_reward"
 """The column under which a session's reward stands, as its agent told it."""
@@ -40,7 +40,9 @@ class Told(Task):
         return [{"role": "user", "content": json.dumps(row, default=str, ensure_ascii=False)[:SHOWN]}]
 
     def score(self, row: dict, response: str) -> Reward:
-        """The reward that the agent told."""
+        """The reward that the agent told; a response by itself has none."""
+        if TOLD not in row:
+            raise Unjudgeable("its agent tells the reward of a session")
         return Reward({"agent": row[TOLD]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ READ = (
 )  # fmt: skip
 
 
-class RequestError(Exception):
+class RequestError(ValueError):
     """A request that is refused.
 
     Args:
@@ -65,6 +66,21 @@ class ChatRequest:
     include_usage: bool
     logprobs: bool
     notes: list[str] = field(default_factory=list)
+
+
+def read_json(body: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+        RequestError: it is none, or has halves of characters, which no tokenizer takes.
+    """
+    try:
+        found = json.loads(body)
+        if b"\\ud" in body.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
 
 
 def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> ChatRequest:

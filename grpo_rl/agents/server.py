@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.recorder import Response, Session, SessionError
-from grpo_rl.agents.requests import ChatRequest, RequestError, read_request
+from grpo_rl.agents.requests import ChatRequest, RequestError, read_json, read_request
 from grpo_rl.engines.base import Sampling
 
 LOOPBACK = "127.0.0.1"
@@ -129,7 +129,7 @@ class ChatServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         key, _ = self._session(request)
-        body = await _json(request)
+        body = read_json(await request.read())
         reward = body.get("reward") if isinstance(body, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise RequestError(f"reward is {reward!r:.80}; it must be a finite number", "reward")
@@ -138,7 +138,7 @@ class ChatServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         _, session = self._session(request)
-        asked = read_request(await _json(request), self._sampling, self.model, self._is_trained)
+        asked = read_request(read_json(await request.read()), self._sampling, self.model, self._is_trained)
         for note in asked.notes:
             if len(self.notes) < 100:
                 self.notes[note] = None
@@ -197,17 +197,6 @@ class ChatServer:
 def _usage(responses: list[Response]) -> dict[str, int]:
     prompt, sampled = len(responses[0].prompt_ids), sum(len(response.ids) for response in responses)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-async def _json(request: web.Request) -> Any:
-    body = await request.read()
-    try:
-        found = json.loads(body)
-        if b"\\ud" in body.lower():  # halves of a character, which no tokenizer takes
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
 
 
 @web.middleware
