@@ -187,7 +187,7 @@ class ChatServer:
     def _logprobs(self, response: Response) -> dict[str, Any]:
         entries = []
         for token, log_prob in zip(response.ids, response.samples.log_probs.tolist(), strict=True):
-            text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
             # JSON has no infinities; OpenAI, too, writes -9999 for what is next to impossible.
             log_prob = max(log_prob, -9999.0)
             entries.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
