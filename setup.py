@@ -32,6 +32,7 @@ SWEEP = ["hydra-optuna-sweeper>=1.3,<1.4"]  # brings optuna 2.10
 WANDB = ["wandb>=0.31,<0.32"]
 TENSORBOARD = ["tensorboard>=2.21,<2.22"]
 TRACKIO = ["trackio>=0.43,<0.44"]
+MCP = ["mcp>=2.3,<3"]
 MLFLOW = ["mlflow>=3.17,<3.18"]
 
 
@@ -124,7 +125,9 @@ setup(
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "mlflow": MLFLOW,
+        "mcp": MCP,
         "dev": [
+            *MCP,
             *QLORA,
             *TRL,
             *SWEEP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import Dialog, decode_responses, encode_prompts, encode_reply
+from grpo_rl.envs.chat import A_RESULT, Dialog, decode_responses, decode_turn, encode_prompts, encode_reply
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.tools.mcp import with_mcp
+from grpo_rl.envs.tools.schemas import tool_schemas
 
 __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
@@ -50,6 +52,10 @@ class LLMEnv(EnvBase):
         max_failed_fraction: share of all responses, beyond which failing scorers stop the run.
         isolated: score in processes of their own, or not, whatever the task asks for; None leaves it to the task.
         rewards: added to the task's own, see `grpo_rl.envs.rewards`.
+        tool_parser: makes what reads the calls in responses, of the tokenizer and the JSON schemas of the task's tools:
+            something with ``parse(text) -> (content, tool_calls)``, such as
+            `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
+        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`.
         seed: of the shuffles.
 
     Raises:
@@ -71,6 +77,8 @@ class LLMEnv(EnvBase):
         max_failed_fraction: float = 0.1,
         isolated: bool | None = None,
         rewards: Mapping[str, Any] | None = None,
+        tool_parser: Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any] | None = None,
+        mcp: Sequence[str | Mapping[str, Any]] = (),
         seed: int = 0,
     ) -> None:
         if num_envs < 1:
@@ -85,6 +93,7 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
+        task = with_mcp(task, mcp)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(
@@ -92,6 +101,10 @@ class LLMEnv(EnvBase):
             )
         if not task.reward_parts:
             raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
+        if task.tools and tool_parser is None:
+            raise ValueError(f"{type(task).__name__} has tools, and nothing reads calls to them; give tool_parser")
+        schemas = tool_schemas(task.tools)
+        self._tool_parser = tool_parser(tokenizer, schemas) if schemas and tool_parser else None
         prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
         super().__init__(batch_size=[num_envs * repeats])
         self.task, self.tokenizer, self._prompts = task, tokenizer, prompts
@@ -134,7 +147,7 @@ class LLMEnv(EnvBase):
             ValueError: one is, and ``long_prompt`` is ``error``; or all are; or the chat template can't write a reply.
         """
         if self.max_turns > 1:
-            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "a reply"}])
+            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "reply", **A_RESULT}])
         self._prompts.check()
 
     @property
@@ -144,19 +157,28 @@ class LLMEnv(EnvBase):
 
     def encode(self, row: dict) -> list[int]:
         """Ids of a row's prompt, whether the row is the environment's own or held out."""
-        return encode_prompts(self.tokenizer, [self.task.prompt(row)])[0]
+        return encode_prompts(self.tokenizer, [self.task.prompt(row)], self.task.tools)[0]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""
         return self._decode_all([ids])[0]
 
-    def encode_reply(self, reply: Messages, last: int) -> list[int]:
+    def read_turn(self, ids: Tensor | Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools."""
+        if self._tool_parser is not None:
+            text, calls = self._tool_parser.parse(decode_turn(self.tokenizer, list(map(int, ids))))
+            if calls:
+                return text, calls
+        return self.decode(ids), []
+
+    def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids that go behind a sampled response: the end of its turn, the reply, the beginning of the next turn.
 
         Args:
             last: the response's last id.
+            calls: ``tool_calls`` of the response.
         """
-        return encode_reply(self.tokenizer, reply, last)
+        return encode_reply(self.tokenizer, reply, last, calls)
 
     def query(self, row: int) -> str:
         """The question of a row, for people and logs."""
@@ -236,12 +258,12 @@ class LLMEnv(EnvBase):
         for start in range(0, len(responses), self.repeats):
             judged += self._judge(start, responses[start : start + self.repeats])
         rows = []
-        for response, result in zip(responses, judged, strict=True):
+        for response, result, dialog in zip(responses, judged, self._dialogs, strict=True):
             row = response.select(*_OBSERVATION)
             reward = result if isinstance(result, Reward) else self._no_reward
             if not isinstance(result, Reward):
                 last = int(response[keys.TOKENS_RESPONSE][-1])
-                reply = torch.tensor(self.encode_reply(result, last), dtype=torch.long)
+                reply = torch.tensor(self.encode_reply(result, last, dialog.calls), dtype=torch.long)
                 row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], response[keys.TOKENS_RESPONSE], reply])
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
@@ -253,14 +275,14 @@ class LLMEnv(EnvBase):
     def _judge(self, first: int, responses: Sequence[TensorDictBase]) -> list[Reward | Messages]:
         """The rewards of the responses to one prompt, or what the task replies where the conversation goes on."""
         index = int(responses[0][keys.ROW])
-        row, texts = self.task.rows[index], self._decode_all([response[keys.TOKENS_RESPONSE] for response in responses])
+        row, turns = self.task.rows[index], [self.read_turn(response[keys.TOKENS_RESPONSE]) for response in responses]
         # A conversation that is over waits for the others; it had its reward.
         judged: list[Reward | Messages] = [self._no_reward] * len(responses)
         ended = []
-        for k, (dialog, text) in enumerate(zip(self._dialogs[first : first + len(responses)], texts, strict=True)):
+        for k, (dialog, turn) in enumerate(zip(self._dialogs[first : first + len(responses)], turns, strict=True)):
             if dialog.over:
                 continue
-            dialog.say(text)
+            dialog.say(*turn)
             if (reply := dialog.reply(self.task, row, self.max_turns)) is not None:
                 dialog.hear(reply)
                 judged[k] = reply

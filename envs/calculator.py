@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.generated.chains import problems
@@ -13,7 +14,7 @@ from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.arithmetic import calculate, has_operation
-from grpo_rl.envs.tools.calls import Tool, find_calls
+from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.task import ToolTask
 
 ARITHMETIC = "arithmetic"
@@ -31,7 +32,7 @@ EXAMPLES = (
     {"question": "Kim has 31 pens and gives away 14. How many pens are left?", "call": "31-14", "answer": "17"},
 )
 
-CALCULATOR = Tool("calculator", "expression", "4*12*3", calculate)
+CALCULATOR = Tool("calculator", "expression", "4*12*3", calculate, "Calculates an arithmetic expression.")
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
@@ -99,9 +100,9 @@ class Calculator(ToolTask):
         earned = {
             "correctness": extract_answer(final) == gold,
             "tool_use": any(
-                result in _numbers(later)
-                for turn, text in enumerate(said[:-1])
-                for result in self._results(text, row["question"])
+                result in _numbers(" ".join([later["content"], *(call.argument for call in self._calls(later))]))
+                for turn, message in enumerate(said[:-1])
+                for result in self._results(message, row["question"])
                 for later in said[turn + 1 :]
             ),
             "answer_format": re.search(gsm8k.ANSWER_PATTERN, final) is not None,
@@ -116,13 +117,13 @@ class Calculator(ToolTask):
         """The gold number."""
         return gsm8k.gold_number(row)
 
-    def _results(self, text: str, question: str) -> list[str]:
+    def _results(self, message: Mapping[str, Any], question: str) -> list[str]:
         """The results of a message's calls that stand neither in the question nor in the call itself.
 
         Otherwise `1*1` would be of use wherever a 1 is written. Errors hold no number.
         """
         found = []
-        for call in find_calls(text, self.tools):
+        for call in self._calls(message):
             if call.tool and has_operation(call.argument):
                 result = calculate(call.argument).removeprefix("-")
                 if not result.startswith("Error") and result not in _numbers(question) | _numbers(call.argument):

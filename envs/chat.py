@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,8 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.task import Messages, Task
+from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
 _STAND_IN = "stand-in"
+_THOUGHT = "<think>\nthought\n</think>\n\n"
+_REWRITES = (
+    "the tokenizer's chat template changes earlier turns when later ones come, or leaves them out, so ids that were "
+    "sampled could not be kept, or it leaves out the reply; use a template that only appends"
+)
+
+
+A_RESULT = {"tool_call_id": "call00000", "name": "tool"}
+"""Keys of a tool's result beside role and content, of a call that nobody made."""
 
 
 @dataclass(eq=False)
@@ -35,12 +46,28 @@ class Dialog:
     @property
     def text(self) -> str:
         """The conversation after the prompt: the policy's turns, and the replies between them."""
-        return "\n\n".join(message["content"] for message in self.messages[self._prompt_messages :])
+        return "\n\n".join(map(_written, self.messages[self._prompt_messages :]))
 
-    def say(self, text: str) -> None:
-        """Appends a turn of the policy."""
-        self.messages.append({"role": "assistant", "content": text})
+    def say(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> None:
+        """Appends a turn of the policy.
+
+        Args:
+            text: what it said beside its calls.
+            calls: ``tool_calls`` in OpenAI's form. An id of the parser's own is replaced by the call's number, in the
+                form that every chat template takes: parsers draw theirs, and a resumed run would read other ones.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            before = sum(len(said.get("tool_calls", ())) for said in self.messages)
+            message["tool_calls"] = [{**call, "id": f"call{before + i:05d}"} for i, call in enumerate(calls)]
+        self.messages.append(message)
         self.turns += 1
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of the policy's last turn."""
+        said = next((message for message in reversed(self.messages) if message["role"] == "assistant"), {})
+        return said.get("tool_calls", [])
 
     def reply(self, task: Task, row: dict, max_turns: int) -> Messages | None:
         """The task's reply; None where the conversation is over.
@@ -59,6 +86,12 @@ class Dialog:
         self.messages += reply
 
 
+def _written(message: Mapping[str, Any]) -> str:
+    """A message as people read it: its text, then its calls."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return "\n".join([message["content"], *(f"{f['name']}({f['arguments']})" for f in functions)]).strip("\n")
+
+
 def _check_reply(reply: Any) -> None:
     whole = isinstance(reply, list) and reply and all(isinstance(message, dict) for message in reply)
     if not whole or not all(isinstance(message.get(key), str) for message in reply for key in ("role", "content")):
@@ -71,59 +104,138 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Ten
     return tokenizer.batch_decode(list(responses), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messages]) -> list[list[int]]:
+def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of a turn with its special tokens, which formats of calls are made of, but for the one that ended it."""
+    if ids and ids[-1] in (tokenizer.eos_token_id, *_ending(tokenizer)):
+        ids = ids[:-1]
+    return cast(str, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The id that ends the policy's turn, if the chat template writes one."""
+    end = turn_end(tokenizer) if tokenizer.chat_template else ""
+    return tokenizer(end, add_special_tokens=False)["input_ids"][:1] if end else []
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], tools: Sequence[Any] = ()
+) -> list[list[int]]:
     """Ids of each conversation, up to where the policy speaks. Without a chat template: its messages' contents.
 
+    Args:
+        tools: functions or JSON schemas, shown by the chat template; where it shows none, by a system message, with
+            calls in the format of Hermes and Qwen.
+
     Raises:
-        ValueError: the chat template refuses the messages.
+        ValueError: the chat template refuses the messages, or a function's types or docstring make no schema.
     """
+    schemas = tool_schemas(tools)
+    if schemas and not shows_tools(tokenizer):
+        conversations, schemas = [with_tools_in_text(messages, schemas) for messages in conversations], []
     if not tokenizer.chat_template:
         texts = ["".join(f"{message['content']}\n\n" for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
-    ids = templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+    given: dict[str, Any] = {"tools": schemas} if schemas else {}
+    ids = templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False, **given)
     return cast("list[list[int]]", ids)
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int | None = None) -> list[int]:
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    reply: Messages,
+    last: int | None = None,
+    calls: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Ids of what follows a finished response up to where the policy speaks again: the end of its turn, the reply.
 
-    Nothing that was sampled is tokenised again: these ids go behind it.
+    Nothing that was sampled is tokenised again: these ids go behind it. A tool's result can't write special tokens.
 
     Args:
         last: the last id that was sampled; where it is the template's end of a turn, that is not written again.
+        calls: ``tool_calls`` of the response, which the results answer.
 
     Raises:
         ValueError: the chat template refuses the messages, or changes earlier turns when later ones come.
     """
+    reply = [_harmless(tokenizer, message) if message["role"] == "tool" else message for message in reply]
     if not tokenizer.chat_template:
         text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
     else:
-        # What the template writes around a stand-in conversation.
-        before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
-        before_reply = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
-        text = templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
-        if not text.startswith(before_reply) or _STAND_IN not in before_reply:
-            raise ValueError(
-                "the tokenizer's chat template changes earlier turns when later ones come, or leaves them out, so ids "
-                "that were sampled could not be kept; use a template that only appends"
-            )
-        text = text[before_reply.rindex(_STAND_IN) + len(_STAND_IN) :]
+        text = _behind_a_turn(tokenizer, reply, calls)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
     return ids[1:] if tokenizer.chat_template and ids[:1] == [last] else ids
 
 
-def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: bool) -> Any:
+def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, reply: Messages, calls: Sequence[Mapping[str, Any]]) -> str:
+    """The text that the template writes behind a turn of the policy when ``reply`` follows it.
+
+    Stand-in turns take the place of what was sampled: one with the calls themselves, since some templates look up which
+    result belongs to which call, one with text alone, and one that thinks, since Qwen3's template writes an empty
+    thought into the last turn and takes it out again when results follow.
+    """
+    question = {"role": "user", "content": "question"}
+    end = turn_end(tokenizer)
+    turns: list[dict[str, Any]] = [{"content": _STAND_IN}, {"content": _THOUGHT + _STAND_IN}]
+    if calls:
+        turns.insert(0, {"content": _THOUGHT, "tool_calls": list(calls)})
+    refused: ValueError | None = None
+    for turn in turns:
+        before = [question, {"role": "assistant", **turn}]
+        try:
+            said = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
+            text = templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if text.startswith(said) and said.endswith(end) and _shows(text[len(said) :], reply):
+            return end + text[len(said) :]
+    raise refused or ValueError(_REWRITES)
+
+
+def _shows(text: str, reply: Messages) -> bool:
+    """Tells whether each message's first word stands in the text: Gemma 4's leaves out results without calls."""
+    words = [re.match(r"[A-Za-z0-9]+", message["content"].strip()) for message in reply]
+    return all(word is None or word[0] in text for word in words)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text that the chat template writes at the end of the policy's turn.
+
+    Raises:
+        ValueError: the template refuses a plain conversation, or leaves the policy's turn out.
+    """
+    before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
+    said = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
+    if _STAND_IN not in said:
+        raise ValueError(_REWRITES)
+    return said[said.rindex(_STAND_IN) + len(_STAND_IN) :]
+
+
+def _harmless(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a space inside each special token that its text spells out.
+
+    Otherwise a web page could end the tool's turn and speak as the user.
+    """
+    marks = [mark for mark in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if mark[:1] in ("<", "[")]
+    if not marks:
+        return message
+    pattern = "|".join(re.escape(mark) for mark in sorted(set(marks), key=len, reverse=True))
+    return {**message, "content": re.sub(pattern, lambda m: f"{m[0][0]} {m[0][1:]}", message["content"])}
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: Any) -> Any:
     """The result of ``apply_chat_template``, of one conversation or several.
 
     Raises:
         ValueError: the chat template refuses the messages.
     """
+    several = bool(messages) and isinstance(messages[0], list)
+    conversations = [with_arguments(turns) for turns in (messages if several else [messages])]
     try:
-        return tokenizer.apply_chat_template(messages, **settings)
+        return tokenizer.apply_chat_template(conversations if several else conversations[0], **settings)
     # A foreign template's own: jinja passes on whatever its expressions raise.
     except Exception as error:
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
         why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         roles = sorted({turn["role"] for conversation in conversations for turn in conversation})
         raise ValueError(

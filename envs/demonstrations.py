@@ -90,7 +90,7 @@ class Demonstrations:
         """Held-out rows as groups, in their order; for the errors see the class."""
         if not rows:
             return []
-        prompts = encode_prompts(self.tokenizer, [self.task.prompt(row) for row in rows])
+        prompts = encode_prompts(self.tokenizer, [self.task.prompt(row) for row in rows], self.task.tools)
         groups = []
         places = [f"{place_of(rows, i)}, held out" for i in range(len(rows))]
         for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, places), strict=True)):

@@ -149,7 +149,9 @@ class PromptSource:
         messages = [self._task.prompt(self._task.rows[row]) for row in rows]
         return [
             (row, message[-1]["content"], ids)
-            for row, message, ids in zip(rows, messages, encode_prompts(self._tokenizer, messages), strict=True)
+            for row, message, ids in zip(
+                rows, messages, encode_prompts(self._tokenizer, messages, self._task.tools), strict=True
+            )
         ]
 
     def _fits(self, row: int, tokens: int) -> bool:

@@ -101,7 +101,7 @@ class SearchQA(ToolTask):
         if not supporting_recall:
             # A part that is always 0 would look as if nothing was found.
             del weights["supporting_recall"]
-        tool = Tool("search", "query", "author of the novel Emma", self._search)
+        tool = Tool("search", "query", "author of the novel Emma", self._search, "Finds documents about a subject.")
         super().__init__(rows, tool, weights, form, tool_role, system_prompt, examples)
         if results < 1 or max_result_chars < 1:
             raise ValueError(f"env.results={results}, env.max_result_chars={max_result_chars}; both must be at least 1")

@@ -8,11 +8,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Messages = list[dict[str, str]]
-"""A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
+Messages = list[dict[str, Any]]
+"""A conversation: dicts with ``role`` and ``content``, as chat templates take them.
+
+A message of the policy that calls functions has ``tool_calls`` beside these, as OpenAI writes them, and a result has
+the call's ``tool_call_id`` and ``name``.
+"""
 
 RESERVED_PARTS = {
     "mean", "std", "zero_std_fraction", "reward", "standard_error", "mean_length", "truncated_fraction", "total",
@@ -64,6 +68,8 @@ class Task(ABC):
     None leaves it to the task which of its user's code, if any, goes to one."""
     reply_role: str = "tool"
     """The role of the messages of :meth:`reply`, which the chat template has to know."""
+    tools: Sequence[Any] = ()
+    """The functions that the policy can call, or their JSON schemas, as the chat template shows them."""
 
     correct_part: str | None = None
     """The part of the reward that is above 0 for right responses alone; None: no part says so."""

@@ -263,6 +263,13 @@ class _RecordingEngine(ScriptedEngine):
         return super().generate(prompts, n, sampling)
 
 
+def hermes_parser(tokenizer: PreTrainedTokenizerFast, schemas: list[dict[str, Any]]) -> Any:
+    """The parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as environments take it."""
+    from grpo_rl.engines.vllm.tool_parsers import tool_parser  # brings vLLM, which other tasks do without
+
+    return tool_parser("hermes", tokenizer, schemas)
+
+
 def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int = 3) -> None:
     """Checks that a task fulfils the contract that environments, collectors, buffers and losses rely on.
 
@@ -286,7 +293,8 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
         policy = TrainPolicy(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     def make_env(seed: int = 0) -> LLMEnv:
-        return LLMEnv(task, tokenizer, 2, 4, max_turns=max_turns, max_failed_fraction=0.0, seed=seed)
+        how = {"max_turns": max_turns, "max_failed_fraction": 0.0, "tool_parser": hermes_parser if task.tools else None}
+        return LLMEnv(task, tokenizer, 2, 4, seed=seed, **how)
 
     assert len(task.rows) >= 2, f"{len(task.rows)} rows; check_task needs two to tell them apart"
     check_env_specs(make_env())

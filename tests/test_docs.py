@@ -118,7 +118,7 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
 
 OWN = [
     (page, command)
-    for page in ("tasks.md", "agents.md", "losses.md", "data.md")
+    for page in ("tasks.md", "tools.md", "agents.md", "losses.md", "data.md")
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 

@@ -41,6 +41,7 @@ class WithRewards(Task):
         self._parts = sorted(read_parts(rewards), key=lambda part: "correct" in part.known.inputs)
         self._count_tokens = count_tokens
         self.task, self.rows, self.isolated, self.reply_role = task, task.rows, task.isolated, task.reply_role
+        self.tools = task.tools
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}

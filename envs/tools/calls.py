@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.task import Messages
@@ -38,12 +39,22 @@ class Tool:
         argument: its argument's name, in the ``json`` form.
         example: an argument that makes sense, for prompts and error messages.
         run: gives the result. What is wrong with an argument stands in it too, from `Error: ` on.
+        description: what it does, for chat templates that show it.
     """
 
     name: str
     argument: str
     example: str
     run: Callable[[str], str]
+    description: str = ""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the tool, for chat templates."""
+        argument = {"type": "string", "description": f"such as {self.example}"}
+        parameters = {"type": "object", "properties": {self.argument: argument}, "required": [self.argument]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
     def written(self, form: str, argument: str | None = None) -> str:
         """A call with ``argument``, by default the example.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tables import check_columns
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
-from grpo_rl.envs.tools.calls import Tool, is_final, reply_to_calls
+from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
+from grpo_rl.envs.tools.functions import Limits, run_calls
+from grpo_rl.envs.tools.schemas import read_arguments
 
-FORMS = ("line", "json")
+FORMS = ("line", "json", "function")
 ROLES = ("tool", "user")
+LIMITS = Limits(calls=MAX_CALLS)
 EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 
 
@@ -21,7 +27,8 @@ class ToolTask(Task):
         rows: with a ``question``.
         tool: what the policy can call.
         weights: of the reward's parts.
-        form: how the prompt writes a call, see `grpo_rl.envs.tools.calls`; both forms are read.
+        form: how the prompt writes a call, see `grpo_rl.envs.tools.calls`; both forms are read. With ``function`` the
+            chat template shows the tool, and calls are in the model's own format.
         tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
         system_prompt: the first message, with ``{call}`` where a call stands; None or an empty text leaves it out.
         examples: ``question``, ``call``, ``result`` and ``answer`` of answered questions, shown as earlier turns.
@@ -42,17 +49,24 @@ class ToolTask(Task):
     ) -> None:
         if form not in FORMS:
             raise ValueError(f"env.form={form}; a call is written as {' or '.join(FORMS)}")
+        self._is_function = form == "function"
+        if self._is_function and tool_role != "tool":
+            raise ValueError(f"env.tool_role={tool_role} with env.form=function: results of functions come as tool")
         if tool_role not in ROLES:
             raise ValueError(f"env.tool_role={tool_role}; results come in the role {' or '.join(ROLES)}")
         check_weights(weights)
-        self.rows, self.tools, self._weights, self.reply_role = rows, (tool,), weights, tool_role
-        self._before = opening(system_prompt.replace("{call}", tool.written(form)) if system_prompt else None)
+        self.rows, self._tool, self._weights, self.reply_role = rows, tool, weights, tool_role
+        self.tools = (tool.schema,) if self._is_function else ()
+        shown = f"a call of {tool.name}" if self._is_function else tool.written(form)
+        self._before = opening(system_prompt.replace("{call}", shown) if system_prompt else None)
         for index, example in enumerate(examples or ()):
             check_columns(example, EXAMPLE, f"env.examples[{index}]")
+            call, result = _example(tool, index, example) if self._is_function else ({}, {})
+            said = "" if self._is_function else tool.written(form, example["call"])
             self._before += [
                 {"role": "user", "content": example["question"]},
-                {"role": "assistant", "content": tool.written(form, example["call"])},
-                {"role": tool_role, "content": example["result"]},
+                {"role": "assistant", "content": said, **call},
+                {"role": tool_role, "content": example["result"], **result},
                 {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
             ]
 
@@ -62,7 +76,18 @@ class ToolTask(Task):
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The results of the calls in the last message; None where it calls nothing, or states an answer."""
-        return reply_to_calls(messages[-1]["content"], self.tools, self.reply_role)
+        if not self._is_function:
+            return reply_to_calls(messages[-1]["content"], [self._tool], self.reply_role)
+        if last_answer(messages[-1]["content"]) is not None or not messages[-1].get("tool_calls"):
+            return None
+
+        def run(name: str, arguments: dict[str, Any]) -> str:
+            argument = arguments[self._tool.argument]
+            if len(argument) > MAX_ARGUMENT_CHARS:
+                return f"Error: the {self._tool.argument} has {len(argument)} characters, at most {MAX_ARGUMENT_CHARS}"
+            return self._tool.run(argument)
+
+        return run_calls(messages[-1]["tool_calls"], self.tools, run, LIMITS)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
@@ -72,17 +97,37 @@ class ToolTask(Task):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The reward of a conversation of several turns."""
 
-    def _turns(self, messages: Messages) -> tuple[list[str], list[str], str]:
+    def _turns(self, messages: Messages) -> tuple[Messages, list[str], str]:
         """The policy's messages, the task's replies, and the policy's final message.
 
         The examples in the prompt are no words of the policy. A conversation that was cut off at a call has no final
         message, though there are numbers in the call.
         """
         after = messages[len(self._before) + 1 :]
-        said = [message["content"] for message in after if message["role"] == "assistant"]
+        said = [message for message in after if message["role"] == "assistant"]
         replies = [message["content"] for message in after if message["role"] != "assistant"]
-        return said, replies, self._final(said[-1]) if said else ""
+        waits = bool(said) and "tool_calls" in said[-1] and last_answer(said[-1]["content"]) is None
+        return said, replies, self._final(said[-1]["content"]) if said and not waits else ""
 
     def _final(self, message: str) -> str:
-        """The conversation's last message; nothing where it is a call."""
-        return message if is_final(message, self.tools) else ""
+        """The conversation's last message; nothing where it is a call in the text."""
+        return message if self._is_function or is_final(message, [self._tool]) else ""
+
+    def _calls(self, message: Mapping[str, Any]) -> list[Call]:
+        """The calls of one of the policy's messages, in either form."""
+        if not self._is_function:
+            return find_calls(message["content"], [self._tool])
+        given = [read_arguments(call["function"]["arguments"]) or {} for call in message.get("tool_calls", ())]
+        texts = [arguments.get(self._tool.argument) for arguments in given[: LIMITS.calls]]
+        # Longer ones were not run.
+        return [Call(self._tool, text) for text in texts if isinstance(text, str) and len(text) <= MAX_ARGUMENT_CHARS]
+
+
+def _example(tool: Tool, index: int, example: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of an example's call and of its result, in OpenAI's form."""
+    name = f"show{index:05d}"
+    function = {"name": tool.name, "arguments": json.dumps({tool.argument: example["call"]}, ensure_ascii=False)}
+    return (
+        {"tool_calls": [{"id": name, "type": "function", "function": function}]},
+        {"tool_call_id": name, "name": tool.name},
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task
+from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.evaluation import beside_training
@@ -32,7 +33,7 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
     given = settings.env
-    own = {name: given[name] for name in given if name not in OF_DATA}
+    own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
     env = task_spec(given.dataset)(
         path=train_source(settings),
         tokenizer=tokenizer,
@@ -44,6 +45,27 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         check_task_of(env, given.dataset)
     env.check_prompts()
     return env
+
+
+def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
+    """Makes the parser of calls that ``env.tool_parser`` names, where a task has tools.
+
+    The parser is vLLM's, whichever engine samples. A chat template that shows no tools gets them in Hermes's words.
+    """
+
+    def make(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
+        try:
+            from grpo_rl.engines.vllm.tool_parsers import tool_parser
+        except ImportError as error:
+            raise ValueError(
+                f"{settings.env.dataset} has tools, and calls are read by vLLM's parsers, which can't be imported "
+                f"({error}); install vLLM with pip install 'grpo-rl[cpu]' or 'grpo-rl[vllm]'"
+            ) from error
+        return tool_parser(
+            settings.env.tool_parser or (None if shows_tools(tokenizer) else "hermes"), tokenizer, schemas
+        )
+
+    return make
 
 
 def make_eval_env(
@@ -62,8 +84,11 @@ def make_eval_env(
     """
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
     own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    own["tool_parser"] = tool_parser_of(settings)
     if tokenizer is None:
         task = spec.make_task(path, "test", **spec.parted(own)[0])
+        if settings.env.mcp:
+            raise ValueError("env.mcp gives tools for several turns, which an endpoint is not asked for; give a model")
         if settings.env.rewards:
             raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
         if is_name(settings.env.dataset):

@@ -62,10 +62,10 @@ class Trajectory:
         """Tokens of the whole conversation, as the engine sees it."""
         return len(self.prompt_ids) + len(self.ids)
 
-    def add_turn(self, samples: Samples, text: str) -> None:
-        """Appends a turn of the policy."""
+    def add_turn(self, samples: Samples, text: str, calls: Sequence[dict[str, Any]] = ()) -> None:
+        """Appends a turn of the policy: its tokens, its text, and its calls as OpenAI's ``tool_calls``."""
         ids = samples.response_ids.tolist()
-        self.dialog.say(text)
+        self.dialog.say(text, calls)
         self.truncated = bool(samples.truncated[0])
         self.turn_starts.append(len(self.ids))
         self.ids += ids
@@ -131,7 +131,7 @@ class _Player:
 
     def _on_turn(self, i: int, samples: Samples) -> None:
         trajectory, task = self._open[i], self._env.task
-        trajectory.add_turn(samples, self._env.decode(samples.response_ids))
+        trajectory.add_turn(samples, *self._env.read_turn(samples.response_ids))
         if trajectory.truncated:
             del self._open[i]  # the turn has no end: a reply would go into the middle of a sentence
             return
@@ -181,7 +181,7 @@ def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: i
     try:
         if isinstance(reply, Exception):
             raise reply
-        ids = env.encode_reply(reply, trajectory.ids[-1])
+        ids = env.encode_reply(reply, trajectory.ids[-1], trajectory.dialog.calls)
     except Exception as error:
         trajectory.dropped = _failure(env, trajectory, error)
         return False
@@ -216,7 +216,7 @@ async def converse(
         samples = await ask(
             [*trajectory.prompt_ids, *trajectory.ids], turn_sampling(trajectory, sampling, max_model_len)
         )
-        trajectory.add_turn(samples, env.decode(samples.response_ids))
+        trajectory.add_turn(samples, *env.read_turn(samples.response_ids))
         if trajectory.truncated:
             return
         goes_on = take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)

@@ -51,6 +51,7 @@ KINDS = {
     tuple[str, ...]: "a list of texts",
     tuple[tuple[int, int], ...]: "a list of pairs of whole numbers",
     tuple[Mapping[str, Any], ...]: "a list of mappings",
+    tuple[object, ...]: "a list",
     str | tuple[str, ...]: "text or a list of names",
     RewardSource: "text, a list or a mapping",
     object: "any value",

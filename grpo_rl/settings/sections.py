@@ -62,6 +62,12 @@ class Env(Section):
     rewards: Mapping[str, Any] = setting(
         {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
     )
+    tool_parser: str | None = setting(
+        None, "vLLM's parser of calls, for tasks with tools: hermes | llama3_json | ...; null: by the chat template"
+    )
+    mcp: tuple[object, ...] = setting(
+        (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
+    )
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings, as plain values; as a mapping a section has them beside its own."""
 

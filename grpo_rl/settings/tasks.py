@@ -12,7 +12,7 @@ from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, settin
 
 Examples = tuple[Mapping[str, Any], ...]
 SYSTEM_PROMPT = "the system message; null: none"
-FORM = "form of %s in the prompt: line (%s) | json (<tool_call>…</tool_call>)"
+FORM = "form of %s in the prompt: line (%s) | json (<tool_call>…</tool_call>) | function (the model's own)"
 TOOL_ROLE = "role of results: tool | user, for chat templates that know no tool role"
 
 
@@ -104,7 +104,7 @@ class CalculatorReward(Section):
 class Calculator(Section):
     """Word problems with a calculator as a tool."""
 
-    form: Literal["line", "json"] = required(FORM % ("calls", "Calculator: 3*(4+5)"))
+    form: Literal["line", "json", "function"] = required(FORM % ("calls", "Calculator: 3*(4+5)"))
     tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
     system_prompt: str | None = required("system message, in which {call} becomes a call in that form; null: none")
     examples: Examples = required("turns before the problem; a small model that sees none, or one, calls nothing")
@@ -126,7 +126,7 @@ class SearchQA(Section):
     held_out: float = required("share of `path` that is kept for evaluation", at_least=0, less_than=1)
     results: int = required("documents that a search shows", at_least=1)
     max_result_chars: int = required("characters of a document that a search shows", at_least=1)
-    form: Literal["line", "json"] = required(FORM % ("searches", "Search: Jane Austen"))
+    form: Literal["line", "json", "function"] = required(FORM % ("searches", "Search: Jane Austen"))
     tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
     system_prompt: str | None = required("system message, in which {call} becomes a search in that form; null: none")
     examples: Examples = required("turns before the question")

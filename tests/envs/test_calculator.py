@@ -12,7 +12,7 @@ import torch
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Unjudgeable
-from grpo_rl.envs.calculator import Calculator, CalculatorEnv, load_rows
+from grpo_rl.envs.calculator import CALCULATOR, Calculator, CalculatorEnv, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
@@ -114,7 +114,7 @@ def test_the_prompt_shows_calls_and_what_the_calculator_says_to_them(form, role)
     task = Calculator([ROW], form=form, tool_role=role)
     system, *examples, question = task.prompt(ROW)
     assert question == {"role": "user", "content": ROW["question"]}
-    assert task.tools[0].written(form) in system["content"] and "{call}" not in system["content"]
+    assert CALCULATOR.written(form) in system["content"] and "{call}" not in system["content"]
     for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
         assert asked["role"] == "user"
         assert task.reply(ROW, [call]) == [result] and result["role"] == role
@@ -241,3 +241,43 @@ def test_the_solutions_of_gsm8k_are_right_answers(real_data):
     task = Calculator(rows)
     for row in rows:
         assert task.score(row, row["answer"]).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.0}
+
+
+def function_call(expression):
+    function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "function": function}]}
+
+
+CLIPS = {"question": "She sold 48 clips, and then half as many. How many?", "answer": "#### 72"}
+
+
+def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
+    task = Calculator([CLIPS], form="function")
+    assert [tool["function"]["name"] for tool in task.tools] == ["calculator"]
+    messages = [*task.prompt(CLIPS), function_call("48+48/2")]
+    reply = task.reply(CLIPS, messages)
+    assert reply == [{"role": "tool", "tool_call_id": "call00000", "name": "calculator", "content": "72"}]
+    assert task.score_dialog(CLIPS, messages).total == 0  # cut off at the call
+    messages += [*reply, {"role": "assistant", "content": "<answer>72</answer>"}]
+    assert task.reply(CLIPS, messages) is None
+    assert task.score_dialog(CLIPS, messages).parts == {"correctness": 2.0, "tool_use": 0.5, "answer_format": 0.5}
+    # A call that stands in the text was not run, and earns nothing for the use of a tool.
+    written = {"role": "assistant", "content": "Calculator: 48+48/2"}
+    assert task.score_dialog(CLIPS, [*task.prompt(CLIPS), written, *messages[-2:]]).parts["tool_use"] == 0
+    assert task.reply(CLIPS, [*task.prompt(CLIPS), written]) is None
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", "[]", '{"expression": 1}', '{"other": "1+1"}', '{"expression": "__import__"}']
+)
+def test_a_wrong_call_of_a_function_is_told_what_is_wrong(arguments):
+    task, message = Calculator([CLIPS], form="function"), function_call("")
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    (result,) = task.reply(CLIPS, [*task.prompt(CLIPS), message])
+    assert result["content"].startswith("Error: ")
+    assert task.score_dialog(CLIPS, [*task.prompt(CLIPS), message]).total == 0
+
+
+def test_results_of_functions_come_in_the_role_of_tools_alone():
+    with pytest.raises(ValueError, match="env.tool_role=user with env.form=function"):
+        Calculator([ROW], form="function", tool_role="user")

@@ -46,6 +46,7 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
     [
         (FORGETS, "changes earlier turns"),
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}", "or it leaves out the reply"),
         ("{{ raise_exception('no such role') }}", r"refuses messages with the roles \['assistant', 'user'\]: no such"),
         ("{{ 1 // (2 - messages | length) }}", "refuses messages .*: ZeroDivisionError: "),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),

@@ -159,7 +159,7 @@ def test_the_prompt_shows_searches_and_results_as_they_are(form, role):
     task = SearchQA([ROW], SearchIndex(DOCUMENTS), form=form, tool_role=role)
     system, *examples, question = task.prompt(ROW)
     assert question == {"role": "user", "content": ROW["question"]}
-    assert task.tools[0].written(form) in system["content"] and "{call}" not in system["content"]
+    assert task._tool.written(form) in system["content"] and "{call}" not in system["content"]
     for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
         assert asked["role"] == "user" and [call.tool for call in find_calls(call["content"], task.tools)] == [
             *task.tools

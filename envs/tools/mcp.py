@@ -1,0 +1,237 @@
+"""MCP servers as tools of any task: one process for each server, which all conversations share, restarted when it dies.
+
+A server is a command, which talks over its own stdin and stdout, or a URL of this machine. Conversations call it at the
+same time, and what it keeps in memory they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import copy
+import ipaddress
+import shlex
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_rl.envs.task import Messages, Task, plays_turns
+from grpo_rl.envs.tools.functions import Dropped, FunctionTask, Limits, run_calls
+from grpo_rl.envs.tools.schemas import tool_schemas
+
+START_S = 60.0
+"""Seconds that a server may take until it has told its tools."""
+ANSWER_S = 2.0
+"""Seconds in which a server that was late has to name its tools again, or it is restarted."""
+KEYS = {"command": str, "url": str, "timeout_s": float, "on_failure": str}
+ON_FAILURE = ("tell", "drop")
+
+
+class Server:
+    """One MCP server. Its methods may be called from any thread.
+
+    Args:
+        given: an entry of ``env.mcp``: a command, a URL, or a mapping with one of both, ``timeout_s`` of a call, and
+            ``on_failure``: ``tell`` the policy of a server that died or hangs, or ``drop`` the conversation.
+
+    Raises:
+        ValueError: the entry makes no sense, or its URL is not on this machine.
+    """
+
+    def __init__(self, given: str | Mapping[str, Any]) -> None:
+        self.name, self.target, self.timeout_s, self.drops = _read(given)
+        self.starts = 0
+        """How often it was started."""
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._stop: asyncio.Event | None = None
+        self._held: Future[None] | None = None
+        threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True).start()
+        atexit.register(self.close)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The JSON schemas of its tools.
+
+        Raises:
+            ValueError: it can't be started, or tells no tools in time.
+        """
+        try:
+            listed = self._wait(self._started().list_tools(), START_S)
+        # A foreign process: whatever goes wrong before the first call is a wrong setting.
+        except Exception as error:
+            self.close()
+            why = _words(error)
+            raise ValueError(f"env.mcp: {self.name} told no tools: {why}; start it by hand to see why") from error
+        return [
+            {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            for tool in listed.tools
+        ]
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a tool's result; an error of the tool itself is a result.
+
+        Raises:
+            Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
+            RuntimeError: it did, and the policy is to be told.
+        """
+        try:
+            result = self._wait(self._started().call_tool(name, arguments), self.timeout_s)
+        # A foreign process: it may die in the middle, hang, or send what is no message.
+        except Exception as error:
+            late = isinstance(error, TimeoutError)
+            why = f"gave no result within {self.timeout_s:g} s" if late else f"failed: {_words(error)}"
+            if not self._answers():
+                why += ", and is restarted"
+                self.close()
+            raise (Dropped if self.drops else RuntimeError)(f"the MCP server {self.name} {why}") from error
+        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        return ("Error: " if result.is_error else "") + "\n".join(parts)
+
+    def close(self) -> None:
+        """Ends the server's process; the next call starts another one."""
+        with self._lock:
+            held, stop = self._held, self._stop
+            self._client = self._stop = self._held = None
+        if held is not None and stop is not None:
+            self._loop.call_soon_threadsafe(stop.set)
+            with contextlib.suppress(Exception):  # of a process that is gone anyway
+                held.result(5.0)
+
+    def _started(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self.starts += 1
+                started: Future[Any] = Future()
+                self._stop = asyncio.Event()
+                self._held = asyncio.run_coroutine_threadsafe(self._hold(started, self._stop), self._loop)
+                self._client = started.result(START_S)
+            return self._client
+
+    async def _hold(self, started: Future[Any], stop: asyncio.Event) -> None:
+        """Holds the connection open: it has to be closed by the coroutine that opened it."""
+        from mcp import Client
+
+        try:
+            async with Client(self.target) as client:
+                started.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    def _answers(self) -> bool:
+        try:
+            self._wait(self._started().list_tools(), ANSWER_S)
+        except Exception:  # as in call
+            return False
+        return True
+
+    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+
+def _words(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
+    """The name, the target as the client takes it, the seconds of a call, and whether failures drop conversations."""
+    if isinstance(given, str):
+        given = {"url" if given.startswith(("http://", "https://")) else "command": given}
+    if wrong := [key for key in given if key not in KEYS]:
+        raise ValueError(f"env.mcp has {', '.join(wrong)}; an entry has {', '.join(KEYS)}")
+    if ("command" in given) == ("url" in given):
+        raise ValueError(f"env.mcp: {dict(given)} must have a command or a url")
+    timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"env.mcp: timeout_s={timeout_s}; it must be a positive number of seconds")
+    if on_failure not in ON_FAILURE:
+        raise ValueError(f"env.mcp: on_failure={on_failure}; choose {' or '.join(ON_FAILURE)}")
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as error:
+        raise ValueError("env.mcp needs the client of MCP: pip install 'grpo-rl[mcp]'") from error
+    name = given.get("url") or given["command"]
+    if "url" in given:
+        _check_loopback(name)
+        return name, name, float(timeout_s), on_failure == "drop"
+    words = shlex.split(name) if isinstance(name, str) else list(name)
+    if not words:
+        raise ValueError("env.mcp: the command is empty")
+    target = StdioServerParameters(command=words[0], args=words[1:])
+    return shlex.join(words), target, float(timeout_s), on_failure == "drop"
+
+
+def _check_loopback(url: str) -> None:
+    host = urlsplit(url).hostname or ""
+    try:
+        own = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        own = False
+    if not own:
+        raise ValueError(f"env.mcp: {url} is not on this machine; only 127.0.0.1, ::1 and localhost are asked")
+
+
+class _WithServers(Task):
+    """The part of a task's class that calls servers; see :func:`with_mcp`."""
+
+    _plain: type[Task]
+    _of: Mapping[str, Server]
+
+    def without_rows(self) -> Task:
+        """A copy that can score, without the servers, which stay where the conversations are."""
+        other = copy.copy(self)
+        other.__class__, other.tools = self._plain, ()
+        return other.without_rows()
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        """The results of the calls in the last message, of the servers' tools and of the task's own."""
+        calls = messages[-1].get("tool_calls", [])
+        asked = any(call["function"]["name"] in self._of for call in calls)
+        if not calls or (not asked and self._plain.reply is not Task.reply):
+            return self._plain.reply(self, row, messages)
+
+        def run(name: str, arguments: dict[str, Any]) -> Any:
+            if name in self._of:
+                return self._of[name].call(name, arguments)
+            if isinstance(self, FunctionTask):
+                return self.call(row, name, arguments)
+            raise NotImplementedError(f"{name} can't be called beside tools of a server")
+
+        limits = self.limits if isinstance(self, FunctionTask) else Limits()
+        # A server has a deadline of its own, after which it has to show that it lives.
+        slowest = max(server.timeout_s for server in self._of.values()) + ANSWER_S + 10.0
+        return run_calls(calls, tool_schemas(self.tools), run, Limits(limits.calls, slowest, limits.result_chars))
+
+
+def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]]) -> Task:
+    """The task with the tools of MCP servers beside its own; the task itself where there are none.
+
+    Raises:
+        ValueError: an entry makes no sense, a server can't be started, or two tools have the same name.
+    """
+    if not entries:
+        return task
+    other, of, schemas = copy.copy(task), {}, []
+    for entry in entries:
+        server = Server(entry)
+        for schema in server.schemas():
+            of[schema["name"]] = server
+            schemas.append(schema)
+    other.tools = (*task.tools, *schemas)
+    tool_schemas(other.tools)
+    other.__class__ = type(type(task).__name__, (_WithServers, type(task)), {"_plain": type(task), "_of": of})
+    assert plays_turns(other)
+    return other

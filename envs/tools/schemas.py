@@ -1,0 +1,119 @@
+"""Tools as chat templates show them: JSON schemas of functions, and their calls in text for templates without tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
+
+from grpo_rl.envs.task import Messages
+
+TOOLS_IN_TEXT = (
+    "You may call the functions within <tools></tools>:\n<tools>\n{tools}\n</tools>\nA call:\n"
+    '<tool_call>\n{{"name": <name>, "arguments": <object>}}\n</tool_call>'
+)
+"""The system message for chat templates that show no tools, in the format of Hermes and Qwen."""
+
+
+def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The JSON schema of each tool, as OpenAI writes it; a function's is made of its types and its docstring.
+
+    Raises:
+        ValueError: a function lacks a type or a description, a schema has no name, or two tools have the same.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     \"\"\"Adds two numbers.
+    ...
+    ...     Args:
+    ...         a: the one
+    ...         b: the other
+    ...     \"\"\"
+    ...     return a + b
+    >>> schema = tool_schemas([add])[0]["function"]
+    >>> schema["name"], schema["description"], schema["parameters"]["required"]
+    ('add', 'Adds two numbers.', ['a', 'b'])
+    """
+    schemas: list[dict[str, Any]] = []
+    for tool in tools:
+        schema = dict(tool) if isinstance(tool, Mapping) else _of_function(tool)
+        if "function" not in schema:
+            schema = {"type": "function", "function": schema}
+        function = schema["function"]
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"the tool {tool!r:.80} has no name; a schema is {{name, description, parameters}}")
+        schemas.append(schema)
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several tools are called {', '.join(twice)}; the policy could not tell them apart")
+    return schemas
+
+
+def _of_function(tool: Any) -> dict[str, Any]:
+    if not callable(tool):
+        raise ValueError(f"the tool {tool!r:.80} is neither a function nor a JSON schema")
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # a foreign function's signature; transformers has several kinds of errors for it
+        name = getattr(tool, "__name__", type(tool).__name__)
+        raise ValueError(
+            f"the tool {name} makes no schema: {error}; give each parameter a type, and a docstring that describes it "
+            "under `Args:`"
+        ) from error
+
+
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tells whether the chat template shows tools."""
+    return "tools" in str(tokenizer.chat_template)
+
+
+def with_tools_in_text(messages: Messages, schemas: Sequence[Mapping[str, Any]]) -> Messages:
+    """The conversation for a template without tools: they stand in the system message, and calls in the text."""
+    told = TOOLS_IN_TEXT.format(tools="\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
+    first, *others = messages
+    if first["role"] == "system":
+        opened = [{**first, "content": f"{first['content']}\n\n{told}"}, *others]
+    else:
+        opened = [{"role": "system", "content": told}, *messages]
+    return [_with_calls_in_text(message) for message in opened]
+
+
+def _with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}\n</tool_call>'
+        for function in functions
+    ]
+    written = "\n".join([*([message["content"]] if message["content"] else []), *calls])
+    return {"role": message["role"], "content": written}
+
+
+def with_arguments(messages: Messages) -> Messages:
+    """The conversation with the arguments of calls as objects, which chat templates ask for not for OpenAI's text."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"]) or {}}}
+
+
+def read_arguments(text: Any) -> dict[str, Any] | None:
+    """The arguments of a call, which a model wrote; None where they are no JSON object.
+
+    >>> read_arguments('{"x": 1}'), read_arguments("[1]"), read_arguments("{")
+    ({'x': 1}, None, None)
+    """
+    try:
+        arguments = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None

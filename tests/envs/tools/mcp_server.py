@@ -1,0 +1,40 @@
+"""A real MCP server over stdio, whose tools misbehave on purpose."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("misbehaving")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def act(how: str) -> str:
+    """Misbehaves."""
+    if how == "hang":
+        time.sleep(60)
+    if how == "die":
+        os._exit(3)
+    if how == "raise":
+        raise ToolError("nothing there")
+    return "a\x1b[31mb\x00c\nd" if how == "control" else "x" * int(how)
+
+
+@server.tool()
+async def freeze() -> str:
+    """Lets nobody else be answered."""
+    time.sleep(60)
+    return ""
+
+
+if __name__ == "__main__":
+    server.run()

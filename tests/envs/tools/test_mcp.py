@@ -1,0 +1,131 @@
+"""Tools of MCP servers: real processes over stdio, which hang, die, and return what no model should read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp")
+
+from transformers import AutoTokenizer
+
+from grpo_rl.build.environment import make_env
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.task import last_said
+from grpo_rl.envs.tools.functions import Dropped
+from grpo_rl.envs.tools.mcp import Server, with_mcp
+from grpo_rl.settings.compose import choosing_configs, compose_config
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import save_tiny_model
+
+ROW = {"question": "1 + 1?", "answer": "#### 2"}
+COMMAND = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
+
+
+@pytest.fixture(scope="module")
+def task():
+    made = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "timeout_s": 30.0}])
+    yield made
+    made._of["add"].close()
+
+
+def results(task, *calls):
+    given = [
+        {"id": f"call{i:05d}", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    said = [*task.prompt(ROW), {"role": "assistant", "content": "", "tool_calls": given}]
+    return [message["content"] for message in task.reply(ROW, said)]
+
+
+def test_a_task_of_one_turn_gets_the_tools_of_a_server_and_is_scored_as_before(task):
+    assert [tool["name"] for tool in task.tools] == ["add", "act", "freeze"]
+    assert results(task, ("add", {"a": 1, "b": 1}), ("add", {"a": "x", "b": 1}), ("none", {})) == [
+        "2",
+        'Error: a of add is "x"; it must be of type integer',
+        "Error: there is no tool 'none', only add, act, freeze",
+    ]
+    final = [*task.prompt(ROW), {"role": "assistant", "content": "<answer>2</answer>"}]
+    assert task.reply(ROW, final) is None
+    plain = GSM8K([ROW])
+    assert task.score_dialog(ROW, final) == plain.score(ROW, last_said(final))
+    assert type(task.without_rows()) is GSM8K and task.without_rows().tools == ()
+
+
+@pytest.mark.parametrize("size", ["300000", pytest.param("10000000", marks=pytest.mark.nightly)])
+def test_what_a_server_returns_is_cut_and_has_no_control_characters(task, size):
+    large, control, raised = results(task, *(("act", {"how": how}) for how in (size, "control", "raise")))
+    assert large == "x" * 4000 + f"\n[the first 4000 of {size} characters]"
+    assert control == "a[31mbc\nd"
+    assert raised.startswith("Error: ") and "nothing there" in raised
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why", "again"),
+    [
+        ("act", {"how": "hang"}, "gave no result within 1 s", 0),  # a slow tool: the others are answered meanwhile
+        ("freeze", {}, "gave no result within 1 s, and is restarted", 1),
+        ("act", {"how": "die"}, "failed: ", 1),
+    ],
+)
+def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, arguments, why, again, monkeypatch):
+    if "result" in why:
+        monkeypatch.setattr(task._of["add"], "timeout_s", 1.0)
+    starts, begun = task._of["add"].starts, time.monotonic()
+    (told,) = results(task, (name, arguments))
+    assert told.startswith(f"Error: RuntimeError: the MCP server {COMMAND} {why}") and time.monotonic() - begun < 12
+    monkeypatch.undo()
+    assert results(task, ("add", {"a": 1, "b": 1})) == ["2"]
+    assert task._of["add"].starts == starts + again
+
+
+def test_on_failure_drop_takes_the_conversation_out():
+    task = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "on_failure": "drop"}])
+    with pytest.raises(Dropped, match="the MCP server .* failed"):
+        results(task, ("act", {"how": "die"}))
+    task._of["add"].close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("http://example.com/mcp", "is not on this machine"),
+        ("http://127.0.0.1.example.com/mcp", "is not on this machine"),
+        ("http://10.0.0.1/mcp", "is not on this machine"),
+        ({}, "must have a command or a url"),
+        ({"command": "x", "url": "http://localhost"}, "must have a command or a url"),
+        ({"comand": "x"}, "has comand; an entry has command, url"),
+        ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
+        ({"command": "x", "on_failure": "ignore"}, "on_failure=ignore; choose tell or drop"),
+    ],
+)
+def test_an_entry_that_makes_no_sense_or_leads_outside_is_refused(entry, why):
+    with pytest.raises(ValueError, match=why):
+        Server(entry)
+
+
+def test_a_server_that_does_not_start_is_told():
+    with pytest.raises(ValueError, match="env.mcp: no-such-command-here told no tools: FileNotFoundError"):
+        with_mcp(GSM8K([ROW]), ["no-such-command-here"])
+
+
+def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
+    pytest.importorskip("vllm")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n")
+    words = [f"env.path={rows}", f"env.mcp=[{{command: '{COMMAND}'}}]", "env.system_prompt=null", "mode=sync"]
+    words += ["inference_model.max_model_len=4000"]
+    settings = Settings.read(compose_config("grpo_gsm8k", choosing_configs(words)))
+    env = make_env(settings, AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "model")))
+    assert env.max_turns == settings.env.max_turns > 1
+    assert '"name": "freeze"' in env.decode(env.encode(ROW))
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    text, calls = env.read_turn(env.tokenizer(said)["input_ids"])
+    (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
+    assert result["content"] == "2"
+    env.task._of["add"].close()
