@@ -56,7 +56,7 @@ def make_agent_task(
     deadline_s: float = 300,
     max_calls: int = 100,
     max_session_tokens: int = 100_000,
-    tool_parser: str | None = None,
+    max_sessions: int = 256,
 ) -> Task:
     """The scorer's task of these rows, or :class:`Told`.
 

@@ -143,7 +143,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         """Kills the workers, when the calls under way have ended, or now; those that wait are not made."""
         self._closed = True
         if now:
-            self._finalizer()
+            _kill_all(self._live, self._process_id)
         self._threads.shutdown(cancel_futures=True)
         self._finalizer()
 
@@ -194,6 +194,8 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             worker = self._own.worker = _Worker()
             self._live.add(worker)
             try:
+                if self._closed:  # close may have looked for workers to kill before this one was there
+                    raise RuntimeError("closed while a worker was started")
                 worker.start(self._set_up)
             except BaseException:
                 self._kill(worker)

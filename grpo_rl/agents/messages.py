@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.chat import decode_responses, encode_prompts, templated
+from grpo_rl.envs.chat import decode_responses, decode_turn
 
 Message = dict[str, Any]
 """A message of OpenAI's chat format."""
@@ -28,6 +28,10 @@ class ToolParser(Protocol):
             text: with special tokens, some formats being made of them, and without the one that ended it.
         """
         ...
+
+
+MakeParser = Callable[[PreTrainedTokenizerBase, Sequence[Any]], ToolParser]
+"""Makes the parser of the calls of these tools."""
 
 
 def text_of(content: Any) -> str:
@@ -52,7 +56,7 @@ def text_of(content: Any) -> str:
 
 
 def for_template(message: Any) -> Message:
-    """The message as chat templates read it: content as one text, arguments of tool calls as objects.
+    """The message in one form: content as one text, arguments of tool calls as JSON without spaces to spare.
 
     Raises:
         ValueError: it is no message.
@@ -66,6 +70,8 @@ def for_template(message: Any) -> Message:
     plain = {"role": "system" if message["role"] == "developer" else message["role"]}
     plain |= {"content": text_of(given.pop("content", None))} | {k: v for k, v in given.items() if k != "role"}
     if "tool_calls" in given:
+        if not isinstance(given["tool_calls"], list):
+            raise ValueError(f"tool_calls is {given['tool_calls']!r:.80}; it must be a list")
         plain["tool_calls"] = [_call(call) for call in given["tool_calls"]]
     return plain
 
@@ -77,70 +83,63 @@ def _call(call: Any) -> Message:
         name, own_id = function["name"], call.get("id")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a tool call is {call!r:.80}; it must have a function with a name and arguments") from error
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a model's own mistake, which it is shown as it wrote it
-            arguments = json.loads(arguments)
+    with contextlib.suppress(ValueError, RecursionError):  # a model's own mistake stays as it is
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(read, ensure_ascii=False)
     return {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """For each number of messages from 0 on, a digest of the tools and so many messages.
 
-    The ids of an assistant's own tool calls do not count: some clients number them anew, and the policy never wrote
-    them.
+    Ids of calls count as the numbers of the calls, as some clients number them anew and the policy never wrote them; of
+    the policy's own messages, what it said counts alone, since clients add keys of theirs.
 
     Args:
         messages: as of :func:`for_template`.
     """
     digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
-    found = [digest.digest()]
+    found, numbers = [digest.digest()], {}
     for message in messages:
-        counted = message
+        counted = dict(message)
+        if message["role"] == "assistant":
+            counted = {key: message[key] for key in ("role", "content", "name") if key in message}
         if "tool_calls" in message:
-            calls = [{key: value for key, value in call.items() if key != "id"} for call in message["tool_calls"]]
-            counted = {**message, "tool_calls": calls}
+            counted["tool_calls"] = [call["function"] for call in message["tool_calls"]]
+            numbers |= {str(call["id"]): len(numbers) + at for at, call in enumerate(message["tool_calls"])}
+        if "tool_call_id" in message:
+            counted["tool_call_id"] = numbers.get(str(message["tool_call_id"]), message["tool_call_id"])
         digest.update(json.dumps(counted, sort_keys=True).encode() + b"\n")
         found.append(digest.digest())
     return found
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-    """Ids of a conversation from its beginning, tools included, up to where the policy speaks.
-
-    Raises:
-        ValueError: the chat template refuses the messages, or there is none to write tools with.
-    """
-    if not tools:
-        return encode_prompts(tokenizer, [list(messages)])[0]
-    if not tokenizer.chat_template:
-        raise ValueError("the model's tokenizer has no chat template, which tools need")
-    settings: dict[str, Any] = {"tools": list(tools), "tokenize": True, "return_dict": False}
-    return templated(tokenizer, list(messages), add_generation_prompt=True, **settings)
-
-
-def answer(
+def response_message(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop: Sequence[str], parser: ToolParser | None, number: int
-) -> Message:
-    """The message of the policy that these ids are: its text up to a stop string, and its calls of tools.
+) -> tuple[Message, str | None]:
+    """The message of the policy that these ids are, its text up to a stop string and its calls of tools; and a problem.
 
     Args:
-        parser: finds the calls; None: the text is all there is.
+        parser: finds the calls; None: the text is all there is. Where it fails the text is all there is, too, and the
+            problem says why.
         number: of the response in its session; ids of calls are made of it.
     """
     text = decode_responses(tokenizer, [list(ids)])[0]
     message: Message = {"role": "assistant", "content": _before(stop, text)}
     if parser is None:
-        return message
-    ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
-    whole = tokenizer.decode(list(ids[:-1] if ended else ids), clean_up_tokenization_spaces=False)
-    content, calls = parser.parse(_before(stop, str(whole)))
-    if calls:
-        message = {"role": "assistant", "content": content or None}
+        return message, None
+    try:
+        content, calls = parser.parse(_before(stop, decode_turn(tokenizer, ids)))
+        if not calls:
+            return message, None
         # Nine letters and digits, as Mistral's templates ask for.
-        message["tool_calls"] = [
-            {**call, "id": f"c{number % 10**5:05}{at % 10**3:03}"} for at, call in enumerate(calls)
-        ]
-    return message
+        own = [{**call, "id": f"c{number % 10**5:05}{at % 10**3:03}"} for at, call in enumerate(calls)]
+        called = {"role": "assistant", "content": content or None, "tool_calls": own}
+        for_template(called)
+        json.dumps(called)
+    except Exception as error:  # untrusted text in the user's code: what it can't read is text
+        return message, f"the parser of env.tool_parser failed: {type(error).__name__}: {error}"
+    return called, None
 
 
 def _before(stop: Sequence[str], text: str) -> str:

@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.parent import ending_with_parent
 
+LOOPBACK = "127.0.0.1"
 LAST_BYTES = 2000
 """Bytes of a program's messages that are kept for people: the last ones."""
 
@@ -61,38 +64,43 @@ class Program:
     """A program, started for each session.
 
     It finds the endpoint where OpenAI's own client looks for it, in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, the
-    model's name in ``OPENAI_MODEL``, and the row as JSON in its standard input. Its processes end with the session.
+    model's name in ``OPENAI_MODEL``, and the row as JSON in its standard input. Its group of processes is killed at the
+    session's end; the program itself also where this process is killed (Linux).
 
     Args:
         command: the program and its arguments, split as a shell does; no shell runs it.
         deadline_s: seconds of one session.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: there is no such program, or the command's quotes don't match.
     """
 
     def __init__(self, command: str, deadline_s: float) -> None:
-        self._words, self._deadline_s = shlex.split(command), deadline_s
+        try:
+            self._words, self._deadline_s = shlex.split(command), deadline_s
+        except ValueError as error:
+            raise ValueError(f"env.command={command!r} can't be split into words: {error}") from error
         if not self._words or not shutil.which(self._words[0]):
             raise ValueError(f"env.command={command!r}: there is no program {' '.join(self._words[:1])!r}")
 
     async def play(self, client: Client, row: Mapping[str, Any]) -> None:
         """See :meth:`Agent.play`."""
+        told_row = json.dumps(row, default=str).encode()
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._words,
+                *ending_with_parent(self._words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **own},
+                env={**os.environ, **_without_proxy(), **own},
                 start_new_session=True,  # a group of its own: what it starts is killed with it
             )
         except OSError as error:
             raise AgentError(f"{self._words[0]} can't be started: {error}") from error
         told = bytearray()
         listening = asyncio.ensure_future(_listen(process, told))
-        telling = asyncio.ensure_future(_tell(process, json.dumps(row, default=str).encode()))
+        telling = asyncio.ensure_future(_tell(process, told_row))
         try:
             async with asyncio.timeout(self._deadline_s):
                 code = await process.wait()
@@ -133,45 +141,67 @@ class Function:
 
     Args:
         name: ``package.module:function``.
-        at_once: sessions at the same time, each in its process.
         deadline_s: seconds of one session.
 
     Raises:
         ValueError: there is no such function.
     """
 
-    def __init__(self, name: str, at_once: int, deadline_s: float) -> None:
+    def __init__(self, name: str, deadline_s: float) -> None:
         object_by_name(name, "env.agent")
-        self._name = name
-        # Without a second try: the session would hold the calls of both.
-        self._calls = IsolatedCalls(_Named(name), workers=at_once, deadline_s=deadline_s, memory_gib=None, again=False)
+        self._name, self._deadline_s, self._closed = name, deadline_s, False
+        self._idle: list[IsolatedCalls] = []
+        self._busy: set[IsolatedCalls] = set()
 
     async def play(self, client: Client, row: Mapping[str, Any]) -> object:
         """See :meth:`Agent.play`."""
         loop = asyncio.get_running_loop()
         played: asyncio.Future[Any] = loop.create_future()
+        worker = self._worker()
 
         def call() -> None:
             try:
-                (result,) = self._calls.map([(asdict(client), dict(row))])
-            except Exception as error:  # the workers can't be started, or are closed
+                (result,) = worker.map([(asdict(client), dict(row))])
+            except Exception as error:  # the worker can't be started, or is closed
                 result = error
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(lambda: played.done() or played.set_result(result))
 
         in_thread(call)
-        result = await played
+        try:
+            result = await played
+        except asyncio.CancelledError:  # nobody waits for the session: its function must not go on
+            in_thread(lambda: worker.close(now=True))
+            raise
+        else:
+            self._idle.append(worker)
+        finally:
+            self._busy.discard(worker)
         if isinstance(result, TimeoutError):
             raise result
         if isinstance(result, Exception):
             raise AgentError(f"{type(result).__name__}: {result}") from result
-        if result is not None and (isinstance(result, bool) or not isinstance(result, (int, float, str))):
-            raise AgentError(f"{self._name} returned {result!r:.80}; it must be a number, a text or None")
+        if result is not None and not isinstance(result, str) and finite(result) is None:
+            raise AgentError(
+                f"{self._name} returned a {type(result).__name__}; it must be a finite number, a text or None"
+            )
         return result
 
     def close(self) -> None:
         """See :meth:`Agent.close`."""
-        self._calls.close(now=True)
+        self._closed = True
+        for worker in [*self._idle, *self._busy]:
+            worker.close(now=True)
+
+    def _worker(self) -> IsolatedCalls:
+        """One process, by itself, so that it can be killed without the others."""
+        if self._closed:
+            raise AgentError("the run is over")
+        # Without a second try: the session would hold the calls of both.
+        settings: dict[str, Any] = {"deadline_s": self._deadline_s, "memory_gib": None, "again": False}
+        worker = self._idle.pop() if self._idle else IsolatedCalls(_Named(self._name), workers=1, **settings)
+        self._busy.add(worker)
+        return worker
 
 
 @dataclass(frozen=True)
@@ -181,4 +211,12 @@ class _Named:
     name: str
 
     def __call__(self, client: dict[str, str], row: dict[str, Any]) -> object:
+        os.environ.update(_without_proxy())
         return object_by_name(self.name, "env.agent")(Client(**client), row)
+
+
+def _without_proxy() -> dict[str, str]:
+    """Variables that keep clients from sending the endpoint's calls, and the session's key, to a proxy."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = given if given == "*" or LOOPBACK in given.split(",") else f"{given},{LOOPBACK}".strip(",")
+    return {"no_proxy": hosts, "NO_PROXY": hosts}

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.messages import Message, ToolParser, answer, digests, for_template, prompt_ids
+from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.envs.chat import encode_reply
+from grpo_rl.envs.chat import encode_prompts, encode_reply
+from grpo_rl.envs.tools.schemas import tool_schemas
 
 Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
 """Samples one response to a prompt."""
@@ -148,7 +149,7 @@ class Session:
         tokenizer: of the policy; its chat template writes messages and tools.
         sample: samples one response; several of one call are sampled side by side.
         max_model_len: most tokens of a prompt and its response.
-        parser: finds calls of tools in responses; None: none are looked for.
+        make_parser: makes what finds calls of tools in responses; None: none are looked for.
         limits: beyond which calls are refused.
         seed: mixed into the seeds of calls, so that sessions of one row differ where their agents give the same seed.
     """
@@ -158,21 +159,24 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         sample: Sample,
         max_model_len: int,
-        parser: ToolParser | None = None,
+        make_parser: MakeParser | None = None,
         limits: Limits | None = None,
         seed: int = 0,
     ) -> None:
         self._tokenizer, self._sample, self._max_model_len = tokenizer, sample, max_model_len
-        self._parser, self._limits, self._seed = parser, limits or Limits(), seed
+        self._make_parser, self._limits, self._seed = make_parser, limits or Limits(), seed
         self.responses: list[Response] = []
         """All responses that the agent was given, in the order in which they came."""
         self.counts: Counter[str] = Counter()
         """Counts of ``calls``; of calls that ``extended`` an earlier response, or had ``rewritten`` the history of all;
         of responses that are ``branches``, beside another to the same messages or behind the same response; of
         sampled ``tokens``."""
+        self.problems: dict[str, str] = {}
+        """What made the record worse than it could be, by kind, with the first example of each."""
         self.ended = False
         """No further call is taken, and responses that are under way are not recorded."""
         self._by_history: dict[bytes, Response] = {}
+        self._parsers: dict[bytes, ToolParser] = {}
         self._asked: set[bytes] = set()
         self._parents: set[int] = set()
         self._reserved = 0
@@ -197,9 +201,10 @@ class Session:
         history = digests(said, tools)
         parent, new_ids = self._continued(said, history)
         if parent is None:
-            prompt = new_ids = prompt_ids(self._tokenizer, said, tools)
+            prompt = new_ids = encode_prompts(self._tokenizer, [said], tools)[0]
         else:
             prompt = [*parent.prompt_ids, *parent.ids, *new_ids]
+        parser = self._parser(tools, history[0])
         sampling = self._within(sampling or Sampling(), len(prompt), n)
         self._reserved += n * sampling.max_new_tokens
         self.counts["calls"] += 1
@@ -210,11 +215,12 @@ class Session:
         if self.ended:
             raise SessionError("session_ended", "the session ended while this call was sampled")
         self._count(parent, history[-1], n)
-        parser = self._parser if tools else None
         responses = []
         for samples in sampled:
             ids, number = samples.response_ids.tolist(), len(self.responses)
-            message = answer(self._tokenizer, ids, sampling.stop, parser, number)
+            message, problem = response_message(self._tokenizer, ids, sampling.stop, parser, number)
+            if problem:
+                self.problems.setdefault("parser", problem)
             whole = [*said, for_template(message)]
             response = Response(parent, prompt, list(new_ids), samples, message, whole)
             self._by_history[digests(whole, tools)[-1]] = response
@@ -251,12 +257,21 @@ class Session:
             if said[count - 1]["role"] == "assistant" and (response := self._by_history.get(history[count])):
                 last = response.ids[-1] if response.ids else None
                 try:
-                    return response, encode_reply(self._tokenizer, list(said[count:]), last)
-                except (
-                    ValueError
-                ):  # a template that can't go on behind a response may still write it from its beginning
+                    calls = response.message.get("tool_calls", ())
+                    return response, encode_reply(self._tokenizer, list(said[count:]), last, calls)
+                except ValueError as error:  # such a template may still write the conversation from its beginning
+                    self.problems.setdefault(
+                        "template", f"an agent's calls can't extend earlier ones, and are written anew: {error}"
+                    )
                     return None, []
         return None, []
+
+    def _parser(self, tools: Sequence[Any], digest: bytes) -> ToolParser | None:
+        if not tools or self._make_parser is None:
+            return None
+        if digest not in self._parsers:
+            self._parsers[digest] = self._make_parser(self._tokenizer, tool_schemas(tools))
+        return self._parsers[digest]
 
     def _check_open(self) -> None:
         if self.ended:

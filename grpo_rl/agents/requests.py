@@ -171,6 +171,20 @@ def _check_tools(tools: Sequence[Any]) -> None:
             )
 
 
+def finite(value: object) -> float | None:
+    """The number as a float; None where it is none, not finite, or larger than floats are.
+
+    >>> finite(1), finite(True), finite(10**400)
+    (1.0, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
 def _list(given: Mapping[str, Any], name: str) -> list[Any]:
     value = given.get(name)
     if not isinstance(value, list):
@@ -188,7 +202,9 @@ def _whole(given: Mapping[str, Any], name: str, default: int, least: float, most
 
 
 def _flag(given: Any, name: str) -> bool:
-    value = given.get(name, False) if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{name} is part of {given!r:.80}; it must stand in an object", name)
+    value = given.get(name, False)
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {value!r:.80}; it must be true or false", name)
     return value

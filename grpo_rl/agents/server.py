@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.agents.programs import LOOPBACK
 from grpo_rl.agents.recorder import Response, Session, SessionError
-from grpo_rl.agents.requests import ChatRequest, RequestError, read_json, read_request
+from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling
 
-LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
 """Bytes of a request's body, unless another number is given."""
 CLOSE_S = 1.0
@@ -38,6 +37,7 @@ class ChatServer:
         is_trained: the run's own distribution holds, whatever requests ask for.
         max_body_bytes: of a request.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
+        takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class ChatServer:
         is_trained: bool = True,
         max_body_bytes: int = MAX_BODY_BYTES,
         stranger: Callable[[str], Session | None] | None = None,
+        takes_rewards: bool = True,
     ) -> None:
         self.model, self._tokenizer, self._sampling, self._is_trained = model, tokenizer, sampling, is_trained
-        self._stranger = stranger
+        self._stranger, self._takes_rewards = stranger, takes_rewards
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
         """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
@@ -131,9 +132,12 @@ class ChatServer:
         key, _ = self._session(request)
         body = read_json(await request.read())
         reward = body.get("reward") if isinstance(body, dict) else None
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        number = finite(reward)
+        if number is None:
             raise RequestError(f"reward is {reward!r:.80}; it must be a finite number", "reward")
-        self.rewards[key] = float(reward)
+        if not self._takes_rewards:
+            raise RequestError("env.scorer gives the reward of this session; it takes no other", "reward")
+        self.rewards[key] = number
         return web.json_response({"reward": reward})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -207,6 +211,10 @@ async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResp
         message, param, code, status = error.message, error.param, error.code, error.status
     except web.HTTPException as error:  # no such path or method, or a body that is too large
         message, param, code, status = error.text or error.reason, None, None, error.status
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as error:  # untrusted requests: whatever breaks is told in the form that clients read
+        message, param, code, status = f"{type(error).__name__}: {error}", None, None, 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return web.json_response(content, status=status)

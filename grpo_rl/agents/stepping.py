@@ -50,6 +50,13 @@ class SteppedEngine:
         finally:
             work.cancel()
             self._engine.abort()
+            left = [*self._open.values()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left.append(self._calls.get_nowait()[-1])
+            for response in left:  # of sessions that have ended: their clients must not wait for ever
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
+                    response.get_loop().call_soon_threadsafe(response.cancel)
             self._open.clear()
 
     def _take(self, wait: bool) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
-from grpo_rl.agents.messages import ToolParser
 from grpo_rl.agents.programs import Function, Program
 from grpo_rl.agents.recorder import Limits
-from grpo_rl.by_name import is_name, object_by_name
+from grpo_rl.build.environment import tool_parser_of
 from grpo_rl.collectors.agents import AgentGroups, AgentSettings
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.settings.derived import responses_at_once
 from grpo_rl.settings.schema import Settings
 
 
@@ -32,7 +26,10 @@ def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
     if own["command"]:
         agent = Program(own["command"], deadline_s)
     else:
-        agent = Function(own["agent"], responses_at_once(settings), deadline_s)
+        agent = Function(own["agent"], deadline_s)
+    make_parser = tool_parser_of(settings)
+    if settings.env.tool_parser is not None:
+        make_parser(env.tokenizer, [])  # a wrong name is told before anything starts
     return AgentGroups(
         env,
         AgentSettings(
@@ -40,22 +37,10 @@ def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
             model=Path(settings.model.name).name,
             deadline_s=deadline_s,
             limits=Limits(own["max_calls"], own["max_session_tokens"]),
-            parser=make_parser(own["tool_parser"], env.tokenizer),
+            make_parser=make_parser,
             tells=own["scorer"] is None,
+            max_sessions=own["max_sessions"],
         ),
         Sampling(**settings.sampling),
         settings.inference_model.max_model_len,
     )
-
-
-def make_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolParser | None:
-    """vLLM's parser of tool calls by its name, or one of the user's own; None where none is asked for.
-
-    Raises:
-        ValueError: there is no such parser.
-    """
-    if name is None:
-        return None
-    if is_name(name):
-        return object_by_name(name, "env.tool_parser", inspect.isclass)(tokenizer)
-    return importlib.import_module("grpo_rl.engines.vllm.tool_parsers").tool_parser(name, tokenizer)

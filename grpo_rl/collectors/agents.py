@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_rl.agents.messages import Message, ToolParser
+from grpo_rl.agents.messages import MakeParser, Message
 from grpo_rl.agents.programs import Agent, AgentError, Client
 from grpo_rl.agents.recorder import Limits, Session
+from grpo_rl.agents.requests import finite
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.collectors.groups import rewarded
 from grpo_rl.collectors.sequences import group_of_sequences
@@ -32,16 +33,18 @@ class AgentSettings:
         model: the policy's name for its client.
         deadline_s: seconds of a session, for messages: the agent itself keeps them.
         limits: of a session.
-        parser: finds calls of tools in responses.
+        make_parser: makes what finds calls of tools in responses.
         tells: the agent tells its reward; otherwise the task scores its final message.
+        max_sessions: sessions at the same time; further ones wait for their turn.
     """
 
     agent: Agent
     model: str
     deadline_s: float
     limits: Limits
-    parser: ToolParser | None
+    make_parser: MakeParser | None
     tells: bool
+    max_sessions: int = 256
 
 
 @dataclass(eq=False)
@@ -75,10 +78,12 @@ class AgentGroups:
 
     def __init__(self, env: LLMEnv, settings: AgentSettings, sampling: Sampling, max_model_len: int) -> None:
         self._env, self._settings, self._max_model_len = env, settings, max_model_len
-        self._server = ChatServer(settings.model, env.tokenizer, sampling)
+        self._server = ChatServer(settings.model, env.tokenizer, sampling, takes_rewards=settings.tells)
+        self._room = asyncio.Semaphore(settings.max_sessions)
         self._starting: asyncio.Task[None] | None = None
         self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # scores one group at a time
         self._counts: Counter[str] = Counter()
+        self._problems: dict[str, str] = {}
         self._noted: set[str] = set()
 
     async def play(
@@ -91,7 +96,7 @@ class AgentGroups:
         """
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._server.start())
-        await self._starting
+        await asyncio.shield(self._starting)  # a group that is cancelled leaves the server to the others
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def watched(ids: Sequence[int], sampling: Sampling) -> Samples:
@@ -104,11 +109,15 @@ class AgentGroups:
                     broken.set_exception(error)
                 raise
 
-        sessions = [asyncio.ensure_future(self._session(prompt, i, watched)) for i in range(group_size)]
+        async def one(number: int) -> _Played:
+            async with self._room:
+                with waiting("the sessions of agents", f"row {prompt.row}", self._settings.deadline_s + 60):
+                    return await self._session(prompt, number, watched)
+
+        sessions = [asyncio.ensure_future(one(i)) for i in range(group_size)]
         played = asyncio.gather(*sessions)
         try:
-            with waiting("the sessions of agents", f"row {prompt.row}", self._settings.deadline_s + 60):
-                await asyncio.wait({played, broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({played, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
                 await broken
             found = await played
@@ -121,20 +130,28 @@ class AgentGroups:
     async def _session(self, prompt: Prompt, number: int, sample: Callable[..., Awaitable[Samples]]) -> _Played:
         env, settings = self._env, self._settings
         seed = prompt.group_id * 100_003 + number
-        session = Session(env.tokenizer, sample, self._max_model_len, settings.parser, settings.limits, seed)
+        session = Session(env.tokenizer, sample, self._max_model_len, settings.make_parser, settings.limits, seed)
         played, key = _Played(number, session), self._server.open(session)
         try:
             result = await settings.agent.play(Client(self._server.url, key, settings.model), env.task.rows[prompt.row])
             if isinstance(result, str):
                 played.final = result
-            elif isinstance(result, (int, float)):
-                self._server.rewards.setdefault(key, float(result))
+            elif result is not None:
+                self._tell(key, result)
         except (AgentError, TimeoutError) as error:
             kind = "timeout" if isinstance(error, TimeoutError) else "error"
             played.failure = Failure(kind, f"the agent failed on row {prompt.row}, session {number}: {error}")
         finally:
             played.told = self._server.end(key)
         return played
+
+    def _tell(self, key: str, result: object) -> None:
+        number = finite(result)
+        if number is None:
+            raise AgentError(f"its result is a {type(result).__name__}; it must be a finite number, a text or None")
+        if not self._settings.tells:
+            raise AgentError("it returned a number, and env.scorer gives the reward; return a text or None")
+        self._server.rewards[key] = number
 
     def _judged(self, prompt: Prompt, sessions: Sequence[_Played]) -> Group | None:
         for played in sessions:
@@ -144,6 +161,7 @@ class AgentGroups:
             elif played.failure is None and self._settings.tells and played.told is None:
                 played.failure = Failure("error", f"the agent told no reward on {where}; POST it to /v1/reward")
             self._counts.update(played.session.counts)
+            self._problems = played.session.problems | self._problems
         self._counts["sessions"] += len(sessions)
         whole = [played for played in sessions if played.failure is None]
         self._env.guard.record([played.failure for played in sessions if played.failure])
@@ -178,10 +196,11 @@ class AgentGroups:
         return {f"agents/{name}": self._counts[name] for name in names}
 
     def events(self) -> list[str]:
-        """Fields of agents' requests that were left aside or replaced, each told once."""
-        new = [note for note in self._server.notes if note not in self._noted]
+        """Fields of requests that were left aside or replaced, and problems of sessions, each told once."""
+        told = {note: f"In an agent's request, {note}" for note in list(self._server.notes)} | self._problems
+        new = [note for note in told if note not in self._noted]
         self._noted.update(new)
-        return [f"In an agent's request, {note}" for note in new]
+        return [told[note] for note in new]
 
     def state(self) -> dict[str, int]:
         """The counts, for a checkpoint."""
@@ -193,6 +212,6 @@ class AgentGroups:
 
     async def close(self) -> None:
         """Ends sessions under way, and the server."""
-        self._settings.agent.close()
+        await asyncio.to_thread(self._settings.agent.close)  # it waits until what it kills has ended
         await self._server.close()
         self._scorers.shutdown(wait=False, cancel_futures=True)

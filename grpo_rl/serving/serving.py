@@ -8,11 +8,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_rl.agents.messages import ToolParser
+from grpo_rl.agents.messages import MakeParser
 from grpo_rl.agents.recorder import Limits, Session
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.agents.stepping import SteppedEngine
-from grpo_rl.build.agents import make_parser
+from grpo_rl.build.environment import tool_parser_of
 from grpo_rl.build.sync import make_engine
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
@@ -29,7 +29,7 @@ class OpenSessions:
     """Sessions that the first call with their key opens."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, engine: SteppedEngine, max_model_len: int, parser: ToolParser | None
+        self, tokenizer: PreTrainedTokenizerBase, engine: SteppedEngine, max_model_len: int, parser: MakeParser | None
     ) -> None:
         self._parts = (tokenizer, engine.sample, max_model_len, parser, LIMITS)
         self._sessions: dict[str, Session] = {}
@@ -53,7 +53,7 @@ class OpenSessions:
         )
 
 
-def serve_model(settings: Settings, port: int, tool_parser: str | None) -> int:
+def serve_model(settings: Settings, port: int) -> int:
     """Serves the model of ``model.name`` until it is interrupted, and returns the exit code.
 
     Raises:
@@ -61,7 +61,9 @@ def serve_model(settings: Settings, port: int, tool_parser: str | None) -> int:
     """
     folder = resolve_model(settings.model.name)
     tokenizer = load_tokenizer(folder, settings.model.chat_template)
-    parser = make_parser(tool_parser, tokenizer)
+    parser = tool_parser_of(settings)
+    if settings.env.tool_parser is not None:
+        parser(tokenizer, [])  # a wrong name is told before anything starts
     heads = AutoConfig.from_pretrained(folder).get_text_config().num_attention_heads
     engine = make_engine(settings, folder, allocate(settings, num_attention_heads=heads))
     try:
@@ -77,7 +79,7 @@ def serve(
     tokenizer: PreTrainedTokenizerBase,
     engine: Sampler,
     sampling: Sampling,
-    parser: ToolParser | None,
+    parser: MakeParser | None,
     port: int,
     until: Future[None],
 ) -> None:

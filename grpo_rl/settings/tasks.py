@@ -160,9 +160,8 @@ class Agent(Section):
     deadline_s: float = required("seconds of one session; an agent that takes longer is killed", more_than=0)
     max_calls: int = required("calls of the policy in one session", at_least=1)
     max_session_tokens: int = required("tokens sampled in all calls of one session", at_least=1)
-    tool_parser: str | None = required(
-        "vLLM's parser of the model's tool calls (hermes, llama3_json …), or package.module:Class, made with the "
-        "tokenizer, with a parse(text); null: none"
+    max_sessions: int = required(
+        "sessions at the same time, each with a process of its own; further ones wait", at_least=1
     )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.broadcast import BroadcastCollector
@@ -47,7 +48,7 @@ def solve(client, row):
 class Parser:
     """A text whose first letter has an odd number calls each tool: a random model writes no format."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, tools):
         pass
 
     def parse(self, text):
@@ -66,6 +67,10 @@ def overrides(tmp_path_factory):
     rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(4)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = save_tiny_model(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # A template that takes tools and writes none: the context is short.
+    tokenizer.chat_template = "{% if tools %}{% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(model)
     return folder, [
         "env.dataset=agent", "env.agent=solver:solve", "env.tool_parser=solver:Parser", "env.scorer=gsm8k",
         f"model.name={model}", f"env.path={folder / 'rows.jsonl'}", "env.num_envs=2", "env.max_failed_fraction=1",

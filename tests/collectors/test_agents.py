@@ -334,7 +334,7 @@ def wrong(client, row):
 def test_a_function_is_called_in_a_process_of_its_own_and_its_text_is_scored(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "my_agent.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    agent = Function("my_agent:play", 2, 20.0)  # two sessions at a time, three in all
+    agent = Function("my_agent:play", 20.0)
     (group,), env, *_ = collected(tokenizer, agent, Length([{"q": "p", "folder": str(tmp_path)}]))
     assert group.rewards.tolist() == [4.0, 4.0] and env.guard.failed == {"error": 1}
     assert "WorkerDied: the process of the call died, of SIGKILL" in env.guard.examples["error"]
