@@ -10,33 +10,18 @@ import shlex
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
+from grpo_rl.agents.client import Client, NamedFunction, without_proxy
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.guards.parent import ending_with_parent
 
-LOOPBACK = "127.0.0.1"
 LAST_BYTES = 2000
 """Bytes of a program's messages that are kept for people: the last ones."""
-
-
-@dataclass(frozen=True)
-class Client:
-    """Settings of an OpenAI client, for one session.
-
-    Args:
-        base_url: of the endpoint, up to and with ``/v1``.
-        api_key: names the session.
-        model: the served model's name.
-    """
-
-    base_url: str
-    api_key: str
-    model: str
 
 
 class AgentError(Exception):
@@ -93,7 +78,7 @@ class Program:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **_without_proxy(), **own},
+                env={**os.environ, **without_proxy(), **own},
                 start_new_session=True,  # a group of its own: what it starts is killed with it
             )
         except OSError as error:
@@ -199,24 +184,6 @@ class Function:
             raise AgentError("the run is over")
         # Without a second try: the session would hold the calls of both.
         settings: dict[str, Any] = {"deadline_s": self._deadline_s, "memory_gib": None, "again": False}
-        worker = self._idle.pop() if self._idle else IsolatedCalls(_Named(self._name), workers=1, **settings)
+        worker = self._idle.pop() if self._idle else IsolatedCalls(NamedFunction(self._name), workers=1, **settings)
         self._busy.add(worker)
         return worker
-
-
-@dataclass(frozen=True)
-class _Named:
-    """The function, found where it is called."""
-
-    name: str
-
-    def __call__(self, client: dict[str, str], row: dict[str, Any]) -> object:
-        os.environ.update(_without_proxy())
-        return object_by_name(self.name, "env.agent")(Client(**client), row)
-
-
-def _without_proxy() -> dict[str, str]:
-    """Variables that keep clients from sending the endpoint's calls, and the session's key, to a proxy."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = given if given == "*" or LOOPBACK in given.split(",") else f"{given},{LOOPBACK}".strip(",")
-    return {"no_proxy": hosts, "NO_PROXY": hosts}

@@ -233,21 +233,22 @@ class Session:
         """The sequences to train on: one for each response that no call goes on from.
 
         Where sequences share responses, the first holds them as trainable tokens, so that each sampled token is
-        trained on once.
+        trained on once: the first that was not cut off, if there is one, as ``loss.mask_truncated`` leaves out others.
         """
         inner = {id(response.parent) for response in self.responses}
-        trained: set[int] = set()
+        lasts = [response for response in self.responses if id(response) not in inner]
+        holders: dict[int, Response] = {}
+        for last in sorted(lasts, key=lambda last: bool(last.samples.truncated[0])):
+            for response in last.chain:
+                holders.setdefault(id(response), last)
         found = []
-        for last in self.responses:
-            if id(last) in inner:
-                continue
+        for last in lasts:
             chain = last.chain
             recorded = Recorded(chain[0].prompt_ids, last.messages, bool(last.samples.truncated[0]))
             for response in chain:
                 if response.parent is not None:
                     recorded.add_read(response.new_ids, _first_version(response.samples))
-                recorded.add_sampled(response.samples, id(response) not in trained)
-                trained.add(id(response))
+                recorded.add_sampled(response.samples, holders[id(response)] is last)
             found.append(recorded)
         return found
 

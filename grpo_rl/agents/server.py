@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.programs import LOOPBACK
+from grpo_rl.agents.client import LOOPBACK
 from grpo_rl.agents.recorder import Response, Session, SessionError
 from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling

@@ -56,6 +56,44 @@ def test_what_several_sequences_share_is_trained_on_once(play, tokenizer):
     assert played.session.counts["branches"] == 3 and played.session.counts["rewritten"] == 0
 
 
+def test_what_a_cut_off_sequence_shares_is_trained_on_in_another(play, tokenizer):
+    played = play("a", "bbb", "c")
+    (a,) = played.ask([user("p")])
+    for text, most in (("q", 2), ("r", 9)):
+        played.ask([user("p"), a.message, user(text)], sampling=Sampling(max_new_tokens=most))
+    assert [chosen(tokenizer, one) for one in played.session.sequences()] == ["bb", "a<end>c<end>"]
+
+
+class Fails:
+    """A parser that fails at "?", and finds a call without a function at "%"."""
+
+    def __init__(self, tokenizer, tools):
+        self.names = [tool["function"]["name"] for tool in tools]
+
+    def parse(self, text):
+        if text == "?":
+            raise KeyError("name")
+        return "", [{"type": "function"}] if text == "%" else [{"function": {"name": self.names[0], "arguments": "{}"}}]
+
+
+def test_what_a_parser_fails_at_is_text_that_is_trained_on_and_told_once(play, tokenizer):
+    played = play("?", "%", "x", make_parser=Fails)
+    found = played.ask([user("p")], tools=TOOLS, n=3)
+    assert [one.message["content"] for one in found] == ["?", "%", None]
+    assert found[2].message["tool_calls"][0]["function"]["name"] == "add"  # parsers know the request's tools
+    assert [chosen(tokenizer, one) for one in played.session.sequences()] == ["?<end>", "%<end>", "x<end>"]
+    assert played.session.problems == {"parser": "the parser of env.tool_parser failed: KeyError: 'name'"}
+
+
+def test_a_template_that_changes_earlier_turns_is_told(play, tokenizer, monkeypatch):
+    template = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    played = play("a", "b")
+    (a,) = played.ask([user("p")])
+    played.ask([user("p"), a.message, user("q")])
+    assert played.session.counts["rewritten"] == 1 and "changes earlier turns" in played.session.problems["template"]
+
+
 def test_other_tools_are_another_history(play, tokenizer):
     played = play("a", "b")
     (a,) = played.ask([user("p")], tools=TOOLS)
@@ -64,7 +102,7 @@ def test_other_tools_are_another_history(play, tokenizer):
 
 
 def test_calls_of_tools_come_back_as_clients_write_them(play, tokenizer):
-    played = play('so!{"a":1}', "2")
+    played = play('so!{"a":1}', "2", "3")
     (called,) = played.ask([user("p")], tools=TOOLS)
     (call,) = called.message["tool_calls"]
     assert called.finish_reason == "tool_calls" and called.message["content"] == "so"
@@ -74,9 +112,13 @@ def test_calls_of_tools_come_back_as_clients_write_them(play, tokenizer):
     back = {"role": "assistant", "content": [{"type": "text", "text": "so"}], "refusal": None}
     back["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
     result = {"role": "tool", "tool_call_id": "x", "content": "2"}
-    played.ask([user("p"), back, result], tools=TOOLS)
+    (said,) = played.ask([user("p"), back, result], tools=TOOLS)
+    # All calls are numbered anew once more, and a client adds a key of its own.
+    back["tool_calls"][0]["id"] = result["tool_call_id"] = "y"
+    own = {**said.message, "provider_specific_fields": {"refusal": None}}
+    played.ask([user("p"), back, result, own, user("q")], tools=TOOLS)
     (one,) = played.session.sequences()
-    assert written(tokenizer, one) == 'p<end>>so!{"a":1}<end>2<end>>2<end>'
+    assert written(tokenizer, one) == 'p<end>>so!{"a":1}<end>2<end>>2<end>q<end>>3<end>'
 
 
 def test_the_text_ends_before_a_stop_string_and_the_ids_do_not(play, tokenizer):
@@ -129,10 +171,17 @@ def test_equal_seeds_differ_between_sessions_and_between_choices(play, tokenizer
 
 
 @pytest.mark.parametrize(
-    "messages", [[], ["hi"], [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
+    "messages",
+    [
+        [],
+        ["hi"],
+        [{"content": "x"}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "assistant", "tool_calls": 5}],
+    ],
 )
 def test_what_is_no_conversation_is_refused(play, tokenizer, messages):
-    with pytest.raises(ValueError, match="message|content"):
+    with pytest.raises(ValueError, match="message|content|tool_calls"):
         play().ask(messages)
 
 

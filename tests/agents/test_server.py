@@ -111,7 +111,14 @@ def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokeni
         async with Served(play, tokenizer, "a") as served:
             assert await served.raw("/reward", b'{"reward": 1}') == (200, {"reward": 1})
             assert (await served.raw("/reward", b'{"reward": 0.5}'))[0] == 200
-            for wrong in (b"{}", b'{"reward": true}', b'{"reward": NaN}', b'{"reward": "1"}', b"[1]"):
+            for wrong in (
+                b"{}",
+                b'{"reward": true}',
+                b'{"reward": NaN}',
+                b'{"reward": "1"}',
+                b"[1]",
+                b'{"reward": 1' + b"0" * 400 + b"}",
+            ):
                 status, told = await served.raw("/reward", wrong)
                 assert status == 400 and told["error"]["param"] == "reward"
             assert served.server.end(served.key) == 0.5 and served.played.session.ended
@@ -201,7 +208,8 @@ def read(is_trained=True, **fields):
         {"temperature": "hot"}, {"seed": "x"}, {"tools": {}}, {"tools": [{"type": "web_search"}]}, {"top_k": 1.5},
         {"logit_bias": {"5": 100}}, {"presence_penalty": 0.5}, {"tool_choice": "required"}, {"top_logprobs": 5},
         {"response_format": {"type": "json_object"}}, {"functions": []}, {"messages": "hi"}, {"messages": []},
-        {"stream_options": {"include_usage": 3}}, {"max_completion_tokens": -1}, {"modalities": ["audio"]},
+        {"stream_options": {"include_usage": 3}}, {"stream_options": True},
+        {"max_completion_tokens": -1}, {"modalities": ["audio"]},
     ],
 )  # fmt: skip
 def test_what_is_not_there_or_makes_no_sense_is_refused_with_its_field(fields):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import aiohttp
@@ -15,8 +16,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from grpo_rl.agents.client import Client
 from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
+from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.agents import AgentGroups, AgentSettings
@@ -97,16 +100,16 @@ class Scripted:
         pass
 
 
-def groups_of(tokenizer, agent, task, repeats=3, limits=None, **settings):
+def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
     env = LLMEnv(task, tokenizer, 1, repeats, max_failed_fraction=1.0)
-    own = AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told))
+    own = AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
     return env, AgentGroups(env, own, SAMPLING, 200)
 
 
-def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None):
+def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None, max_sessions=256):
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
-    env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits)
+    env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
     collector = SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))
     try:
         return collector.collect(repeats), env, engine, collector
@@ -193,14 +196,13 @@ def test_an_agent_tells_its_reward_by_a_call_or_as_its_result(tokenizer):
     async def script(number, call):
         if number != 3:
             await call(("user", "p"))
-        if number == 1:
-            return 0.5
-        if number != 2:
+        if number not in (1, 2):
             await call.reward(2.0)
+        return {1: 0.5, 4: 0.25, 5: 10**400}.get(number)  # the last one counts
 
-    (group,), env, *_ = collected(tokenizer, Scripted(script), Told([{"seed": 1}]), repeats=4)
-    assert group.rewards.tolist() == [2.0, 0.5] and list(group.reward_parts) == ["agent"]
-    assert env.guard.failed == {"error": 2}
+    (group,), env, *_ = collected(tokenizer, Scripted(script), Told([{"seed": 1}]), repeats=6)
+    assert group.rewards.tolist() == [2.0, 0.5, 0.25] and list(group.reward_parts) == ["agent"]
+    assert env.guard.failed == {"error": 3}
     assert "told no reward on row 0, session 2" in env.guard.examples["error"]
 
 
@@ -287,10 +289,36 @@ def test_a_program_that_is_late_is_killed_with_what_it_started(tokenizer, tmp_pa
 
     async def play():
         with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):
-            await agent.play(type("C", (), {"base_url": "u", "api_key": "k", "model": "m"}), {"x": 1})
+            await agent.play(CLIENT, {"x": 1})
 
     asyncio.run(play())
     assert _ends(int((tmp_path / "pid").read_text()))
+
+
+CLIENT = Client("u", "k", "m")
+
+
+def test_a_program_ends_with_the_trainer_and_calls_the_endpoint_without_a_proxy(monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_PROXY", "x.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    (tmp_path / "asks.py").write_text(
+        "import ctypes, os, sys\nsignal = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(signal))\n"
+        "sys.exit(f\"{signal.value} {os.environ['no_proxy']} {os.environ['NO_PROXY']}\")"
+    )
+    agent = Program(f"{sys.executable} -S {tmp_path / 'asks.py'}", 20.0)
+    with pytest.raises(AgentError, match=r"…9 x\.org,127\.0\.0\.1 x\.org,127\.0\.0\.1$"):  # 9: what Linux sends it
+        asyncio.run(agent.play(CLIENT, {}))
+
+
+def test_a_call_that_is_left_when_the_sessions_are_over_ends():
+    stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
+    left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
+    over.set_result(None)
+    loop.run(asyncio.sleep(0))
+    stepped.run(over)
+    with pytest.raises(CancelledError):
+        left.result(5.0)
+    loop.close()
 
 
 def _ends(pid):
@@ -305,7 +333,8 @@ def _ends(pid):
 
 
 @pytest.mark.parametrize(
-    ("command", "why"), [("no-such-program x", "there is no program"), ("", "there is no program")]
+    ("command", "why"),
+    [("no-such-program x", "there is no program"), ("", "there is no program"), ("python 'x", "can't be split")],
 )
 def test_a_program_that_is_not_there_is_refused(command, why):
     with pytest.raises(ValueError, match=why):
@@ -313,7 +342,7 @@ def test_a_program_that_is_not_there_is_refused(command, why):
 
 
 MODULE = """
-import json, os, signal, urllib.request
+import json, os, signal, time, urllib.request
 
 def play(client, row):
     headers = {"Authorization": "Bearer " + client.api_key}
@@ -327,7 +356,11 @@ def play(client, row):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def wrong(client, row):
-    return [1]
+    return [1] if row["kind"] == "list" else 10**400
+
+def slow(client, row):
+    open(row["file"], "w").write(str(os.getpid()))
+    time.sleep(60)
 """
 
 
@@ -335,9 +368,36 @@ def test_a_function_is_called_in_a_process_of_its_own_and_its_text_is_scored(tok
     (tmp_path / "my_agent.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     agent = Function("my_agent:play", 20.0)
-    (group,), env, *_ = collected(tokenizer, agent, Length([{"q": "p", "folder": str(tmp_path)}]))
+    (group,), env, *_ = collected(tokenizer, agent, Length([{"q": "p", "folder": str(tmp_path)}]), max_sessions=1)
+    assert len(agent._idle) == 1  # one process at a time is used again and again
     assert group.rewards.tolist() == [4.0, 4.0] and env.guard.failed == {"error": 1}
     assert "WorkerDied: the process of the call died, of SIGKILL" in env.guard.examples["error"]
+
+
+def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_are_named(tmp_path, monkeypatch):
+    (tmp_path / "odd_agent.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def cancelled():
+        playing = asyncio.ensure_future(slow.play(CLIENT, {"file": str(tmp_path / "pid")}))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait({playing})
+
+    async def wrongs():
+        for kind, name in (("list", "list"), ("large", "int")):
+            with pytest.raises(AgentError, match=f"wrong returned a {name}; it must be a finite number"):
+                await wrong.play(CLIENT, {"kind": kind})
+
+    slow, wrong = Function("odd_agent:slow", 20.0), Function("odd_agent:wrong", 20.0)
+    try:
+        asyncio.run(cancelled())
+        assert _ends(int((tmp_path / "pid").read_text()))
+        asyncio.run(wrongs())
+    finally:
+        slow.close()
+        wrong.close()
 
 
 class AsyncTiny:
