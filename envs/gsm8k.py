@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading import patterns
-from grpo_rl.envs.grading.numbers import extract_answer
+from grpo_rl.envs.grading.numbers import extract_answer, written
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
@@ -154,7 +154,7 @@ class GSM8K(Task):
 def final_numbers(responses: Sequence[str]) -> list[str | None]:
     """The final number of each response, equal ones written alike."""
     numbers = map(extract_answer, responses)
-    return [None if number is None else f"{number.normalize():f}" for number in numbers]
+    return [None if number is None else written(number) for number in numbers]
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:

@@ -83,6 +83,8 @@ def test_the_audit_asks_for_what_the_extra_cpu_resolves_to_and_fails_where_somet
     (python := tmp_path / "python").write_text(STUB)
     python.chmod(0o755)
     environment = os.environ | {"PYTHON": str(python), "TMPDIR": str(tmp_path)}
+    environment.pop("MAKEFLAGS", None)  # of the make that runs the tests
+    environment.pop("MAKELEVEL", None)
     done = subprocess.run(
         ["make", "audit", f"PYTHON={python}", "ARGS=--strict"],
         cwd=ROOT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 
 from grpo_rl.envs.grading.tags import last_answer, last_boxed
 
@@ -26,6 +26,8 @@ _KEPT = re.compile(r"[^\d.]")
 _MINUS = "-−–－﹣"
 _CURRENCY = "$€£¥₹"
 _HORIZONTAL = " \t\u00a0\u2009\u202f"
+# The default context rounds to 28 digits, and has no number of more than a million.
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 
 def extract_answer(text: str) -> Decimal | None:
@@ -81,6 +83,15 @@ def extract_answer(text: str) -> Decimal | None:
     for phrase in _PHRASE.finditer(text, 0, last.start()):  # noqa: B007 - likewise
         pass
     return _first(text[phrase.end() :]) if phrase else _signed(text, last)
+
+
+def written(number: Decimal) -> str:
+    """The number without trailing zeros, so that equal ones are written alike and others are not.
+
+    >>> written(Decimal("7.00")), written(Decimal("1e3")), written(Decimal("-0"))
+    ('7', '1000', '0')
+    """
+    return f"{number.normalize(_EXACT):f}" if number else "0"
 
 
 def _only(text: str) -> Decimal | None:

@@ -31,6 +31,15 @@ def input_of(target: fuzz_targets.Target, seeds: list, seed: int, number: int):
     return mutated(Random(f"{seed}/{target.name}/{number}"), seeds)
 
 
+def import_late(target: fuzz_targets.Target, seeds: list, folder: Path) -> None:
+    """Reads the seeds unwatched: imports that a reader makes at its first call are no evaluation of its input."""
+    for text in seeds:
+        try:
+            target.read(target.prepare(text, folder))
+        except Exception:
+            continue
+
+
 def work(name: str, seed: int, first: int, step: int, count: int, seconds: float, results) -> None:
     """The inputs first, first + step, ... in a process and a folder of its own; tells the count and what broke."""
     target = fuzz_targets.BY_NAME[name]
@@ -39,11 +48,7 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
         os.chdir(folder)
         canaries.plant()
         seeds = list(target.seeds(Path(folder)))
-        for text in seeds:  # what is imported late is imported unwatched
-            try:
-                target.read(target.prepare(text, Path(folder)))
-            except Exception:
-                continue
+        import_late(target, seeds, Path(folder))
         until, armed = time.monotonic() + seconds, float("-inf")
         for number in range(first, count, step):
             if (now := time.monotonic()) > until:
@@ -130,7 +135,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             canaries.plant()
             target, here = fuzz_targets.BY_NAME[names[0]], Path(folder)
-            data = input_of(target, list(target.seeds(here)), options.seed, options.only)
+            seeds = list(target.seeds(here))
+            import_late(target, seeds, here)
+            data = input_of(target, seeds, options.seed, options.only)
             print(repr(data)[:5000])
             fuzz_targets.run(target, data, here)
         return

@@ -379,12 +379,11 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        ("llama-tied", {}),
-        ("mistral-window", {}),
-        ("mistral-window", dict(sliding_window=150)),
-        ("gemma2", dict(num_hidden_layers=2)),
+        pytest.param("llama-tied", {}, id="full", marks=pytest.mark.nightly),
+        pytest.param("mistral-window", {}, id="narrow-window"),
+        pytest.param("mistral-window", dict(sliding_window=150), id="wide-window", marks=pytest.mark.nightly),
+        pytest.param("gemma2", dict(num_hidden_layers=2), id="capped-alternating"),
     ],
-    ids=["full", "narrow-window", "wide-window", "capped-alternating"],
 )
 def test_prompts_and_responses_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
     """Long enough that queries, keys and heads are computed in several blocks."""

@@ -429,6 +429,7 @@ def outcome(folder):
     return comparable(folder), without_clocks(summary), weights, left
 
 
+@pytest.mark.nightly
 def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_there_twice(
     finished, tiny, tmp_path, monkeypatch
 ):
@@ -482,6 +483,7 @@ def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, 
     assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
 
 
+@pytest.mark.nightly
 def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, monkeypatch, capsys):
     """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
     whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole")

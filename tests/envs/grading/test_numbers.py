@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.envs.grading.numbers import extract_answer
+from grpo_rl.envs.grading.numbers import extract_answer, written
 
 FORMATS = [
     # thousands
@@ -106,3 +106,9 @@ def test_no_text_makes_it_fail(text):
 def test_no_text_of_digits_and_signs_makes_it_fail(text):
     number = extract_answer(text)
     assert number is None or number.is_finite()
+
+
+def test_equal_numbers_alone_are_written_alike_however_long():
+    assert written(Decimal("0.500")) == written(Decimal(".5")) == "0.5"
+    assert written(Decimal("1" * 40)) != written(Decimal("1" * 39 + "2"))
+    assert written(Decimal("1" * 1_000_001)) == "1" * 1_000_001
