@@ -112,7 +112,7 @@ def run_calls(
         arguments = read_arguments(call["function"]["arguments"])
         if i >= limits.calls:
             results[i] = f"Error: only the first {limits.calls} calls of a message are answered"
-        elif fault := _fault(call["function"]["name"], arguments, known):
+        elif fault := fault_of(call["function"]["name"], arguments, known):
             results[i] = f"Error: {fault}"
         else:
             running.add(i)
@@ -153,7 +153,7 @@ def _result(
         return f"Error: {type(error).__name__}: {error}"
 
 
-def _fault(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapping[str, Any]]) -> str | None:
+def fault_of(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapping[str, Any]]) -> str | None:
     """The fault of a call, in words for the model; None where it can be run."""
     if name not in known:
         return f"there is no tool {str(name)[:_SHOWN_CHARS]!r}, only {', '.join(known)}"

@@ -13,7 +13,7 @@ import copy
 import ipaddress
 import shlex
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,9 +47,7 @@ class Server:
         """How often it was started."""
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._client: Any = None
-        self._stop: asyncio.Event | None = None
-        self._held: Future[None] | None = None
+        self._current: _Connection | None = None
         threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True).start()
         atexit.register(self.close)
 
@@ -60,7 +58,7 @@ class Server:
             ValueError: it can't be started, or tells no tools in time.
         """
         try:
-            listed = self._wait(self._started().list_tools(), START_S)
+            listed = self._wait(self._connected().client.list_tools(), START_S)
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
@@ -78,55 +76,55 @@ class Server:
             Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
             RuntimeError: it did, and the policy is to be told.
         """
+        refused = Dropped if self.drops else RuntimeError
+        # A foreign process: it may not start, die in the middle, hang, or send what is no message.
         try:
-            result = self._wait(self._started().call_tool(name, arguments), self.timeout_s)
-        # A foreign process: it may die in the middle, hang, or send what is no message.
+            connection = self._connected()
+        except Exception as error:
+            raise refused(f"the MCP server {self.name} did not start: {_words(error)}") from error
+        try:
+            result = self._wait(connection.client.call_tool(name, arguments), self.timeout_s)
         except Exception as error:
             late = isinstance(error, TimeoutError)
             why = f"gave no result within {self.timeout_s:g} s" if late else f"failed: {_words(error)}"
-            if not self._answers():
-                why += ", and is restarted"
-                self.close()
-            raise (Dropped if self.drops else RuntimeError)(f"the MCP server {self.name} {why}") from error
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+            if not self._answers(connection):
+                why += ", and is connected to again" if isinstance(self.target, str) else ", and is restarted"
+                self._end(connection)
+            raise refused(f"the MCP server {self.name} {why}") from error
+        parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ("Error: " if result.is_error else "") + "\n".join(parts)
 
     def close(self) -> None:
         """Ends the server's process; the next call starts another one."""
         with self._lock:
-            held, stop = self._held, self._stop
-            self._client = self._stop = self._held = None
-        if held is not None and stop is not None:
-            self._loop.call_soon_threadsafe(stop.set)
-            with contextlib.suppress(Exception):  # of a process that is gone anyway
-                held.result(5.0)
+            connection = self._current
+        if connection is not None:
+            self._end(connection)
 
-    def _started(self) -> Any:
+    def _connected(self) -> _Connection:
+        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs."""
         with self._lock:
-            if self._client is None:
+            if self._current is None or self._current.task.done():
                 self.starts += 1
-                started: Future[Any] = Future()
-                self._stop = asyncio.Event()
-                self._held = asyncio.run_coroutine_threadsafe(self._hold(started, self._stop), self._loop)
-                self._client = started.result(START_S)
-            return self._client
-
-    async def _hold(self, started: Future[Any], stop: asyncio.Event) -> None:
-        """Holds the connection open: it has to be closed by the coroutine that opened it."""
-        from mcp import Client
-
+                self._current = _Connection(self.target, self._loop)
+            connection = self._current
         try:
-            async with Client(self.target) as client:
-                started.set_result(client)
-                await stop.wait()
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+            connection.started.result(START_S)
+        except Exception:
+            self._end(connection)
+            raise
+        return connection
 
-    def _answers(self) -> bool:
+    def _end(self, connection: _Connection) -> None:
+        """Ends this connection: a call that failed late must not end the one that was started after it."""
+        with self._lock:
+            if self._current is connection:
+                self._current = None
+        connection.end()
+
+    def _answers(self, connection: _Connection) -> bool:
         try:
-            self._wait(self._started().list_tools(), ANSWER_S)
+            self._wait(connection.client.list_tools(), ANSWER_S)
         except Exception:  # as in call
             return False
         return True
@@ -138,6 +136,59 @@ class Server:
         except TimeoutError:
             future.cancel()
             raise
+
+
+class _Connection:
+    """One connection to a server; with a command, one process."""
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.started: Future[Any] = Future()
+        self._target, self._loop = target, loop
+        self._stop, self._ended = asyncio.Event(), threading.Event()
+        self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
+
+    @property
+    def client(self) -> Any:
+        """The client, once it is started."""
+        return self.started.result(0)
+
+    def end(self) -> None:
+        """Ends it, also while it starts, and waits until the process is gone."""
+        if self.started.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        else:
+            self.task.cancel()
+        self._ended.wait(10.0)
+
+    async def _hold(self) -> None:
+        """Holds the connection open: it has to be closed by the coroutine that opened it."""
+        from mcp import Client
+
+        try:
+            async with Client(_direct(self._target) if isinstance(self._target, str) else self._target) as client:
+                self.started.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            if self.started.done():
+                raise
+            told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
+            self.started.set_exception(told)
+        finally:
+            self._ended.set()
+
+
+@contextlib.asynccontextmanager
+async def _direct(url: str) -> AsyncGenerator[Any]:
+    """The transport to a URL past the proxies that the environment names, which must not read calls of this machine."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    timeout = httpx2.Timeout(30.0, read=300.0)  # seconds, as in the SDK's own client
+    async with (
+        httpx2.AsyncClient(trust_env=False, timeout=timeout) as http,
+        streamable_http_client(url, http_client=http) as streams,
+    ):
+        yield streams
 
 
 def _words(error: BaseException) -> str:
@@ -193,7 +244,7 @@ class _WithServers(Task):
     def without_rows(self) -> Task:
         """A copy that can score, without the servers, which stay where the conversations are."""
         other = copy.copy(self)
-        other.__class__, other.tools = self._plain, ()
+        other.__class__, other.tools = self._plain, ()  # pyright: ignore[reportAttributeAccessIssue]
         return other.without_rows()
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:

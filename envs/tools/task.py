@@ -11,7 +11,7 @@ from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tables import check_columns
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
-from grpo_rl.envs.tools.functions import Limits, run_calls
+from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
 from grpo_rl.envs.tools.schemas import read_arguments
 
 FORMS = ("line", "json", "function")
@@ -117,10 +117,12 @@ class ToolTask(Task):
         """The calls of one of the policy's messages, in either form."""
         if not self._is_function:
             return find_calls(message["content"], [self._tool])
-        given = [read_arguments(call["function"]["arguments"]) or {} for call in message.get("tool_calls", ())]
-        texts = [arguments.get(self._tool.argument) for arguments in given[: LIMITS.calls]]
-        # Longer ones were not run.
-        return [Call(self._tool, text) for text in texts if isinstance(text, str) and len(text) <= MAX_ARGUMENT_CHARS]
+        known = {self._tool.name: self._tool.schema["function"]}
+        called = [call["function"] for call in message.get("tool_calls", ())[: LIMITS.calls]]
+        given = [(function["name"], read_arguments(function["arguments"]) or {}) for function in called]
+        # Calls of other tools, faulty ones and longer ones were not run.
+        texts = [arguments[self._tool.argument] for name, arguments in given if not fault_of(name, arguments, known)]
+        return [Call(self._tool, text) for text in texts if len(text) <= MAX_ARGUMENT_CHARS]
 
 
 def _example(tool: Tool, index: int, example: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import socketserver
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from transformers import AutoTokenizer
 from grpo_rl.build.environment import make_env
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
+from grpo_rl.envs.tools import mcp
 from grpo_rl.envs.tools.functions import Dropped
 from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
@@ -129,3 +134,47 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
     assert result["content"] == "2"
     env.task._of["add"].close()
+
+
+def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp, "START_S", 0.5)
+    pid = tmp_path / "pid"
+    server = Server(shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"]))
+    with pytest.raises(ValueError, match="told no tools"):
+        server.schemas()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_call_that_fails_late_leaves_the_server_that_was_started_after_it():
+    server = Server(COMMAND)
+    old = server._connected()
+    with pytest.raises(RuntimeError, match="restarted"):
+        server.call("act", {"how": "die"})
+    assert server.call("add", {"a": 1, "b": 1}) == "2"
+    server._end(old)
+    assert server.call("add", {"a": 1, "b": 2}) == "3" and server.starts == 2
+    server.close()
+
+
+def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
+    """Both are counting listeners that hang up: the one at the URL has to be reached, the proxy not."""
+    reached = []
+
+    class HangsUp(socketserver.BaseRequestHandler):
+        def handle(self):
+            reached.append(self.server.name)
+
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in ("server", "proxy"):
+            listener = stack.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), HangsUp))
+            listener.name, ports[name] = name, listener.server_address[1]
+            threading.Thread(target=listener.serve_forever, daemon=True).start()
+            stack.callback(listener.shutdown)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{ports['proxy']}")
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv("NO_PROXY", "")
+        with pytest.raises(ValueError, match="told no tools"):
+            Server(f"http://127.0.0.1:{ports['server']}/mcp").schemas()
+    assert set(reached) == {"server"}
