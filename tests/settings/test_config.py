@@ -140,7 +140,7 @@ BY_HAND = {
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
-        env.corpus env.system_prompt env.completion_column logger.name
+        env.corpus env.system_prompt env.completion_column env.tool_parser env.command env.agent env.scorer logger.name
         model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel
         train_model.quantization""",
     "a list of numbers": "optimizer.betas",
