@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import A_RESULT, Dialog, decode_responses, decode_turn, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_prompts, encode_reply
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
@@ -147,7 +147,7 @@ class LLMEnv(EnvBase):
             ValueError: one is, and ``long_prompt`` is ``error``; or all are; or the chat template can't write a reply.
         """
         if self.max_turns > 1:
-            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "reply", **A_RESULT}])
+            check_reply(self.tokenizer, self.task.reply_role, tool_schemas(self.task.tools))
         self._prompts.check()
 
     @property

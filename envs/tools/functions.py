@@ -165,7 +165,8 @@ def fault_of(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Ma
         return f"{name} lacks {', '.join(missing)}"
     for key, value in arguments.items():
         if key not in properties:
-            if parameters.get("additionalProperties"):
+            # A schema without properties, such as {"type": "object"}, takes any.
+            if parameters.get("additionalProperties", "properties" not in parameters) is not False:
                 continue
             return f"{name} takes no {key[:_SHOWN_CHARS]!r}, only {', '.join(properties) or 'nothing'}"
         wanted = properties[key].get("type") if isinstance(properties[key], Mapping) else None
@@ -177,6 +178,8 @@ def fault_of(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Ma
 
 
 def _is(value: Any, wanted: str) -> bool:
+    if wanted == "integer" and isinstance(value, float):
+        return value.is_integer()  # JSON schema counts 3.0 among the integers
     return isinstance(value, _TYPES[wanted]) and (wanted == "boolean" or not isinstance(value, bool))
 
 

@@ -26,7 +26,7 @@ START_S = 60.0
 """Seconds that a server may take until it has told its tools."""
 ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
-KEYS = {"command": str, "url": str, "timeout_s": float, "on_failure": str}
+KEYS = ("command", "url", "timeout_s", "on_failure")
 ON_FAILURE = ("tell", "drop")
 
 
@@ -200,13 +200,15 @@ def _words(error: BaseException) -> str:
 def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
     """The name, the target as the client takes it, the seconds of a call, and whether failures drop conversations."""
     if isinstance(given, str):
-        given = {"url" if given.startswith(("http://", "https://")) else "command": given}
+        given = {"url" if given.lower().startswith(("http://", "https://")) else "command": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"env.mcp: {given!r} must be a command, a URL, or a mapping with one of both")
     if wrong := [key for key in given if key not in KEYS]:
         raise ValueError(f"env.mcp has {', '.join(wrong)}; an entry has {', '.join(KEYS)}")
     if ("command" in given) == ("url" in given):
         raise ValueError(f"env.mcp: {dict(given)} must have a command or a url")
     timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ValueError(f"env.mcp: timeout_s={timeout_s}; it must be a positive number of seconds")
     if on_failure not in ON_FAILURE:
         raise ValueError(f"env.mcp: on_failure={on_failure}; choose {' or '.join(ON_FAILURE)}")
@@ -214,11 +216,16 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
         from mcp import StdioServerParameters
     except ImportError as error:
         raise ValueError("env.mcp needs the client of MCP: pip install 'grpo-rl[mcp]'") from error
-    name = given.get("url") or given["command"]
+    name = given["url"] if "url" in given else given["command"]
+    if not isinstance(name, str):
+        raise ValueError(f"env.mcp: {name!r} must be a text")
     if "url" in given:
         _check_loopback(name)
         return name, name, float(timeout_s), on_failure == "drop"
-    words = shlex.split(name) if isinstance(name, str) else list(name)
+    try:
+        words = shlex.split(name)
+    except ValueError as error:
+        raise ValueError(f"env.mcp: the command {name} can't be read: {error}") from error
     if not words:
         raise ValueError("env.mcp: the command is empty")
     target = StdioServerParameters(command=words[0], args=words[1:])

@@ -106,6 +106,10 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"]) or {}}}
 
 
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def read_arguments(text: Any) -> dict[str, Any] | None:
     """The arguments of a call, which a model wrote; None where they are no JSON object.
 
@@ -113,7 +117,7 @@ def read_arguments(text: Any) -> dict[str, Any] | None:
     ({'x': 1}, None, None)
     """
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = json.loads(text, parse_constant=_no_json) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_rl.envs.chat import Dialog, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, encode_reply
 from grpo_rl.testing import save_tiny_model
 
 REPLY = [{"role": "tool", "content": "12"}]
@@ -24,6 +24,26 @@ def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
     end, other = tokenizer.eos_token_id, tokenizer("x")["input_ids"][-1]
     assert written(tokenizer, end) == "12<end>>"
     assert written(tokenizer, other) == "<end>12<end>>"
+
+
+def test_no_reply_writes_special_tokens_whatever_its_role(tokenizer):
+    ids = encode_reply(tokenizer, [{"role": "user", "content": "a<end>b"}], tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "a< end>b<end>>"
+
+
+def test_the_reply_that_is_checked_is_the_one_that_conversations_have(tokenizer, monkeypatch):
+    """The template is like Gemma 4's, which shows results of calls alone."""
+    schemas = [{"function": {"name": "f"}}]
+    shows = "{% for m in messages %}{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}{{ m.content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", shows + "|{% endif %}{% endfor %}")
+    check_reply(tokenizer, "user", schemas)
+    with pytest.raises(ValueError, match="leaves out the reply"):
+        check_reply(tokenizer, "tool")
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="leaves out the reply"):
+        check_reply(tokenizer, "user", schemas)
 
 
 def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):

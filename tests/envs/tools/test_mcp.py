@@ -106,6 +106,12 @@ def test_on_failure_drop_takes_the_conversation_out():
         ({"command": "x", "url": "http://localhost"}, "must have a command or a url"),
         ({"comand": "x"}, "has comand; an entry has command, url"),
         ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
+        ({"command": "x", "timeout_s": True}, "timeout_s=True"),
+        (5, "env.mcp: 5 must be a command, a URL, or a mapping"),
+        ({"command": 5}, "env.mcp: 5 must be a text"),
+        ({"url": 5}, "env.mcp: 5 must be a text"),
+        ("python 'x", "env.mcp: the command python 'x can't be read: No closing quotation"),
+        ("HTTP://example.com/mcp", "is not on this machine"),
         ({"command": "x", "on_failure": "ignore"}, "on_failure=ignore; choose tell or drop"),
     ],
 )
