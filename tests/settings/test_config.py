@@ -136,7 +136,7 @@ BY_HAND = {
     "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
         inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
-    "a number": """env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
+    "a number": """env.deadline_s env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
@@ -185,7 +185,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
             Settings.read(wrong)
         told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
         assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
-        lists = {"a list of texts", "text or a list of names", "text, a list or a mapping"}
+        lists = {"a list", "a list of texts", "text or a list of names", "text, a list or a mapping"}
         accepted = {
             "fast": {"text", "text or a list of names", "text, a list or a mapping"},
             0.5: {"a number"},
