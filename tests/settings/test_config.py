@@ -136,7 +136,8 @@ BY_HAND = {
     "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
         inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
-    "a number": """env.deadline_s env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
+    "a number": """env.deadline_s env.score_timeout_s
+        inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
