@@ -62,7 +62,7 @@ class Server:
             ValueError: it can't be started, or tells no tools in time.
         """
         try:
-            listed = self._wait(self._connected().client.list_tools(), START_S)
+            tools = self._wait(_all_tools(self._connected().client), START_S)
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
@@ -70,7 +70,7 @@ class Server:
             raise ValueError(f"env.mcp: {self.name} told no tools: {why}; start it by hand to see why") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in listed.tools
+            for tool in tools
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -140,6 +140,15 @@ class Server:
         except TimeoutError:
             future.cancel()
             raise
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    listed = await client.list_tools()
+    tools = list(listed.tools)
+    while listed.next_cursor:
+        listed = await client.list_tools(cursor=listed.next_cursor)
+        tools += listed.tools
+    return tools
 
 
 class _Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,3 +207,11 @@ def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
         with pytest.raises(ValueError, match="told no tools"):
             Server(f"http://127.0.0.1:{ports['server']}/mcp").schemas()
     assert set(reached) == {"server"}
+
+
+def test_tools_on_further_pages_are_found():
+    class Pages:
+        async def list_tools(self, cursor=None):
+            return SimpleNamespace(tools=[cursor or "first"], next_cursor=None if cursor else "second")
+
+    assert asyncio.run(mcp._all_tools(Pages())) == ["first", "second"]
