@@ -40,9 +40,9 @@ class Limits:
     """Limits of what one message may call.
 
     Args:
-        calls: that are run; the others get an error.
-        seconds: for each call; all calls of a message run at the same time.
-        result_chars: characters of a result that the policy reads.
+        calls: the number of calls that are run; those beyond it get an error.
+        seconds: the deadline of each call; all calls of a message run at the same time.
+        result_chars: the number of a result's characters that the policy reads.
     """
 
     calls: int = 8

@@ -50,7 +50,7 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
     """Makes the parser of calls that ``env.tool_parser`` names, where a task has tools.
 
-    The parser is vLLM's, whichever engine samples. A chat template that shows no tools gets them in Hermes's words.
+    The parser is vLLM's, whichever engine samples. For a chat template that shows no tools, the default is ``hermes``.
     """
 
     def make(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
