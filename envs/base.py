@@ -93,7 +93,7 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
-        task = with_mcp(task, mcp)
+        task = with_mcp(task, mcp, score_timeout_s)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(

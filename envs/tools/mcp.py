@@ -26,6 +26,8 @@ START_S = 60.0
 """Seconds that a server may take until it has told its tools."""
 ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
+END_S = 10.0
+"""Seconds in which a server's process has to be gone, once it is ended."""
 KEYS = ("command", "url", "timeout_s", "on_failure")
 ON_FAILURE = ("tell", "drop")
 
@@ -45,6 +47,8 @@ class Server:
         self.name, self.target, self.timeout_s, self.drops = _read(given)
         self.starts = 0
         """How often it was started."""
+        self.deadline_s = self.timeout_s + ANSWER_S + END_S
+        """Seconds after which a call has a result, or the server has failed to show that it lives and is ended."""
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._current: _Connection | None = None
@@ -58,7 +62,7 @@ class Server:
             ValueError: it can't be started, or tells no tools in time.
         """
         try:
-            listed = self._wait(self._connected().client.list_tools(), START_S)
+            tools = self._wait(_all_tools(self._connected().client), START_S)
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
@@ -66,7 +70,7 @@ class Server:
             raise ValueError(f"env.mcp: {self.name} told no tools: {why}; start it by hand to see why") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in listed.tools
+            for tool in tools
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -138,6 +142,15 @@ class Server:
             raise
 
 
+async def _all_tools(client: Any) -> list[Any]:
+    listed = await client.list_tools()
+    tools = list(listed.tools)
+    while listed.next_cursor:
+        listed = await client.list_tools(cursor=listed.next_cursor)
+        tools += listed.tools
+    return tools
+
+
 class _Connection:
     """One connection to a server; with a command, one process."""
 
@@ -158,7 +171,7 @@ class _Connection:
             self._loop.call_soon_threadsafe(self._stop.set)
         else:
             self.task.cancel()
-        self._ended.wait(10.0)
+        self._ended.wait(END_S)
 
     async def _hold(self) -> None:
         """Holds the connection open: it has to be closed by the coroutine that opened it."""
@@ -264,32 +277,49 @@ class _WithServers(Task):
         def run(name: str, arguments: dict[str, Any]) -> Any:
             if name in self._of:
                 return self._of[name].call(name, arguments)
-            if isinstance(self, FunctionTask):
-                return self.call(row, name, arguments)
-            raise NotImplementedError(f"{name} can't be called beside tools of a server")
+            if (call := getattr(self, "call", None)) is not None:
+                return call(row, name, arguments)
+            raise NotImplementedError(f"{type(self).__name__} has no method call, which would run {name}")
+
+        def seconds(name: str) -> float:
+            return self._of[name].deadline_s if name in self._of else limits.seconds
 
         limits = self.limits if isinstance(self, FunctionTask) else Limits()
-        # A server has a deadline of its own, after which it has to show that it lives.
-        slowest = max(server.timeout_s for server in self._of.values()) + ANSWER_S + 10.0
-        return run_calls(calls, tool_schemas(self.tools), run, Limits(limits.calls, slowest, limits.result_chars))
+        return run_calls(calls, tool_schemas(self.tools), run, limits, seconds)
 
 
-def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]]) -> Task:
+def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: float = float("inf")) -> Task:
     """The task with the tools of MCP servers beside its own; the task itself where there are none.
 
+    Args:
+        reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.
+
     Raises:
-        ValueError: an entry makes no sense, a server can't be started, or two tools have the same name.
+        ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two tools
+            have the same name.
     """
     if not entries:
         return task
     other, of, schemas = copy.copy(task), {}, []
-    for entry in entries:
-        server = Server(entry)
-        for schema in server.schemas():
-            of[schema["name"]] = server
-            schemas.append(schema)
-    other.tools = (*task.tools, *schemas)
-    tool_schemas(other.tools)
+    servers = [Server(entry) for entry in entries]
+    for server in servers:
+        if server.deadline_s > reply_s:
+            raise ValueError(
+                f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s and "
+                f"{ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or raise "
+                "env.score_timeout_s"
+            )
+    try:
+        for server in servers:
+            found = server.schemas()
+            schemas += found
+            of |= {schema["name"]: server for schema in found}
+        other.tools = (*task.tools, *schemas)
+        tool_schemas(other.tools)
+    except ValueError:
+        for server in servers:
+            server.close()
+        raise
     other.__class__ = type(type(task).__name__, (_WithServers, type(task)), {"_plain": type(task), "_of": of})
     assert plays_turns(other)
     return other

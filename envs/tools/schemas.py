@@ -47,7 +47,7 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         schemas.append(schema)
     names = [schema["function"]["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"several tools are called {', '.join(twice)}; the policy could not tell them apart")
+        raise ValueError(f"two tools have the name {', '.join(twice)}; the policy could not tell them apart")
     return schemas
 
 

@@ -80,14 +80,14 @@ class ToolTask(Task):
             return reply_to_calls(messages[-1]["content"], [self._tool], self.reply_role)
         if last_answer(messages[-1]["content"]) is not None or not messages[-1].get("tool_calls"):
             return None
+        return run_calls(messages[-1]["tool_calls"], self.tools, lambda *call: self.call(row, *call), LIMITS)
 
-        def run(name: str, arguments: dict[str, Any]) -> str:
-            argument = arguments[self._tool.argument]
-            if len(argument) > MAX_ARGUMENT_CHARS:
-                return f"Error: the {self._tool.argument} has {len(argument)} characters, at most {MAX_ARGUMENT_CHARS}"
-            return self._tool.run(argument)
-
-        return run_calls(messages[-1]["tool_calls"], self.tools, run, LIMITS)
+    def call(self, row: dict, name: str, arguments: dict[str, Any]) -> str:
+        """The result of a call of the tool as a function."""
+        argument = arguments[self._tool.argument]
+        if len(argument) > MAX_ARGUMENT_CHARS:
+            return f"Error: the {self._tool.argument} has {len(argument)} characters, at most {MAX_ARGUMENT_CHARS}"
+        return self._tool.run(argument)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""

@@ -51,8 +51,8 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
     """Makes the parser of calls that ``env.tool_parser`` names, where a task has tools.
 
-    The parser is vLLM's, whichever engine samples, or a class of the user's own. A chat template that shows no tools
-    gets them in Hermes's words.
+    The parser is vLLM's, whichever engine samples, or a class of the user's own. For a chat template that shows no
+    tools, the default is ``hermes``.
     """
 
     def make(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 
@@ -42,6 +43,21 @@ def test_arguments_are_refused_where_the_schema_refuses_them(parameters, argumen
     schema = {"function": {"name": "f", "parameters": parameters}}
     (result,) = run_calls([call], [schema], lambda name, given: given)
     assert result["content"] == told
+
+
+def test_each_call_has_the_deadline_of_its_tool():
+    schemas = [{"function": {"name": name, "parameters": {}}} for name in ("slow", "late")]
+    calls = [
+        {"id": s["function"]["name"], "function": {"name": s["function"]["name"], "arguments": "{}"}} for s in schemas
+    ]
+    deadlines = {"slow": 5.0, "late": 0.1}
+
+    def run(name, given):
+        time.sleep(0.4)
+        return name
+
+    results = run_calls(calls, schemas, run, seconds=deadlines.__getitem__)
+    assert [result["content"] for result in results] == ["slow", "Error: no result within 0.1 s"]
 
 
 def test_a_task_with_added_rewards_is_sent_to_scorers_without_its_functions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ pytest.importorskip("mcp")
 from transformers import AutoTokenizer
 
 from grpo_rl.build.environment import make_env
+from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
 from grpo_rl.envs.tools import mcp
@@ -28,6 +31,7 @@ from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 
+close = Server.close
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 COMMAND = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
 
@@ -87,6 +91,25 @@ def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, argument
     monkeypatch.undo()
     assert results(task, ("add", {"a": 1, "b": 1})) == ["2"]
     assert task._of["add"].starts == starts + again
+
+
+def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
+    task = with_mcp(Calculator([ROW], form="function"), [COMMAND])
+    assert results(task, ("calculator", {"expression": "6*7"}), ("add", {"a": 1, "b": 1})) == ["42", "2"]
+    task._of["add"].close()
+
+
+def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
+    ended = []
+    monkeypatch.setattr(Server, "close", lambda self: ended.append(self) or close(self))
+    with pytest.raises(ValueError, match="two tools have the name act, add, freeze"):
+        with_mcp(GSM8K([ROW]), [COMMAND, COMMAND])
+    assert len(ended) == 2 and all(server._current is None for server in ended)
+
+
+def test_a_call_that_may_outlast_the_reply_is_refused():
+    with pytest.raises(ValueError, match="may take 62 s, 50 of timeout_s and 12 .* but a reply 60"):
+        with_mcp(GSM8K([ROW]), [{"command": "x", "timeout_s": 50}], 60.0)
 
 
 def test_on_failure_drop_takes_the_conversation_out():
@@ -184,3 +207,11 @@ def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
         with pytest.raises(ValueError, match="told no tools"):
             Server(f"http://127.0.0.1:{ports['server']}/mcp").schemas()
     assert set(reached) == {"server"}
+
+
+def test_tools_on_further_pages_are_found():
+    class Pages:
+        async def list_tools(self, cursor=None):
+            return SimpleNamespace(tools=[cursor or "first"], next_cursor=None if cursor else "second")
+
+    assert asyncio.run(mcp._all_tools(Pages())) == ["first", "second"]
