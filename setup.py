@@ -85,6 +85,7 @@ setup(
     },
     install_requires=[
         "accelerate>=1.15,<2",  # transformers needs it to read GGUF, the form of the embedded default model
+        "aiohttp>=3.14,<4",  # of the endpoint for agents; datasets needs it, too
         "bm25s>=0.3.16,<0.4",
         "datasets>=5.2,<6",
         "filelock>=3.20,<5",
@@ -150,6 +151,7 @@ setup(
             "mkdocstrings[python]>=1.0,<2",
             "nbclient>=0.11,<0.12",
             "nbformat>=5.11,<6",
+            "openai>=3.57,<4",  # the client of agents in tests
             "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",

@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import A_RESULT, Dialog, decode_responses, decode_turn, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_prompts, encode_reply
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
@@ -96,7 +96,7 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
-        task = with_mcp(task, mcp)
+        task = with_mcp(task, mcp, score_timeout_s)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(
@@ -152,7 +152,7 @@ class LLMEnv(EnvBase):
             ValueError: one is, and ``long_prompt`` is ``error``; or all are; or the chat template can't write a reply.
         """
         if self.max_turns > 1:
-            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "reply", **A_RESULT}])
+            check_reply(self.tokenizer, self.task.reply_role, tool_schemas(self.task.tools))
         self._prompts.check()
 
     def start_epoch(self, seed: int, epoch: int) -> None:

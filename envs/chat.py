@@ -22,10 +22,6 @@ _REWRITES = (
 )
 
 
-A_RESULT = {"tool_call_id": "call00000", "name": "tool"}
-"""Keys of a tool's result beside role and content, of a call that nobody made."""
-
-
 @dataclass(eq=False)
 class Dialog:
     """One conversation as it grows.
@@ -148,7 +144,7 @@ def encode_reply(
 ) -> list[int]:
     """Ids of what follows a finished response up to where the policy speaks again: the end of its turn, the reply.
 
-    Nothing that was sampled is tokenised again: these ids go behind it. A tool's result can't write special tokens.
+    Nothing that was sampled is tokenised again: these ids go behind it. No reply can write special tokens.
 
     Args:
         last: the last id that was sampled; where it is the template's end of a turn, that is not written again.
@@ -157,7 +153,7 @@ def encode_reply(
     Raises:
         ValueError: the chat template refuses the messages, or changes earlier turns when later ones come.
     """
-    reply = [_harmless(tokenizer, message) if message["role"] == "tool" else message for message in reply]
+    reply = [_harmless(tokenizer, message) for message in reply]
     if not tokenizer.chat_template:
         text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
     else:
@@ -165,6 +161,20 @@ def encode_reply(
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
     return ids[1:] if tokenizer.chat_template and ids[:1] == [last] else ids
+
+
+def check_reply(tokenizer: PreTrainedTokenizerBase, role: str, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Writes a reply as conversations will have it: the result of a call where there are tools, else one of this role.
+
+    Raises:
+        ValueError: the chat template refuses it, or changes earlier turns when later ones come.
+    """
+    reply, calls = {"role": role, "content": "reply", "tool_call_id": "call00000", "name": "tool"}, []
+    if schemas:
+        name = schemas[0]["function"]["name"]
+        calls = [{"id": "call00000", "type": "function", "function": {"name": name, "arguments": "{}"}}]
+        reply |= {"role": "tool", "name": name}
+    encode_reply(tokenizer, [reply], calls=calls)
 
 
 def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, reply: Messages, calls: Sequence[Mapping[str, Any]]) -> str:

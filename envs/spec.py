@@ -106,6 +106,7 @@ TASKS = {
     "openenv": "OpenEnvEnv",
     "verifiers": "VerifiersEnv",
     "prompt_response": "PromptResponseEnv",
+    "agent": "AgentEnv",
 }
 """The module of each task, and the name of its :class:`TaskSpec` there."""
 

@@ -118,14 +118,30 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
 
 OWN = [
     (page, command)
-    for page in ("tasks.md", "tools.md", "code.md", "environments.md", "losses.md", "data.md", "mixtures.md")
+    for page in (
+        "tasks.md",
+        "tools.md",
+        "code.md",
+        "environments.md",
+        "agents.md",
+        "losses.md",
+        "data.md",
+        "mixtures.md",
+    )  # fmt: skip
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("page", "command"), OWN, ids=[f"{page}-{i}" for i, (page, _) in enumerate(OWN)])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        # The endpoint and its agents have tests of their own in make test.
+        pytest.param(*own, id=f"{own[0]}-{i}", marks=[pytest.mark.nightly] if own[0] == "agents.md" else [])
+        for i, own in enumerate(OWN)
+    ],
+)
 def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it_shows(
     page, command, tiny_run, tmp_path, monkeypatch, own_cache
 ):

@@ -51,7 +51,17 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-PLACEHOLDERS = ("NAME", "experiment=mine", "config-name mine", "my_loss:", "my_tasks:", "my_tools:", "csv_log:")
+PLACEHOLDERS = (
+    "NAME",
+    "experiment=mine",
+    "config-name mine",
+    "my_loss:",
+    "my_tasks:",
+    "my_tools:",
+    "csv_log:",
+    "numbers_game:",
+    "config-name judged",
+)
 """Beginnings of lines that stand for many, or for files that the page gives: test_docs.py runs those."""
 SCRIPT = re.compile(r".*?(sota/(?:grpo\w*|sft)\.py|grpo-rl train)( |$)")
 TRAINS = [(page, line) for page, line in commands() if SCRIPT.match(line) and not any(x in line for x in PLACEHOLDERS)]

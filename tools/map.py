@@ -12,9 +12,22 @@ Each folder has one sentence, in its `__init__.py`, that decides what lives ther
 Imports point one way (`tests/test_layers.py` has the order). `python tools/map.py` writes this page.
 """
 ORDER = [
-    *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
+    *(
+        "cli",
+        "settings",
+        "build",
+        "run",
+        "collectors",
+        "agents",
+        "training",
+        "losses",
+        "policies",
+        "engines",
+        "weights",
+        "data",
+    ),
     *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits", "by_name", "intervals"),
-    *("planner", "checks", "evaluation", "replay", "migration", "faults", "testing"),
+    *("planner", "checks", "evaluation", "serving", "replay", "migration", "faults", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
 """Folders beside grpo_rl that are imported as its own, through links."""

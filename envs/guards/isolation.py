@@ -62,6 +62,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         deadline_s: seconds of each call.
         memory_gib: memory that a worker may take beyond that of its imports (Linux; elsewhere there is no limit).
             A call that asks for more gets a MemoryError. None sets no limit.
+        again: a call whose worker died is made a second time: the worker may have been killed before it.
 
     Raises:
         ValueError: the function can't be sent to another process, or a number makes no sense.
@@ -80,6 +81,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         workers: int | None = None,
         deadline_s: float = 5.0,
         memory_gib: float | None = 4.0,
+        again: bool = True,
     ) -> None:
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
@@ -89,7 +91,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             raise ValueError(f"deadline_s={deadline_s}; a call needs some seconds")
         if memory_gib is not None and not memory_gib > 0:
             raise ValueError(f"memory_gib={memory_gib}; a call needs some memory, and None sets no limit")
-        self.deadline_s = deadline_s
+        self.deadline_s, self._again = deadline_s, again
         self._set_up = pickle.dumps((_sendable(function), memory_gib))
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
         self._own = threading.local()  # each thread has a worker of its own
@@ -137,9 +139,11 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             for future in futures:
                 future.cancel()
 
-    def close(self) -> None:
-        """Kills the workers, when the calls under way have ended; those that wait are not made."""
+    def close(self, now: bool = False) -> None:
+        """Kills the workers, when the calls under way have ended, or now; those that wait are not made."""
         self._closed = True
+        if now:
+            _kill_all(self._live, self._process_id)
         self._threads.shutdown(cancel_futures=True)
         self._finalizer()
 
@@ -176,9 +180,10 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             except (EOFError, OSError):
                 end = self._kill(worker)
                 # A worker may have died before the call, killed by a machine short of memory: the call gets another.
-                if died:
-                    results.append(WorkerDied(f"the process of the call died twice, of {end}", end))
-                died = not died
+                if died or not self._again:
+                    times = " twice" if self._again else ""
+                    results.append(WorkerDied(f"the process of the call died{times}, of {end}", end))
+                died = self._again and not died
         if results.problem:
             raise results.problem
         return results
@@ -189,6 +194,8 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             worker = self._own.worker = _Worker()
             self._live.add(worker)
             try:
+                if self._closed:  # close may have looked for workers to kill before this one was there
+                    raise RuntimeError("closed while a worker was started")
                 worker.start(self._set_up)
             except BaseException:
                 self._kill(worker)

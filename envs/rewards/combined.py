@@ -57,7 +57,7 @@ class WithRewards(Task):
     def without_rows(self) -> WithRewards:
         """A copy of both tasks, this one and the inner one, without data."""
         other = cast(WithRewards, super().without_rows())
-        other.task = self.task.without_rows()
+        other.task, other.tools = self.task.without_rows(), ()  # calls are run where the conversation is
         return other
 
     def ready(self, deadline_s: float) -> None:

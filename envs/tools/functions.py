@@ -40,9 +40,9 @@ class Limits:
     """Limits of what one message may call.
 
     Args:
-        calls: that are run; the others get an error.
-        seconds: for each call; all calls of a message run at the same time.
-        result_chars: characters of a result that the policy reads.
+        calls: the number of calls that are run; those beyond it get an error.
+        seconds: the deadline of each call; all calls of a message run at the same time.
+        result_chars: the number of a result's characters that the policy reads.
     """
 
     calls: int = 8
@@ -88,6 +88,7 @@ def run_calls(
     schemas: Sequence[Mapping[str, Any]],
     run: Callable[[str, dict[str, Any]], Any],
     limits: Limits = Limits(),
+    seconds: Callable[[str], float] | None = None,
 ) -> Messages:
     """A tool message for each call, in the order of the calls, which run at the same time, each in a thread.
 
@@ -95,6 +96,7 @@ def run_calls(
         calls: as OpenAI's ``tool_calls``.
         schemas: of the tools that there are.
         run: gives the result of a call by its name and arguments; a thread that is late is left behind.
+        seconds: by a tool's name, for its calls; None gives each call those of ``limits``.
 
     Raises:
         Dropped: a tool did.
@@ -107,28 +109,28 @@ def run_calls(
     known = {schema["function"]["name"]: schema["function"] for schema in schemas}
     results: dict[int, str] = {}
     done: queue.SimpleQueue[tuple[int, str | Dropped]] = queue.SimpleQueue()
-    running = set()
+    running: dict[int, float] = {}
+    begun = time.monotonic()
     for i, call in enumerate(calls):
         arguments = read_arguments(call["function"]["arguments"])
         if i >= limits.calls:
             results[i] = f"Error: only the first {limits.calls} calls of a message are answered"
-        elif fault := _fault(call["function"]["name"], arguments, known):
+        elif fault := fault_of(call["function"]["name"], arguments, known):
             results[i] = f"Error: {fault}"
         else:
-            running.add(i)
+            running[i] = seconds(call["function"]["name"]) if seconds else limits.seconds
             in_thread(lambda i=i, call=call, given=arguments: done.put((i, _result(run, call, given))))
-    ends = time.monotonic() + limits.seconds
-    while running and (left := ends - time.monotonic()) > 0:
+    while running:
+        soonest = min(running, key=lambda i: running[i])
         try:
-            i, result = done.get(timeout=left)
+            i, result = done.get(timeout=max(begun + running[soonest] - time.monotonic(), 0.0))
         except queue.Empty:
-            break
+            results[soonest] = f"Error: no result within {running.pop(soonest):g} s"
+            continue
         if isinstance(result, Dropped):
             raise result
-        running.discard(i)
-        results[i] = result
-    for i in running:
-        results[i] = f"Error: no result within {limits.seconds:g} s"
+        if running.pop(i, None) is not None:
+            results[i] = result
     return [
         {
             "role": "tool",
@@ -153,7 +155,7 @@ def _result(
         return f"Error: {type(error).__name__}: {error}"
 
 
-def _fault(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapping[str, Any]]) -> str | None:
+def fault_of(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapping[str, Any]]) -> str | None:
     """The fault of a call, in words for the model; None where it can be run."""
     if name not in known:
         return f"there is no tool {str(name)[:_SHOWN_CHARS]!r}, only {', '.join(known)}"
@@ -165,7 +167,8 @@ def _fault(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapp
         return f"{name} lacks {', '.join(missing)}"
     for key, value in arguments.items():
         if key not in properties:
-            if parameters.get("additionalProperties"):
+            # A schema without properties, such as {"type": "object"}, takes any.
+            if parameters.get("additionalProperties", "properties" not in parameters) is not False:
                 continue
             return f"{name} takes no {key[:_SHOWN_CHARS]!r}, only {', '.join(properties) or 'nothing'}"
         wanted = properties[key].get("type") if isinstance(properties[key], Mapping) else None
@@ -177,6 +180,8 @@ def _fault(name: Any, arguments: dict[str, Any] | None, known: Mapping[str, Mapp
 
 
 def _is(value: Any, wanted: str) -> bool:
+    if wanted == "integer" and isinstance(value, float):
+        return value.is_integer()  # JSON schema counts 3.0 among the integers
     return isinstance(value, _TYPES[wanted]) and (wanted == "boolean" or not isinstance(value, bool))
 
 

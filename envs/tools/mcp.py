@@ -13,7 +13,7 @@ import copy
 import ipaddress
 import shlex
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +26,9 @@ START_S = 60.0
 """Seconds that a server may take until it has told its tools."""
 ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
-KEYS = {"command": str, "url": str, "timeout_s": float, "on_failure": str}
+END_S = 10.0
+"""Seconds in which a server's process has to be gone, once it is ended."""
+KEYS = ("command", "url", "timeout_s", "on_failure")
 ON_FAILURE = ("tell", "drop")
 
 
@@ -45,11 +47,11 @@ class Server:
         self.name, self.target, self.timeout_s, self.drops = _read(given)
         self.starts = 0
         """How often it was started."""
+        self.deadline_s = self.timeout_s + ANSWER_S + END_S
+        """Seconds after which a call has a result, or the server has failed to show that it lives and is ended."""
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._client: Any = None
-        self._stop: asyncio.Event | None = None
-        self._held: Future[None] | None = None
+        self._current: _Connection | None = None
         threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True).start()
         atexit.register(self.close)
 
@@ -60,7 +62,7 @@ class Server:
             ValueError: it can't be started, or tells no tools in time.
         """
         try:
-            listed = self._wait(self._started().list_tools(), START_S)
+            tools = self._wait(_all_tools(self._connected().client), START_S)
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
@@ -68,7 +70,7 @@ class Server:
             raise ValueError(f"env.mcp: {self.name} told no tools: {why}; start it by hand to see why") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in listed.tools
+            for tool in tools
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -78,55 +80,55 @@ class Server:
             Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
             RuntimeError: it did, and the policy is to be told.
         """
+        refused = Dropped if self.drops else RuntimeError
+        # A foreign process: it may not start, die in the middle, hang, or send what is no message.
         try:
-            result = self._wait(self._started().call_tool(name, arguments), self.timeout_s)
-        # A foreign process: it may die in the middle, hang, or send what is no message.
+            connection = self._connected()
+        except Exception as error:
+            raise refused(f"the MCP server {self.name} did not start: {_words(error)}") from error
+        try:
+            result = self._wait(connection.client.call_tool(name, arguments), self.timeout_s)
         except Exception as error:
             late = isinstance(error, TimeoutError)
             why = f"gave no result within {self.timeout_s:g} s" if late else f"failed: {_words(error)}"
-            if not self._answers():
-                why += ", and is restarted"
-                self.close()
-            raise (Dropped if self.drops else RuntimeError)(f"the MCP server {self.name} {why}") from error
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+            if not self._answers(connection):
+                why += ", and is connected to again" if isinstance(self.target, str) else ", and is restarted"
+                self._end(connection)
+            raise refused(f"the MCP server {self.name} {why}") from error
+        parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ("Error: " if result.is_error else "") + "\n".join(parts)
 
     def close(self) -> None:
         """Ends the server's process; the next call starts another one."""
         with self._lock:
-            held, stop = self._held, self._stop
-            self._client = self._stop = self._held = None
-        if held is not None and stop is not None:
-            self._loop.call_soon_threadsafe(stop.set)
-            with contextlib.suppress(Exception):  # of a process that is gone anyway
-                held.result(5.0)
+            connection = self._current
+        if connection is not None:
+            self._end(connection)
 
-    def _started(self) -> Any:
+    def _connected(self) -> _Connection:
+        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs."""
         with self._lock:
-            if self._client is None:
+            if self._current is None or self._current.task.done():
                 self.starts += 1
-                started: Future[Any] = Future()
-                self._stop = asyncio.Event()
-                self._held = asyncio.run_coroutine_threadsafe(self._hold(started, self._stop), self._loop)
-                self._client = started.result(START_S)
-            return self._client
-
-    async def _hold(self, started: Future[Any], stop: asyncio.Event) -> None:
-        """Holds the connection open: it has to be closed by the coroutine that opened it."""
-        from mcp import Client
-
+                self._current = _Connection(self.target, self._loop)
+            connection = self._current
         try:
-            async with Client(self.target) as client:
-                started.set_result(client)
-                await stop.wait()
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+            connection.started.result(START_S)
+        except Exception:
+            self._end(connection)
+            raise
+        return connection
 
-    def _answers(self) -> bool:
+    def _end(self, connection: _Connection) -> None:
+        """Ends this connection: a call that failed late must not end the one that was started after it."""
+        with self._lock:
+            if self._current is connection:
+                self._current = None
+        connection.end()
+
+    def _answers(self, connection: _Connection) -> bool:
         try:
-            self._wait(self._started().list_tools(), ANSWER_S)
+            self._wait(connection.client.list_tools(), ANSWER_S)
         except Exception:  # as in call
             return False
         return True
@@ -140,6 +142,68 @@ class Server:
             raise
 
 
+async def _all_tools(client: Any) -> list[Any]:
+    listed = await client.list_tools()
+    tools = list(listed.tools)
+    while listed.next_cursor:
+        listed = await client.list_tools(cursor=listed.next_cursor)
+        tools += listed.tools
+    return tools
+
+
+class _Connection:
+    """One connection to a server; with a command, one process."""
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.started: Future[Any] = Future()
+        self._target, self._loop = target, loop
+        self._stop, self._ended = asyncio.Event(), threading.Event()
+        self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
+
+    @property
+    def client(self) -> Any:
+        """The client, once it is started."""
+        return self.started.result(0)
+
+    def end(self) -> None:
+        """Ends it, also while it starts, and waits until the process is gone."""
+        if self.started.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        else:
+            self.task.cancel()
+        self._ended.wait(END_S)
+
+    async def _hold(self) -> None:
+        """Holds the connection open: it has to be closed by the coroutine that opened it."""
+        from mcp import Client
+
+        try:
+            async with Client(_direct(self._target) if isinstance(self._target, str) else self._target) as client:
+                self.started.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            if self.started.done():
+                raise
+            told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
+            self.started.set_exception(told)
+        finally:
+            self._ended.set()
+
+
+@contextlib.asynccontextmanager
+async def _direct(url: str) -> AsyncGenerator[Any]:
+    """The transport to a URL past the proxies that the environment names, which must not read calls of this machine."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    timeout = httpx2.Timeout(30.0, read=300.0)  # seconds, as in the SDK's own client
+    async with (
+        httpx2.AsyncClient(trust_env=False, timeout=timeout) as http,
+        streamable_http_client(url, http_client=http) as streams,
+    ):
+        yield streams
+
+
 def _words(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -149,13 +213,15 @@ def _words(error: BaseException) -> str:
 def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
     """The name, the target as the client takes it, the seconds of a call, and whether failures drop conversations."""
     if isinstance(given, str):
-        given = {"url" if given.startswith(("http://", "https://")) else "command": given}
+        given = {"url" if given.lower().startswith(("http://", "https://")) else "command": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"env.mcp: {given!r} must be a command, a URL, or a mapping with one of both")
     if wrong := [key for key in given if key not in KEYS]:
         raise ValueError(f"env.mcp has {', '.join(wrong)}; an entry has {', '.join(KEYS)}")
     if ("command" in given) == ("url" in given):
         raise ValueError(f"env.mcp: {dict(given)} must have a command or a url")
     timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ValueError(f"env.mcp: timeout_s={timeout_s}; it must be a positive number of seconds")
     if on_failure not in ON_FAILURE:
         raise ValueError(f"env.mcp: on_failure={on_failure}; choose {' or '.join(ON_FAILURE)}")
@@ -163,11 +229,16 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
         from mcp import StdioServerParameters
     except ImportError as error:
         raise ValueError("env.mcp needs the client of MCP: pip install 'grpo-rl[mcp]'") from error
-    name = given.get("url") or given["command"]
+    name = given["url"] if "url" in given else given["command"]
+    if not isinstance(name, str):
+        raise ValueError(f"env.mcp: {name!r} must be a text")
     if "url" in given:
         _check_loopback(name)
         return name, name, float(timeout_s), on_failure == "drop"
-    words = shlex.split(name) if isinstance(name, str) else list(name)
+    try:
+        words = shlex.split(name)
+    except ValueError as error:
+        raise ValueError(f"env.mcp: the command {name} can't be read: {error}") from error
     if not words:
         raise ValueError("env.mcp: the command is empty")
     target = StdioServerParameters(command=words[0], args=words[1:])
@@ -206,32 +277,49 @@ class _WithServers(Task):
         def run(name: str, arguments: dict[str, Any]) -> Any:
             if name in self._of:
                 return self._of[name].call(name, arguments)
-            if isinstance(self, FunctionTask):
-                return self.call(row, name, arguments)
-            raise NotImplementedError(f"{name} can't be called beside tools of a server")
+            if (call := getattr(self, "call", None)) is not None:
+                return call(row, name, arguments)
+            raise NotImplementedError(f"{type(self).__name__} has no method call, which would run {name}")
+
+        def seconds(name: str) -> float:
+            return self._of[name].deadline_s if name in self._of else limits.seconds
 
         limits = self.limits if isinstance(self, FunctionTask) else Limits()
-        # A server has a deadline of its own, after which it has to show that it lives.
-        slowest = max(server.timeout_s for server in self._of.values()) + ANSWER_S + 10.0
-        return run_calls(calls, tool_schemas(self.tools), run, Limits(limits.calls, slowest, limits.result_chars))
+        return run_calls(calls, tool_schemas(self.tools), run, limits, seconds)
 
 
-def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]]) -> Task:
+def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: float = float("inf")) -> Task:
     """The task with the tools of MCP servers beside its own; the task itself where there are none.
 
+    Args:
+        reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.
+
     Raises:
-        ValueError: an entry makes no sense, a server can't be started, or two tools have the same name.
+        ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two
+            tools have the same name.
     """
     if not entries:
         return task
     other, of, schemas = copy.copy(task), {}, []
-    for entry in entries:
-        server = Server(entry)
-        for schema in server.schemas():
-            of[schema["name"]] = server
-            schemas.append(schema)
-    other.tools = (*task.tools, *schemas)
-    tool_schemas(other.tools)
+    servers = [Server(entry) for entry in entries]
+    for server in servers:
+        if server.deadline_s > reply_s:
+            raise ValueError(
+                f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s "
+                f"and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or raise "
+                "env.score_timeout_s"
+            )
+    try:
+        for server in servers:
+            found = server.schemas()
+            schemas += found
+            of |= {schema["name"]: server for schema in found}
+        other.tools = (*task.tools, *schemas)
+        tool_schemas(other.tools)
+    except ValueError:
+        for server in servers:
+            server.close()
+        raise
     other.__class__ = type(type(task).__name__, (_WithServers, type(task)), {"_plain": type(task), "_of": of})
     assert plays_turns(other)
     return other

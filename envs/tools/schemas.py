@@ -47,7 +47,7 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         schemas.append(schema)
     names = [schema["function"]["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"several tools are called {', '.join(twice)}; the policy could not tell them apart")
+        raise ValueError(f"two tools have the name {', '.join(twice)}; the policy could not tell them apart")
     return schemas
 
 
@@ -106,6 +106,10 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"]) or {}}}
 
 
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def read_arguments(text: Any) -> dict[str, Any] | None:
     """The arguments of a call, which a model wrote; None where they are no JSON object.
 
@@ -113,7 +117,7 @@ def read_arguments(text: Any) -> dict[str, Any] | None:
     ({'x': 1}, None, None)
     """
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = json.loads(text, parse_constant=_no_json) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None

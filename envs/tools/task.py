@@ -11,7 +11,7 @@ from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tables import check_columns
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
-from grpo_rl.envs.tools.functions import Limits, run_calls
+from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
 from grpo_rl.envs.tools.schemas import read_arguments
 
 FORMS = ("line", "json", "function")
@@ -80,14 +80,14 @@ class ToolTask(Task):
             return reply_to_calls(messages[-1]["content"], [self._tool], self.reply_role)
         if last_answer(messages[-1]["content"]) is not None or not messages[-1].get("tool_calls"):
             return None
+        return run_calls(messages[-1]["tool_calls"], self.tools, lambda *call: self.call(row, *call), LIMITS)
 
-        def run(name: str, arguments: dict[str, Any]) -> str:
-            argument = arguments[self._tool.argument]
-            if len(argument) > MAX_ARGUMENT_CHARS:
-                return f"Error: the {self._tool.argument} has {len(argument)} characters, at most {MAX_ARGUMENT_CHARS}"
-            return self._tool.run(argument)
-
-        return run_calls(messages[-1]["tool_calls"], self.tools, run, LIMITS)
+    def call(self, row: dict, name: str, arguments: dict[str, Any]) -> str:
+        """The result of a call of the tool as a function."""
+        argument = arguments[self._tool.argument]
+        if len(argument) > MAX_ARGUMENT_CHARS:
+            return f"Error: the {self._tool.argument} has {len(argument)} characters, at most {MAX_ARGUMENT_CHARS}"
+        return self._tool.run(argument)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
@@ -117,10 +117,12 @@ class ToolTask(Task):
         """The calls of one of the policy's messages, in either form."""
         if not self._is_function:
             return find_calls(message["content"], [self._tool])
-        given = [read_arguments(call["function"]["arguments"]) or {} for call in message.get("tool_calls", ())]
-        texts = [arguments.get(self._tool.argument) for arguments in given[: LIMITS.calls]]
-        # Longer ones were not run.
-        return [Call(self._tool, text) for text in texts if isinstance(text, str) and len(text) <= MAX_ARGUMENT_CHARS]
+        known = {self._tool.name: self._tool.schema["function"]}
+        called = [call["function"] for call in message.get("tool_calls", ())[: LIMITS.calls]]
+        given = [(function["name"], read_arguments(function["arguments"]) or {}) for function in called]
+        # Calls of other tools, faulty ones and longer ones were not run.
+        texts = [arguments[self._tool.argument] for name, arguments in given if not fault_of(name, arguments, known)]
+        return [Call(self._tool, text) for text in texts if len(text) <= MAX_ARGUMENT_CHARS]
 
 
 def _example(tool: Tool, index: int, example: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,17 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.build.agents import make_agent_groups
 from grpo_rl.build.devices import make_ranks
 from grpo_rl.build.run import build_run
 from grpo_rl.build.site import Site, check_transfer
 from grpo_rl.build.sync import make_has_no_signal, vllm_options
 from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
+from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.cluster.nodes import this_address
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
 from grpo_rl.engines.base import AsyncEngine, Sampling
+from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.hub import resolve_model
@@ -153,4 +155,5 @@ def make_collector(
         collected,
         drops_zero_variance=train.max_refills > 0,
         has_no_signal=make_has_no_signal(settings),
+        agents=make_agent_groups(settings, env),
     )

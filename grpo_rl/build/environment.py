@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.by_name import is_name, short_name
+from grpo_rl.by_name import is_name, object_by_name, short_name
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
@@ -55,10 +56,14 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
     """Makes the parser of calls that ``env.tool_parser`` names, where a task has tools.
 
-    The parser is vLLM's, whichever engine samples. A chat template that shows no tools gets them in Hermes's words.
+    The parser is vLLM's, whichever engine samples, or a class of the user's own. For a chat template that shows no
+    tools, the default is ``hermes``.
     """
 
     def make(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
+        name = settings.env.tool_parser
+        if name is not None and is_name(name):
+            return object_by_name(name, "env.tool_parser", inspect.isclass)(tokenizer, schemas)
         try:
             from grpo_rl.engines.vllm.tool_parsers import tool_parser
         except ImportError as error:
@@ -66,9 +71,7 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
                 f"{settings.env.dataset} has tools, and calls are read by vLLM's parsers, which can't be imported "
                 f"({error}); install vLLM with pip install 'grpo-rl[cpu]' or 'grpo-rl[vllm]'"
             ) from error
-        return tool_parser(
-            settings.env.tool_parser or (None if shows_tools(tokenizer) else "hermes"), tokenizer, schemas
-        )
+        return tool_parser(name or (None if shows_tools(tokenizer) else "hermes"), tokenizer, schemas)
 
     return make
 

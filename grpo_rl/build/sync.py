@@ -7,14 +7,17 @@ import importlib
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from grpo_rl.build.agents import make_agent_groups
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.groups import has_zero_variance
+from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.engines import capacity
@@ -54,8 +57,16 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "adapter_rank": lora.rank if beside else 0,
         "adapter_targets": target_names(model_folder, lora) if beside else (),
         "router_replay": settings.policy.router_replay,
-        "sampling": Sampling(**settings.sampling),
+        "sampling": _started_for(settings),
     }
+
+
+def _started_for(settings: Settings) -> Sampling:
+    """The sampling that an engine is started for: an agent's requests may have stop strings, which need a tokenizer."""
+    sampling = Sampling(**settings.sampling)
+    if settings.env.dataset != "agent" or sampling.stop or sampling.min_new_tokens:
+        return sampling
+    return replace(sampling, stop=("any",))
 
 
 def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
@@ -70,7 +81,11 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
 def make_collector(settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
     sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
-    return SyncCollector(env, engine, sampling, train.total_dialog_turns, collected, train.max_refills, has_no_signal)
+    groups = make_agent_groups(settings, env)
+    agents = SteppedGroups(groups, engine) if groups else None
+    return SyncCollector(
+        env, engine, sampling, train.total_dialog_turns, collected, train.max_refills, has_no_signal, agents
+    )
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.base import Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
@@ -43,6 +44,7 @@ class AsyncCollector:
         collected: responses sampled before, when a run is resumed.
         drops_zero_variance: groups without signal are dropped, and others take their places: dynamic sampling.
         has_no_signal: which these are.
+        agents: plays sessions of agents in the place of responses and conversations.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class AsyncCollector:
         collected: int = 0,
         drops_zero_variance: bool = False,
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
+        agents: AgentGroups | None = None,
     ) -> None:
+        self._agents = agents
         self._env, self._engines, self._sampling = env, engines, sampling
         self._total, self._group_size = total_dialog_turns, 0
         self._drops_zero_variance, self._has_no_signal = drops_zero_variance, has_no_signal
@@ -106,6 +110,7 @@ class AsyncCollector:
             "groups/resampled": self._scheduler.resampled,
             "engines/replaced": self._engines.replaced,
             **{f"groups/dropped_{reason}": count for reason, count in staleness.dropped.items()},
+            **(self._agents.metrics() if self._agents else {}),
         }
 
     def _on_push(self, version: int) -> None:
@@ -132,6 +137,7 @@ class AsyncCollector:
                 "resampled": self._scheduler.resampled,
                 "replaced": self._engines.replaced,
                 "open": groups,
+                "agents": self._agents.state() if self._agents else {},
             }
 
         return self._engines.run(state())
@@ -145,6 +151,8 @@ class AsyncCollector:
             self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
             self._scheduler.resampled = state["resampled"]
             self._engines.replaced += state.get("replaced", 0)  # older checkpoints do not say
+            if self._agents:
+                self._agents.restore(state.get("agents", {}))
             self._scheduler.reopen(
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))
                 for saved in state["open"]
@@ -157,8 +165,8 @@ class AsyncCollector:
         return self._metrics
 
     def events(self) -> list[str]:
-        """Messages about engines that were lost or replaced since the last call."""
-        return self._engines.events()
+        """Messages about engines that were lost or replaced since the last call, and about the requests of agents."""
+        return self._engines.events() + (self._agents.events() if self._agents else [])
 
     def take_sampled(self) -> list[Sampled]:
         """See :meth:`Collector.take_sampled`."""
@@ -172,6 +180,8 @@ class AsyncCollector:
     def close(self) -> None:
         """Cancels the groups in flight; the engines stay alive."""
         self._engines.run(self._scheduler.close())
+        if self._agents:
+            self._engines.run(self._agents.close())
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
     def _next_prompt(self) -> Prompt | None:
@@ -181,6 +191,7 @@ class AsyncCollector:
 
     async def _sample(self, prompt: Prompt) -> Group:
         work = self._play if self._env.max_turns > 1 else self._respond
+        work = self._sessions if self._agents else work
         group = await self._engines.call(lambda engine: work(engine, prompt), self._group_size)
         if group is None:
             raise Dropped("unrewarded")
@@ -222,6 +233,18 @@ class AsyncCollector:
         results = await self._in_turn(lambda: judge(env, played))
         env.note(prompt.row, results)
         return rewarded(group_of_trajectories(prompt, played), results)
+
+    async def _sessions(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
+        """The sessions of a group, on one engine, which holds what was said in its cache."""
+        agents, call = self._agents, itertools.count()
+        assert agents is not None
+
+        def sample(ids: Sequence[int], sampling: Sampling) -> Awaitable[Samples]:
+            name = f"agents-{prompt.group_id}-{self._scheduler.resampled}-{next(call)}"
+            return engine.generate(name, ids, 1, sampling)
+
+        with self._timed(engine, prompt):
+            return await agents.play(prompt, self._group_size, sample)
 
     @contextmanager
     def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[None]:

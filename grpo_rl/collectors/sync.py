@@ -10,6 +10,7 @@ from typing import Any
 from grpo_rl.collectors.base import Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
+from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
@@ -32,6 +33,7 @@ class SyncCollector:
         collected: responses sampled before, when a run is resumed.
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
         has_no_signal: which groups teach nothing, where rewards are changed before they are compared.
+        agents: plays sessions of agents in the place of responses and conversations.
 
     Raises:
         ValueError: ``max_resamples`` is negative.
@@ -46,12 +48,13 @@ class SyncCollector:
         collected: int = 0,
         max_resamples: int = 0,
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
+        agents: SteppedGroups | None = None,
     ) -> None:
         if max_resamples < 0:
             raise ValueError(f"train.max_refills={max_resamples}; it must be 0, which samples once, or more")
         self._env, self._engine, self._sampling = env, engine, sampling
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
-        self.collected = collected
+        self.collected, self._agents = collected, agents
         self.sample_s = 0.0
         """Seconds that the engine took for the last collection."""
         self.dropped_groups = 0
@@ -84,30 +87,35 @@ class SyncCollector:
 
     def state(self) -> dict[str, Any]:
         """The state of the run's collection, data position included, for a checkpoint."""
-        return {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
+        state = {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
+        return state | ({"agents": self._agents.groups.state()} if self._agents else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state`; the constructor was told how much was collected."""
         self._env.load_state_dict(json.loads(state["env"]))
         self.dropped_groups, self.filtered_groups = state["left_out"]
+        if self._agents:
+            self._agents.groups.restore(state.get("agents", {}))
 
     def metrics(self) -> dict[str, float]:
         """Counts of the groups that were left out so far."""
         metrics: dict[str, float] = {"failed/groups": self.dropped_groups} if self.dropped_groups else {}
         if self._max_resamples:
             metrics["sample/filtered_groups"] = self.filtered_groups
-        return metrics
+        return metrics | (self._agents.groups.metrics() if self._agents else {})
 
     def events(self) -> list[str]:
-        """Empty: what goes wrong here is raised."""
-        return []
+        """Messages about the requests of agents: what else goes wrong here is raised."""
+        return self._agents.groups.events() if self._agents else []
 
     def take_sampled(self) -> list[Sampled]:
         """Empty: sampling is a phase of the step."""
         return []
 
     def close(self) -> None:
-        """Does nothing: between two collections no group is in flight."""
+        """Ends the endpoint of agents, if there is one: between two collections no group is in flight."""
+        if self._agents:
+            self._agents.close()
 
     def _sample(self, count: int, group_size: int) -> list[Group]:
         """The groups of the next ``count`` prompts, those of fewer than two scored responses left out and counted."""
@@ -117,11 +125,16 @@ class SyncCollector:
                 + "\n".join(self._env.guard.failures()[1].values())
             )
         prompts = self._env.next_prompts(count)
-        sample = self._play if self._env.max_turns > 1 else self._respond
-        played = sample(prompts, group_size)
-        for group, results in played:
-            self._env.note(group.row, results)
-        groups = [group for judged in played if (group := rewarded(*judged))]
+        if self._agents:
+            start = time.perf_counter()
+            groups = [group for group in self._agents.play(prompts, group_size) if group]
+            self.sample_s += time.perf_counter() - start
+        else:
+            sample = self._play if self._env.max_turns > 1 else self._respond
+            played = sample(prompts, group_size)
+            for group, results in played:
+                self._env.note(group.row, results)
+            groups = [group for judged in played if (group := rewarded(*judged))]
         self.collected += len(prompts) * group_size
         self.dropped_groups += len(prompts) - len(groups)
         return groups

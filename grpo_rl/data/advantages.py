@@ -59,29 +59,55 @@ class AdvantageEstimator:
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with their advantages; ``Group.rewards`` stay as the task gave them.
 
+        Sessions are compared, each once, whose responses then all have its advantage.
+
         Raises:
             ValueError: rewards that give no advantage, see :func:`group_advantages`, or log-probabilities are missing.
         """
         by_size: dict[int, list[int]] = defaultdict(list)
-        for i, group in enumerate(groups):
-            by_size[group.size].append(i)
+        sessions = [_sessions(group) for group in groups]
+        for i, (first, _) in enumerate(sessions):
+            by_size[len(first)].append(i)
         tables = [[groups[i] for i in members] for members in by_size.values()]
         rewards = [self._penalised_rewards(table) for table in tables]
         parts = [_stacked_parts(table) for table in tables] if self._kind == "multi_reward" else []
         advantages = batch_advantages(rewards, self._kind, self._clip, parts, self._weights)
         rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
                 for i, row in zip(members, table, strict=True)}  # fmt: skip
-        return [group.with_advantages(rows[i]) for i, group in enumerate(groups)]
+        return [group.with_advantages(rows[i][sessions[i][1]]) for i, group in enumerate(groups)]
 
     def _penalised_rewards(self, groups: Sequence[Group]) -> Float[Tensor, "N G"]:
-        rewards = torch.stack([group.rewards for group in groups]).clamp(-self._reward_clip, self._reward_clip)
+        rewards = torch.stack([group.rewards[_sessions(group)[0]] for group in groups])
+        rewards = rewards.clamp(-self._reward_clip, self._reward_clip)
         if not self.kl_coef:
             return rewards
-        return rewards - self.kl_coef * torch.stack([kl_penalty(group, self._kl) for group in groups])
+        return rewards - self.kl_coef * torch.stack([_summed(group, kl_penalty(group, self._kl)) for group in groups])
+
+
+def _sessions(group: Group) -> tuple[Tensor, Tensor]:
+    """The first response of each session, and the number of each response's session; without any, each is its own.
+
+    >>> from types import SimpleNamespace
+    >>> _sessions(SimpleNamespace(sessions=torch.tensor([4, 4, 7])))
+    (tensor([0, 2]), tensor([0, 0, 1]))
+    """
+    if group.sessions is None:
+        each = torch.arange(group.size)
+        return each, each
+    numbers, of = group.sessions.unique(return_inverse=True)
+    first = torch.full_like(numbers, len(of)).scatter_reduce(0, of, torch.arange(len(of)), "amin")
+    return first, of
+
+
+def _summed(group: Group, values: Float[Tensor, " G"]) -> Tensor:
+    """The sum of the values of each session's responses."""
+    first, of = _sessions(group)
+    return values.new_zeros(len(first)).index_add(0, of, values)
 
 
 def _stacked_parts(groups: Sequence[Group]) -> dict[str, Float[Tensor, "N G"]]:
-    return {name: torch.stack([group.reward_parts[name] for group in groups]) for name in groups[0].reward_parts}
+    names = groups[0].reward_parts
+    return {name: torch.stack([group.reward_parts[name][_sessions(group)[0]] for group in groups]) for name in names}
 
 
 def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> Float[Tensor, "*N G"]:

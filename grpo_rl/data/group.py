@@ -51,6 +51,8 @@ class Group:
         kept_ids: [K] int32, the ids that the sampler could draw from, token after token, where it cut others off; then
             all log-probabilities are those of the distribution restricted to them (`grpo_rl.data.kept.Kept`).
         kept_counts: [R] how many of them belong to each token; 0: nothing was cut off. Given with ``kept_ids``.
+        sessions: [G] the session that each response is of, where an agent's session may give several, which share its
+            reward; None: each response is compared for itself.
 
     >>> group = Group(
     ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
@@ -80,6 +82,7 @@ class Group:
     prompt_routes: Int[Tensor, "P L X"] | None = None
     kept_ids: Int[Tensor, " K"] | None = None
     kept_counts: Int[Tensor, " R"] | None = None
+    sessions: Int[Tensor, " G"] | None = None
 
     def __post_init__(self) -> None:
         tokens = int(self.offsets[-1])
@@ -171,7 +174,7 @@ class Group:
         chosen = torch.tensor(responses, dtype=torch.long)
         keep = torch.zeros(self.size, dtype=torch.bool).index_fill_(0, chosen, True)
         tokens = keep.repeat_interleave(self.lengths)
-        masks = dict.fromkeys(("rewards", "truncated", "advantages"), keep)
+        masks = dict.fromkeys(("rewards", "truncated", "advantages", "sessions"), keep)
         masks |= dict.fromkeys(("response_ids", "log_probs", "versions", "trainable"), tokens)
         masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies", "routes"), tokens)
         kept = self.kept and self.kept.where(tokens)
@@ -223,6 +226,8 @@ class Group:
                 row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = kept_ids[g], kept_counts[g]
             if self.truncated is not None:
                 row[keys.TRUNCATED] = self.truncated[g].reshape(1)
+            if self.sessions is not None:
+                row[keys.SESSION] = self.sessions[g].reshape(1)
             for name, part in self.reward_parts.items():
                 row[keys.REWARD_PARTS + (name,)] = part[g]
             for name, values in self.measures.items():
@@ -260,6 +265,7 @@ class Group:
         has_routes = rows[0].get(keys.ROUTES_FULL, None) is not None
         has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
         has_kept = rows[0].get(keys.KEPT_IDS, None) is not None
+        has_sessions = rows[0].get(keys.SESSION, None) is not None
         return cls(
             group_id=group_ids.pop(),
             row=int(rows[0][keys.ROW]),
@@ -279,4 +285,5 @@ class Group:
             prompt_routes=rows[0][keys.ROUTES_FULL][:prompt] if has_routes else None,
             kept_ids=torch.cat([row[keys.KEPT_IDS] for row in rows]) if has_kept else None,
             kept_counts=torch.cat([row[keys.KEPT_COUNTS] for row in rows]) if has_kept else None,
+            sessions=torch.cat([row[keys.SESSION] for row in rows]) if has_sessions else None,
         )

@@ -63,6 +63,9 @@ VERSIONS = "policy_version"
 TRUNCATED = "response_truncated"
 """[1] bool: the response reached ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
 
+SESSION = "session"
+"""[1] int64: the agent's session that the response is of. Written and read like ``TOKENS_FULL``."""
+
 KEPT_IDS = ("kept", "ids")
 """[K] int32: ids that the sampler could draw from, token after token, where it cut others off. Written by the policy
 and ``Group.to_tensordict``, read by ``Group.from_tensordict``."""

@@ -19,6 +19,8 @@ class Sampling:
         stop: a response ends with the token that completes one of these strings in its text, special tokens left out;
             the token stays, as it was sampled.
         ignore_eos: a response goes on behind an end-of-sequence token.
+        seed: of this request's own random numbers, so that the same engine draws the same response again; None: the
+            engine's.
 
     Engines apply the temperature, then min-p, then top-k, then top-p to what is left, as vLLM does.
 
@@ -34,6 +36,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 2:

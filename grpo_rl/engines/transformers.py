@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,11 @@ class TransformersEngine(StepByGenerate):
         check_request(prompts, n, sampling, self.max_model_len)
         samples: list[Samples] = []
         while len(samples) < len(prompts):
-            at_once = prompts[len(samples) :][: max(1, self._max_batch // n)]
-            found = self._within_memory(at_once, n, sampling)
+            # A response with a seed must not depend on those beside it.
+            size = max(1, self._max_batch // n) if sampling.seed is None else 1
+            at_once = prompts[len(samples) :][:size]
+            with seeded(sampling.seed):
+                found = self._within_memory(at_once, n, sampling)
             samples += found or []
         return samples
 
@@ -223,6 +227,24 @@ class TransformersEngine(StepByGenerate):
         """See :meth:`grpo_rl.engines.base.Engine.close`."""
         self._model = None
         gc.collect()
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """A context whose random numbers follow from the seed, and that leaves those outside as they would have been.
+
+    >>> with seeded(3):
+    ...     first = torch.rand(1)
+    >>> with seeded(3):
+    ...     first == torch.rand(1)
+    tensor([True])
+    """
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def _until_end(

@@ -53,7 +53,7 @@ class Loop(VirtualLoop):
 
 
 class Process:
-    """A simulated process; in the place of a :class:`grpo_rl.cluster.fleet_engine.LoopThread`, too.
+    """A simulated process; in the place of a :class:`grpo_rl.engines.loop_thread.LoopThread`, too.
 
     Args:
         begun_s: virtual seconds since the simulation's beginning.
@@ -74,11 +74,11 @@ class Process:
         return self.events.time()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """See :meth:`grpo_rl.cluster.fleet_engine.LoopThread.start`."""
+        """See :meth:`grpo_rl.engines.loop_thread.LoopThread.start`."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.events)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """See :meth:`grpo_rl.cluster.fleet_engine.LoopThread.run`."""
+        """See :meth:`grpo_rl.engines.loop_thread.LoopThread.run`."""
         try:
             self.check()
         except Killed:

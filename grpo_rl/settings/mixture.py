@@ -22,6 +22,8 @@ SHARED = (
 """Settings of ``env`` that a mixture's tasks have from the mixture, where they give none of their own."""
 TAKEN = ("error", "timeout", "invalid", "unjudgeable", "groups")
 """Names that no task of a mixture can have: ``failed/error`` counts errors."""
+ALONE = (MIXTURE, "agent")
+"""Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
 OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
 
@@ -66,8 +68,8 @@ def entries(settings: Sections) -> dict[str, Entry]:
             raise ValueError(
                 f"{where}: metrics have {', '.join(TAKEN)} in the place of a task's name; name it otherwise"
             )
-        if not is_name(dataset) and (dataset not in TASKS or dataset == MIXTURE):
-            known = [*(task for task in TASKS if task != MIXTURE), "package.module:Class"]
+        if not is_name(dataset) and (dataset not in TASKS or dataset in ALONE):
+            known = [*(task for task in TASKS if task not in ALONE), "package.module:Class"]
             raise ValueError(f"{where}: {unknown('task', str(dataset), known)}")
         if "weight" not in given:
             raise ValueError(f"{where} lacks its weight, the share of prompts that are drawn from it")

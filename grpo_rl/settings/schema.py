@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
 from grpo_rl.envs.curriculum import read_bounds
+from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.mixture import check_mixture
@@ -54,6 +55,7 @@ class Settings(Sections):
         check_relations(settings)
         check_mixture(settings)
         read_bounds(settings.env.curriculum)
+        check_agent(settings)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings

@@ -68,7 +68,9 @@ class Env(Section):
         {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
     )
     tool_parser: str | None = setting(
-        None, "vLLM's parser of calls, for tasks with tools: hermes | llama3_json | ...; null: by the chat template"
+        None,
+        "vLLM's parser of calls of tools: hermes | llama3_json | ..., or package.module:Class; null: by the chat "
+        "template",
     )
     mcp: tuple[object, ...] = setting(
         (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"

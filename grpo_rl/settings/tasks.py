@@ -194,6 +194,29 @@ class MixtureTasks(Section):
 
 MIXTURE = "mixture"
 """The value of ``env.dataset`` that stands for several tasks, ``env.mixture``."""
+
+
+class Agent(Section):
+    """A program of one's own that calls the policy through an endpoint."""
+
+    command: str | None = required("a program and its arguments, started for each session; no shell runs it")
+    agent: str | None = required(
+        "instead of command: package.module:function, called with a client's settings and the row, in processes of its "
+        "own"
+    )
+    scorer: str | None = required(
+        "task that gives the rows and scores an agent's final message, one of env.dataset's; null: rows are those of "
+        "env.path, and the agent tells its reward"
+    )
+    scorer_settings: Mapping[str, Any] = required("settings of the scorer that differ from its own")
+    deadline_s: float = required("seconds of one session; an agent that takes longer is killed", more_than=0)
+    max_calls: int = required("calls of the policy in one session", at_least=1)
+    max_session_tokens: int = required("tokens sampled in all calls of one session", at_least=1)
+    max_sessions: int = required(
+        "sessions at the same time, each with a process of its own; further ones wait", at_least=1
+    )
+
+
 TASKS: Mapping[str, type[Section]] = {
     "gsm8k": GSM8K,
     "ifeval": IFEval,
@@ -206,6 +229,7 @@ TASKS: Mapping[str, type[Section]] = {
     "verifiers": Verifiers,
     "prompt_response": PromptResponse,
     MIXTURE: MixtureTasks,
+    "agent": Agent,
 }
 """The values of ``env.dataset``, each with its own settings."""
 ALIASES = {"math500": "math"}

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.testing import save_tiny_model

@@ -16,6 +16,7 @@ from grpo_rl.engines.vllm.tool_parsers import tool_parser
 from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.envs.chat import templated
 from grpo_rl.envs.tools.functions import FunctionTask, Limits
+from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_tools_in_text
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
 
 
@@ -149,10 +150,22 @@ def check(family, conversations):
                 assert "x" * 101 not in reply and "\0" not in reply
             turns += 1
         messages = trajectory.dialog.messages
-        whole = templated(env.tokenizer, messages, tokenize=True, return_dict=False) if single(messages) else []
-        rewritten += list(whole[len(trajectory.prompt_ids) :]) != trajectory.ids
+        if single(messages):
+            whole = rendered(env, messages)
+            # Mistral's leaves the system message out once the question is not the last message.
+            assert family == "mistral" or whole[: len(trajectory.prompt_ids)] == trajectory.prompt_ids
+            rewritten += whole[len(trajectory.prompt_ids) :][: len(trajectory.ids)] != trajectory.ids
     assert not seen and turns == len(engine.turns)
     return turns, rewritten
+
+
+def rendered(env, messages):
+    """The ids of a whole conversation, as its prompt was made."""
+    schemas = tool_schemas(env.task.tools)
+    if not shows_tools(env.tokenizer):
+        messages, schemas = with_tools_in_text(messages, schemas), []
+    given = {"tools": schemas} if schemas else {}
+    return list(templated(env.tokenizer, messages, tokenize=True, return_dict=False, **given))
 
 
 def single(messages):

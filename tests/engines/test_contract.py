@@ -107,6 +107,16 @@ def test_the_greedy_response_is_the_most_likely(engine, trainer_model):
     assert logits.max() - logits[sample.responses[0][0]] < 0.1  # bf16 may swap two that are this close
 
 
+def test_a_seed_gives_the_same_response_again_whatever_is_sampled_beside_it(engine):
+    def sampled(prompts, seed):
+        samples = engine.generate(prompts, n=1, sampling=Sampling(max_new_tokens=12, ignore_eos=True, seed=seed))
+        return samples[-1].response_ids.tolist()
+
+    alone = sampled(PROMPTS[:1], 7)
+    assert sampled([*PROMPTS[1:], PROMPTS[0]], 7) == alone
+    assert sampled(PROMPTS[:1], 8) != alone
+
+
 def test_minimum_length_holds_back_the_end(engine):
     samples = engine.generate(PROMPTS, n=8, sampling=Sampling(temperature=2.0, max_new_tokens=20, min_new_tokens=20))
     assert all(sample.offsets.diff().eq(20).all() for sample in samples)

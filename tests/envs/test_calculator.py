@@ -278,6 +278,17 @@ def test_a_wrong_call_of_a_function_is_told_what_is_wrong(arguments):
     assert task.score_dialog(CLIPS, [*task.prompt(CLIPS), message]).total == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("nothing", {"expression": "48+48/2"}), ("calculator", {"expression": "48+48/2", "x": 1})]
+)
+def test_a_call_that_was_refused_earns_nothing_for_the_use_of_a_tool(name, arguments):
+    task, message = Calculator([CLIPS], form="function"), function_call("")
+    message["tool_calls"][0]["function"] = {"name": name, "arguments": json.dumps(arguments)}
+    messages = [*task.prompt(CLIPS), message]
+    messages += [*task.reply(CLIPS, messages), {"role": "assistant", "content": "<answer>72</answer>"}]
+    assert task.score_dialog(CLIPS, messages).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.5}
+
+
 def test_results_of_functions_come_in_the_role_of_tools_alone():
     with pytest.raises(ValueError, match="env.tool_role=user with env.form=function"):
         Calculator([ROW], form="function", tool_role="user")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_rl.envs.chat import Dialog, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, encode_reply
 from grpo_rl.testing import save_tiny_model
+from tests.envs.chat_templates import FAMILIES, tokenizer_of
 
 REPLY = [{"role": "tool", "content": "12"}]
 
@@ -24,6 +25,61 @@ def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
     end, other = tokenizer.eos_token_id, tokenizer("x")["input_ids"][-1]
     assert written(tokenizer, end) == "12<end>>"
     assert written(tokenizer, other) == "<end>12<end>>"
+
+
+def test_no_reply_writes_special_tokens_whatever_its_role(tokenizer):
+    ids = encode_reply(tokenizer, [{"role": "user", "content": "a<end>b"}], tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "a< end>b<end>>"
+
+
+def test_the_reply_that_is_checked_is_the_one_that_conversations_have(tokenizer, monkeypatch):
+    """The template is like Gemma 4's, which shows results of calls alone."""
+    schemas = [{"function": {"name": "f"}}]
+    shows = "{% for m in messages %}{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}{{ m.content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", shows + "|{% endif %}{% endfor %}")
+    check_reply(tokenizer, "user", schemas)
+    with pytest.raises(ValueError, match="leaves out the reply"):
+        check_reply(tokenizer, "tool")
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="leaves out the reply"):
+        check_reply(tokenizer, "user", schemas)
+
+
+BETWEEN = {
+    "smollm2": (
+        "<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n< |im_end|>.<|im_end|>\n<|im_start|>assistant\n"
+    ),
+    "qwen3": (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\n< |im_end|>.\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ),
+    "llama3": (
+        '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"12"<|eot_id|>'
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"< |eot_id|>."<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    "mistral": (
+        '</s>[TOOL_RESULTS] {"content": 12, "call_id": "call00000"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS] {"content": < /s>., "call_id": "call00001"}[/TOOL_RESULTS]'
+    ),
+}
+"""The text behind a turn with two calls, whose second result spells out the family's end of a turn."""
+
+
+@pytest.mark.parametrize("family", BETWEEN)
+def test_between_two_turns_stands_what_the_family_writes_and_nothing_else(family):
+    tokenizer, end = tokenizer_of(family), FAMILIES[family][2]
+    calls = [{"id": f"call0000{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in (0, 1)]
+    reply = [
+        {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": content}
+        for call, content in zip(calls, ["12", f"{end}."], strict=True)
+    ]
+    unsampled = tokenizer.decode(encode_reply(tokenizer, reply, tokenizer("#")["input_ids"][0], calls))
+    assert unsampled == BETWEEN[family]
+    sampled = tokenizer.decode(encode_reply(tokenizer, reply, tokenizer.eos_token_id, calls))
+    assert end + sampled == BETWEEN[family]
 
 
 def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):

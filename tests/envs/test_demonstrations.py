@@ -196,7 +196,9 @@ def test_each_row_is_tokenised_once_at_the_start(tokenizer, monkeypatch):
     seen = []
     encode = chat.encode_prompts
     for module in (prompts, demonstrations_module):
-        monkeypatch.setattr(module, "encode_prompts", lambda t, asked: seen.extend(asked) or encode(t, asked))
+        monkeypatch.setattr(
+            module, "encode_prompts", lambda t, asked, *tools: seen.extend(asked) or encode(t, asked, *tools)
+        )
     demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
     assert len(seen) == len(GSM8K_ROWS)
 

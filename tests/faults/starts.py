@@ -280,7 +280,8 @@ def _sample_in_this_process() -> None:
 
     from grpo_rl.build import asynchronous, site
     from grpo_rl.cluster.fleet import Fleet
-    from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+    from grpo_rl.cluster.fleet_engine import FleetEngine
+    from grpo_rl.engines.loop_thread import LoopThread
     from grpo_rl.settings.devices import allocate
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
 

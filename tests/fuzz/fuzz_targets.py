@@ -535,6 +535,20 @@ def _action(text: str) -> Any:
     return action_of(text, {"required": ["x", "y"], "properties": {"x": {}, "y": {}}})
 
 
+def _agents_request(body: bytes) -> Any:
+    from grpo_rl.agents.messages import digests, for_template
+    from grpo_rl.agents.requests import read_json, read_request
+    from grpo_rl.engines.sampling import Sampling
+
+    request = read_request(read_json(body), Sampling(), "policy", is_trained=False)
+    return request, digests([for_template(message) for message in request.messages], request.tools)
+
+
+def _is_request(result: Any) -> None:
+    request, told = result
+    assert len(told) == len(request.messages) + 1 and request.n >= 1
+
+
 TARGETS = [
     Target("calculate", _as_is, _calculate, _corpus("calculate"), _short_text, error=None),
     Target("judge verdicts", _as_is, lambda text: _verdict(text, 0, 10), _corpus("judge verdicts"), _in_range),
@@ -555,6 +569,8 @@ TARGETS = [
            examples=60, watched=False, clock=time.monotonic),
     Target("chat", _as_is, _in_chat, _corpus("responses"), error=None),
     Target("chat templates", _without_powers, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
+    Target("agent requests", lambda text, _: text.encode(errors="replace"), _agents_request,
+           _corpus("agent requests"), _is_request, examples=60),
     Target("overrides", _override_words, _composed, _corpus("overrides"), _is_settings, deadline_s=DEAR_S, examples=40,
            may_name_environment=True),
     Target("config file", _file("experiment/fuzzed.yaml"), _own_config, _corpus("config file"), _is_settings,

@@ -137,11 +137,12 @@ BY_HAND = {
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
         inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps
         env.episodes""",
-    "a number": """env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s loss.advantage_clip
+    "a number": """env.deadline_s env.score_timeout_s inference_model.deadline_s logger.wait_deadline_s
+        loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
-        env.corpus env.system_prompt env.completion_column logger.name
+        env.corpus env.system_prompt env.completion_column env.tool_parser env.command env.agent env.scorer logger.name
         model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel
         train_model.quantization env.url env.name""",
     "a list of numbers": "optimizer.betas",
@@ -187,7 +188,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
             Settings.read(wrong)
         told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
         assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
-        lists = {"a list of texts", "text or a list of names", "text, a list or a mapping"}
+        lists = {"a list", "a list of texts", "text or a list of names", "text, a list or a mapping"}
         accepted = {
             "fast": {"text", "text or a list of names", "text, a list or a mapping"},
             0.5: {"a number"},
@@ -407,3 +408,26 @@ def test_other_names_of_settings_are_names_of_none_and_lead_to_one_that_exists()
     names = {name for of_key in OTHERS.values() for name in of_key}
     assert not names & last  # the setting of that name would be suggested
     assert names & SAME.keys() == {"epsilon"}  # one home for a name; TRL's epsilon is both clips
+
+
+AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "env.command=None and env.agent=None; set one of them"),
+        ([*AGENT, "env.command=x"], "env.command=x and env.agent=my_agents:solve; set one of them"),
+        (["env.command=x"], "env.dataset=agent has no rows of its own; set env.path, or env.scorer"),
+        ([*AGENT, "env.scorer=agent"], "env.scorer=agent; it must be gsm8k |"),
+        ([*AGENT, "env.scorer=gsm9k"], "env.scorer=gsm9k; it must be gsm8k |"),
+        ([*AGENT, "evaluate.rows=5"], "held-out rows are given to the policy alone"),
+        ([*AGENT, "env.max_calls=0"], "env.max_calls is 0; it must be 1 or more"),
+    ],
+)
+def test_settings_of_an_agent_that_make_no_sense_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.read(config("env=agent", *overrides))
+    Settings.read(config("env=agent", *AGENT))
+    with pytest.raises(ValueError, match="is agent; held-out rows are given to the policy alone"):
+        Settings.read(config("evaluate.rows=5", "evaluate.tasks=[{task: agent, rows: 5}]"))

@@ -41,7 +41,7 @@ def sampling_params(
     native = {"top_k": sampling.top_k or ALL} if return_sampling_mask else {}
     if return_sampling_mask and greedy:
         native = {"top_k": 1, "temperature": 1.0, "seed": 0}
-    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, **native}
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed, **native}
     return SamplingParams(
         n=n,
         **settings,

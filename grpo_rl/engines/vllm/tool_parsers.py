@@ -20,11 +20,14 @@ from vllm.tool_parsers import ToolParserManager
 MARKS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
 )
 """Text in a chat template, and the parser of the models that have it; the first counts."""
+THOUGHT = ("<think>", "</think>")
+"""Text around a thought; the chat template may write the first into the prompt."""
 
 
 class ToolParser:
@@ -45,18 +48,24 @@ class ToolParser:
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """The text before the calls, and the calls as OpenAI's ``tool_calls``; text without calls comes back whole.
 
+        A call in a thought is no call, as in vLLM's own server; a thought without an end holds the whole text.
+
         Args:
             text: the response with special tokens, some formats being made of them, and without the one that ended it.
         """
+        thought, end, said = text.partition(THOUGHT[1])
+        if not end and text.lstrip().startswith(THOUGHT[0]):
+            return text, []
+        thought, said = (thought + end, said) if end else ("", text)
         parser = self._parser(self._tokenizer, self._request.tools)
         try:
-            found = parser.extract_tool_calls(text, request=self._request)
+            found = parser.extract_tool_calls(said, request=self._request)
         # Untrusted text in foreign code: what no parser understands is text, as in vLLM's own server.
         except Exception:
             return text, []
         if not found.tools_called:
             return text, []
-        return found.content or "", [_as_openai(call) for call in found.tool_calls]
+        return thought + (found.content or ""), [_as_openai(call) for call in found.tool_calls]
 
 
 def _as_openai(call: Any) -> dict[str, Any]:
@@ -85,7 +94,9 @@ def tool_parser(
         logging.getLogger(f"vllm.{folder}").setLevel(logging.CRITICAL)
     try:
         parser = ToolParserManager.get_tool_parser(chosen)
-        parser(tokenizer)
+        # A parser that reads ids instead of text raises NotImplementedError at every text.
+        request = ChatCompletionRequest.model_validate({"messages": [], "model": "policy"})
+        parser(tokenizer).extract_tool_calls("", request=request)
     # Foreign code: a parser raises what it likes where the vocabulary lacks its tokens.
     except Exception as error:
         raise ValueError(

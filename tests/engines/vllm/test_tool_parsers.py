@@ -47,6 +47,26 @@ def test_the_calls_of_each_family_are_read(tokenizer, name, text, content):
         assert len({call["id"] for call in calls}) == 2 and {call["type"] for call in calls} == {"function"}
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (
+            f"<think>I should use <tool_call> tags.</think>\n{CALL}",
+            "<think>I should use <tool_call> tags.</think>\n",
+            ["f"],
+        ),
+        (f"no, not {CALL}</think>\n4", f"no, not {CALL}</think>\n4", []),
+        (f"<think>or {CALL}", f"<think>or {CALL}", []),
+    ],
+)
+def test_a_thought_neither_calls_nor_hides_a_call(tokenizer, text, content, names):
+    found, calls = tool_parser("hermes", tokenizer).parse(text)
+    assert (found, [call["function"]["name"] for call in calls]) == (content, names)
+
+
 @pytest.mark.parametrize("text", ["", "4", "<tool_call>{", '<tool_call>{"name": "f"}</tool_call>', "<tool_call>[1]"])
 def test_text_without_a_whole_call_comes_back_as_it_is_and_logs_nothing(tokenizer, text, capfd):
     parser = tool_parser("hermes", tokenizer)
@@ -73,5 +93,7 @@ def test_a_wrong_name_and_a_template_without_calls_are_told(tmp_path):
         tool_parser("hermess", plain)
     with pytest.raises(ValueError, match="shows no format of calls .* set env.tool_parser to one of .*hermes"):
         tool_parser(None, plain)
+    with pytest.raises(ValueError, match="env.tool_parser=openai does not fit the tokenizer: NotImplementedError"):
+        tool_parser("openai", plain)
     with pytest.raises(ValueError, match="env.tool_parser=llama3_json does not fit the tokenizer: .*python_tag"):
         tool_parser("llama3_json", plain)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import shlex
+import socketserver
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,14 +21,17 @@ pytest.importorskip("mcp")
 from transformers import AutoTokenizer
 
 from grpo_rl.build.environment import make_env
+from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
+from grpo_rl.envs.tools import mcp
 from grpo_rl.envs.tools.functions import Dropped
 from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 
+close = Server.close
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 COMMAND = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
 
@@ -84,6 +93,25 @@ def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, argument
     assert task._of["add"].starts == starts + again
 
 
+def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
+    task = with_mcp(Calculator([ROW], form="function"), [COMMAND])
+    assert results(task, ("calculator", {"expression": "6*7"}), ("add", {"a": 1, "b": 1})) == ["42", "2"]
+    task._of["add"].close()
+
+
+def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
+    ended = []
+    monkeypatch.setattr(Server, "close", lambda self: ended.append(self) or close(self))
+    with pytest.raises(ValueError, match="two tools have the name act, add, freeze"):
+        with_mcp(GSM8K([ROW]), [COMMAND, COMMAND])
+    assert len(ended) == 2 and all(server._current is None for server in ended)
+
+
+def test_a_call_that_may_outlast_the_reply_is_refused():
+    with pytest.raises(ValueError, match="may take 62 s, 50 of timeout_s and 12 .* but a reply 60"):
+        with_mcp(GSM8K([ROW]), [{"command": "x", "timeout_s": 50}], 60.0)
+
+
 def test_on_failure_drop_takes_the_conversation_out():
     task = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "on_failure": "drop"}])
     with pytest.raises(Dropped, match="the MCP server .* failed"):
@@ -101,6 +129,12 @@ def test_on_failure_drop_takes_the_conversation_out():
         ({"command": "x", "url": "http://localhost"}, "must have a command or a url"),
         ({"comand": "x"}, "has comand; an entry has command, url"),
         ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
+        ({"command": "x", "timeout_s": True}, "timeout_s=True"),
+        (5, "env.mcp: 5 must be a command, a URL, or a mapping"),
+        ({"command": 5}, "env.mcp: 5 must be a text"),
+        ({"url": 5}, "env.mcp: 5 must be a text"),
+        ("python 'x", "env.mcp: the command python 'x can't be read: No closing quotation"),
+        ("HTTP://example.com/mcp", "is not on this machine"),
         ({"command": "x", "on_failure": "ignore"}, "on_failure=ignore; choose tell or drop"),
     ],
 )
@@ -129,3 +163,55 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
     assert result["content"] == "2"
     env.task._of["add"].close()
+
+
+def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp, "START_S", 0.5)
+    pid = tmp_path / "pid"
+    server = Server(shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"]))
+    with pytest.raises(ValueError, match="told no tools"):
+        server.schemas()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_call_that_fails_late_leaves_the_server_that_was_started_after_it():
+    server = Server(COMMAND)
+    old = server._connected()
+    with pytest.raises(RuntimeError, match="restarted"):
+        server.call("act", {"how": "die"})
+    assert server.call("add", {"a": 1, "b": 1}) == "2"
+    server._end(old)
+    assert server.call("add", {"a": 1, "b": 2}) == "3" and server.starts == 2
+    server.close()
+
+
+def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
+    """Both are counting listeners that hang up: the one at the URL has to be reached, the proxy not."""
+    reached = []
+
+    class HangsUp(socketserver.BaseRequestHandler):
+        def handle(self):
+            reached.append(self.server.name)
+
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in ("server", "proxy"):
+            listener = stack.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), HangsUp))
+            listener.name, ports[name] = name, listener.server_address[1]
+            threading.Thread(target=listener.serve_forever, daemon=True).start()
+            stack.callback(listener.shutdown)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{ports['proxy']}")
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv("NO_PROXY", "")
+        with pytest.raises(ValueError, match="told no tools"):
+            Server(f"http://127.0.0.1:{ports['server']}/mcp").schemas()
+    assert set(reached) == {"server"}
+
+
+def test_tools_on_further_pages_are_found():
+    class Pages:
+        async def list_tools(self, cursor=None):
+            return SimpleNamespace(tools=[cursor or "first"], next_cursor=None if cursor else "second")
+
+    assert asyncio.run(mcp._all_tools(Pages())) == ["first", "second"]

@@ -1,0 +1,90 @@
+"""Rows for agents: sessions of a program of one's own, scored by another task or by what the program tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.spec import TaskSpec, task_spec
+from grpo_rl.envs.tables import load_rows
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
+
+TOLD = "agent_reward"
+"""The column under which a session's reward stands, as its agent told it."""
+SHOWN = 500
+"""Characters of a row that people are shown as its question."""
+
+
+class Told(Task):
+    """Rows of any columns; a session earns what its agent says.
+
+    An agent that plays a game of which the row is the seed tells 1 when it wins:
+
+    >>> task = Told([{"seed": 7}])
+    >>> task.prompt(task.rows[0])[0]["content"], task.score({"seed": 7, "agent_reward": 1.0}, "").parts
+    ('{"seed": 7}', {'agent': 1.0})
+    """
+
+    reward_parts = ("agent",)
+
+    def __init__(self, rows: Sequence[dict]) -> None:
+        self.rows = rows
+
+    def prompt(self, row: dict) -> Messages:
+        """The row as JSON, for people: the agent makes its own prompts."""
+        return [{"role": "user", "content": json.dumps(row, default=str, ensure_ascii=False)[:SHOWN]}]
+
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward that the agent told; a response by itself has none."""
+        if TOLD not in row:
+            raise Unjudgeable("its agent tells the reward of a session")
+        return Reward({"agent": row[TOLD]})
+
+
+def make_agent_task(
+    rows: Sequence[dict],
+    *,
+    command: str | None = None,
+    agent: str | None = None,
+    scorer: str | None = None,
+    scorer_settings: Mapping[str, Any] = MappingProxyType({}),
+    deadline_s: float = 300,
+    max_calls: int = 100,
+    max_session_tokens: int = 100_000,
+    max_sessions: int = 256,
+) -> Task:
+    """The scorer's task of these rows, or :class:`Told`.
+
+    Args:
+        scorer: one of the values of ``env.dataset``.
+        scorer_settings: its own.
+
+    The others are read by what plays the sessions (`grpo_rl.collectors.agents`).
+    """
+    spec = replace(_spec(scorer), load_rows=lambda *_, **__: rows)
+    return spec.make_task(**scorer_settings)
+
+
+def _load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+    return load_rows(path, split, reader="env.dataset=agent")
+
+
+def _spec(scorer: str | None) -> TaskSpec:
+    return task_spec(scorer) if scorer else TaskSpec(Told, _load_rows)
+
+
+@dataclass(frozen=True)
+class AgentSpec(TaskSpec):
+    """Another task, whose rows agents play and whose scorer judges their final messages; or :class:`Told`."""
+
+    def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
+        """See :meth:`TaskSpec.rows`."""
+        return _spec(settings["scorer"]).rows(path, split, settings["scorer_settings"])
+
+
+AgentEnv = AgentSpec(make_agent_task, _load_rows, takes_reward=True)

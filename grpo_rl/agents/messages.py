@@ -1,0 +1,151 @@
+"""Messages as OpenAI's clients write them: compared with what was said before, and written for chat templates."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.chat import decode_responses, decode_turn
+
+Message = dict[str, Any]
+"""A message of OpenAI's chat format."""
+SILENT = ("refusal", "annotations", "audio", "function_call")
+"""Keys that clients send back with what they were given, and that no template reads."""
+
+
+class ToolParser(Protocol):
+    """Finds a model's calls of tools in its text, in the model's own format."""
+
+    def parse(self, text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """The text beside the calls, and the calls as OpenAI's ``tool_calls``; without calls, the text as it is.
+
+        Args:
+            text: with special tokens, some formats being made of them, and without the one that ended it.
+        """
+        ...
+
+
+MakeParser = Callable[[PreTrainedTokenizerBase, Sequence[Any]], ToolParser]
+"""Makes the parser of the calls of these tools."""
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which is a text, a list of text parts, or null.
+
+    Raises:
+        ValueError: it is something else, such as a picture.
+
+    >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), text_of(None)
+    ('ab', '')
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise ValueError(f"content is {content!r:.80}; it must be a text, text parts or null")
+
+
+def for_template(message: Any) -> Message:
+    """The message in one form: content as one text, arguments of tool calls as JSON without spaces to spare.
+
+    Raises:
+        ValueError: it is no message.
+
+    >>> for_template({"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "refusal": None})
+    {'role': 'system', 'content': 'Be brief.'}
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is {message!r:.80}; it must be an object with a role and a content")
+    given = {key: value for key, value in message.items() if value not in (None, "", []) and key not in SILENT}
+    plain = {"role": "system" if message["role"] == "developer" else message["role"]}
+    plain |= {"content": text_of(given.pop("content", None))} | {k: v for k, v in given.items() if k != "role"}
+    if "tool_calls" in given:
+        if not isinstance(given["tool_calls"], list):
+            raise ValueError(f"tool_calls is {given['tool_calls']!r:.80}; it must be a list")
+        plain["tool_calls"] = [_call(call) for call in given["tool_calls"]]
+    return plain
+
+
+def _call(call: Any) -> Message:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        name, own_id = function["name"], call.get("id")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a tool call is {call!r:.80}; it must have a function with a name and arguments") from error
+    with contextlib.suppress(ValueError, RecursionError):  # a model's own mistake stays as it is
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(read, ensure_ascii=False)
+    return {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
+    """For each number of messages from 0 on, a digest of the tools and so many messages.
+
+    Ids of calls count as the numbers of the calls, as some clients number them anew and the policy never wrote them; of
+    the policy's own messages, what it said counts alone, since clients add keys of theirs.
+
+    Args:
+        messages: as of :func:`for_template`.
+    """
+    digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
+    found, numbers = [digest.digest()], {}
+    for message in messages:
+        counted = dict(message)
+        if message["role"] == "assistant":
+            counted = {key: message[key] for key in ("role", "content", "name") if key in message}
+        if "tool_calls" in message:
+            counted["tool_calls"] = [call["function"] for call in message["tool_calls"]]
+            numbers |= {str(call["id"]): len(numbers) + at for at, call in enumerate(message["tool_calls"])}
+        if "tool_call_id" in message:
+            counted["tool_call_id"] = numbers.get(str(message["tool_call_id"]), message["tool_call_id"])
+        digest.update(json.dumps(counted, sort_keys=True).encode() + b"\n")
+        found.append(digest.digest())
+    return found
+
+
+def response_message(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop: Sequence[str], parser: ToolParser | None, number: int
+) -> tuple[Message, str | None]:
+    """The message of the policy that these ids are, its text up to a stop string and its calls of tools; and a problem.
+
+    Args:
+        parser: finds the calls; None: the text is all there is. Where it fails the text is all there is, too, and the
+            problem says why.
+        number: of the response in its session; ids of calls are made of it.
+    """
+    text = decode_responses(tokenizer, [list(ids)])[0]
+    message: Message = {"role": "assistant", "content": _before(stop, text)}
+    if parser is None:
+        return message, None
+    try:
+        content, calls = parser.parse(_before(stop, decode_turn(tokenizer, ids)))
+        if not calls:
+            return message, None
+        # Nine letters and digits, as Mistral's templates ask for.
+        own = [{**call, "id": f"c{number % 10**5:05}{at % 10**3:03}"} for at, call in enumerate(calls)]
+        called = {"role": "assistant", "content": content or None, "tool_calls": own}
+        for_template(called)
+        json.dumps(called)
+    except Exception as error:  # untrusted text in the user's code: what it can't read is text
+        return message, f"the parser of env.tool_parser failed: {type(error).__name__}: {error}"
+    return called, None
+
+
+def _before(stop: Sequence[str], text: str) -> str:
+    """The text up to the first stop string.
+
+    >>> _before(["#", "c"], "ab#c"), _before([], "ab")
+    ('ab', 'ab')
+    """
+    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]

@@ -1,0 +1,189 @@
+"""Agents as programs and as functions: each plays one session in a process of its own, which may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from grpo_rl.agents.client import Client, NamedFunction, without_proxy
+from grpo_rl.agents.requests import finite
+from grpo_rl.by_name import object_by_name
+from grpo_rl.envs.guards.guard import in_thread
+from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.parent import ending_with_parent
+
+LAST_BYTES = 2000
+"""Bytes of a program's messages that are kept for people: the last ones."""
+
+
+class AgentError(Exception):
+    """An agent failed; the message says how. A TimeoutError says that it was late instead."""
+
+
+class Agent(Protocol):
+    """A program or a function that plays sessions, many at a time."""
+
+    async def play(self, client: Client, row: Mapping[str, Any]) -> object:
+        """The result of one session: a reward as a number, a final response as a text, or None.
+
+        Raises:
+            AgentError: it failed, or was killed.
+            TimeoutError: it was late, and was killed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        ...
+
+
+class Program:
+    """A program, started for each session.
+
+    It finds the endpoint where OpenAI's own client looks for it, in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, the
+    model's name in ``OPENAI_MODEL``, and the row as JSON in its standard input. Its group of processes is killed at the
+    session's end; the program itself also where this process is killed (Linux).
+
+    Args:
+        command: the program and its arguments, split as a shell does; no shell runs it.
+        deadline_s: seconds of one session.
+
+    Raises:
+        ValueError: there is no such program, or the command's quotes don't match.
+    """
+
+    def __init__(self, command: str, deadline_s: float) -> None:
+        try:
+            self._words, self._deadline_s = shlex.split(command), deadline_s
+        except ValueError as error:
+            raise ValueError(f"env.command={command!r} can't be split into words: {error}") from error
+        if not self._words or not shutil.which(self._words[0]):
+            raise ValueError(f"env.command={command!r}: there is no program {' '.join(self._words[:1])!r}")
+
+    async def play(self, client: Client, row: Mapping[str, Any]) -> None:
+        """See :meth:`Agent.play`."""
+        told_row = json.dumps(row, default=str).encode()
+        own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *ending_with_parent(self._words),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **without_proxy(), **own},
+                start_new_session=True,  # a group of its own: what it starts is killed with it
+            )
+        except OSError as error:
+            raise AgentError(f"{self._words[0]} can't be started: {error}") from error
+        told = bytearray()
+        listening = asyncio.ensure_future(_listen(process, told))
+        telling = asyncio.ensure_future(_tell(process, told_row))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                code = await process.wait()
+        except TimeoutError:
+            raise TimeoutError(f"it was not done within {self._deadline_s:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            telling.cancel()
+            await asyncio.wait({listening}, timeout=1.0)
+            listening.cancel()
+        if code:
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            said = told.decode(errors="replace").strip()
+            raise AgentError(f"it ended with {end}" + (f": …{said}" if said else ""))
+
+    def close(self) -> None:
+        """Does nothing: a program ends with its session."""
+
+
+async def _tell(process: asyncio.subprocess.Process, row: bytes) -> None:
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its row
+        process.stdin.write(row)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _listen(process: asyncio.subprocess.Process, told: bytearray) -> None:
+    assert process.stderr
+    while part := await process.stderr.read(1 << 16):
+        told += part
+        del told[:-LAST_BYTES]
+
+
+class Function:
+    """A function ``play(client, row)``, called in processes of their own, which are used again.
+
+    Args:
+        name: ``package.module:function``.
+        deadline_s: seconds of one session.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+
+    def __init__(self, name: str, deadline_s: float) -> None:
+        object_by_name(name, "env.agent")
+        self._name, self._deadline_s, self._closed = name, deadline_s, False
+        self._idle: list[IsolatedCalls] = []
+        self._busy: set[IsolatedCalls] = set()
+
+    async def play(self, client: Client, row: Mapping[str, Any]) -> object:
+        """See :meth:`Agent.play`."""
+        loop = asyncio.get_running_loop()
+        played: asyncio.Future[Any] = loop.create_future()
+        worker = self._worker()
+
+        def call() -> None:
+            try:
+                (result,) = worker.map([(asdict(client), dict(row))])
+            except Exception as error:  # the worker can't be started, or is closed
+                result = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(lambda: played.done() or played.set_result(result))
+
+        in_thread(call)
+        try:
+            result = await played
+        except asyncio.CancelledError:  # nobody waits for the session: its function must not go on
+            in_thread(lambda: worker.close(now=True))
+            raise
+        else:
+            self._idle.append(worker)
+        finally:
+            self._busy.discard(worker)
+        if isinstance(result, TimeoutError):
+            raise result
+        if isinstance(result, Exception):
+            raise AgentError(f"{type(result).__name__}: {result}") from result
+        if result is not None and not isinstance(result, str) and finite(result) is None:
+            raise AgentError(
+                f"{self._name} returned a {type(result).__name__}; it must be a finite number, a text or None"
+            )
+        return result
+
+    def close(self) -> None:
+        """See :meth:`Agent.close`."""
+        self._closed = True
+        for worker in [*self._idle, *self._busy]:
+            worker.close(now=True)
+
+    def _worker(self) -> IsolatedCalls:
+        """One process, by itself, so that it can be killed without the others."""
+        if self._closed:
+            raise AgentError("the run is over")
+        # Without a second try: the session would hold the calls of both.
+        settings: dict[str, Any] = {"deadline_s": self._deadline_s, "memory_gib": None, "again": False}
+        worker = self._idle.pop() if self._idle else IsolatedCalls(NamedFunction(self._name), workers=1, **settings)
+        self._busy.add(worker)
+        return worker

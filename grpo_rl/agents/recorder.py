@@ -1,0 +1,322 @@
+"""Session: the calls of one agent, recorded as the tokens that the policy read and sampled.
+
+Ids never go through text twice. A call whose messages go on from an earlier response is given that call's prompt and
+what was sampled, as they are; only the messages behind are written by the chat template. A call that fits no earlier
+one, as its history was rewritten, is written from its beginning, and becomes a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
+from grpo_rl.data.kept import Kept
+from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.envs.chat import encode_prompts, encode_reply
+from grpo_rl.envs.tools.schemas import tool_schemas
+
+Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
+"""Samples one response to a prompt."""
+
+
+class SessionError(Exception):
+    """A call that a session refuses.
+
+    Args:
+        code: in a word, for programs.
+        message: for people.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one session.
+
+    Args:
+        calls: of the endpoint.
+        tokens: sampled in all calls together.
+    """
+
+    calls: int = 100
+    tokens: int = 100_000
+
+    def __post_init__(self) -> None:
+        if self.calls < 1 or self.tokens < 1:
+            raise ValueError(f"a session has {self.calls} calls and {self.tokens} tokens; each must be at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """One response of the policy, with all that it read.
+
+    Args:
+        parent: the response that its prompt goes on from; None: the prompt was written from its beginning.
+        new_ids: the end of the prompt, behind the parent's tokens.
+        message: as it was returned to the agent.
+        messages: the conversation up to and with it.
+    """
+
+    parent: Response | None
+    prompt_ids: list[int]
+    new_ids: list[int]
+    samples: Samples
+    message: Message
+    messages: list[Message]
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids that were sampled."""
+        return self.samples.response_ids.tolist()
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for how the response ended."""
+        if bool(self.samples.truncated[0]):
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+    @property
+    def chain(self) -> list[Response]:
+        """The responses that lead to this one, which is the last."""
+        chain: list[Response] = []
+        response: Response | None = self
+        while response:
+            chain.append(response)
+            response = response.parent
+        return chain[::-1]
+
+
+@dataclass(eq=False)
+class Recorded:
+    """One sequence of a session, as it is trained on: a chain of calls, each of which extends the one before.
+
+    Args:
+        prompt_ids: of the first call.
+        ids: all tokens behind it; the other lists have an entry for each.
+        trainable: which tokens the policy sampled, and no earlier sequence of the session holds.
+        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.multi_turn.Trajectory`.
+        routes: experts of all tokens, the prompt's too, from the last call, which read them all.
+        truncated: the last response reached a token limit.
+        messages: the conversation.
+    """
+
+    prompt_ids: list[int]
+    messages: list[Message]
+    truncated: bool
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    trainable: list[bool] = field(default_factory=list)
+    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
+    routes: torch.Tensor | None = None
+
+    def add_read(self, ids: Sequence[int], version: int) -> None:
+        """Appends tokens that the policy read and did not choose."""
+        self.ids += ids
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [version] * len(ids)
+        self.trainable += [False] * len(ids)
+        self.kept.append((None, len(ids)))
+
+    def add_sampled(self, samples: Samples, trainable: bool) -> None:
+        """Appends a response of the policy."""
+        ids = samples.response_ids.tolist()
+        self.ids += ids
+        self.log_probs += samples.log_probs.tolist()
+        self.versions += samples.versions.tolist()
+        self.trainable += [trainable] * len(ids)
+        self.kept.append((samples.kept, len(ids)))
+        if samples.routes is not None and samples.prompt_routes is not None:
+            self.routes = torch.cat([samples.prompt_routes, samples.routes])
+
+
+class Session:
+    """The record of one agent's calls.
+
+    Args:
+        tokenizer: of the policy; its chat template writes messages and tools.
+        sample: samples one response; several of one call are sampled side by side.
+        max_model_len: most tokens of a prompt and its response.
+        make_parser: makes what finds calls of tools in responses; None: none are looked for.
+        limits: beyond which calls are refused.
+        seed: mixed into the seeds of calls, so that sessions of one row differ where their agents give the same seed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sample: Sample,
+        max_model_len: int,
+        make_parser: MakeParser | None = None,
+        limits: Limits | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer, self._sample, self._max_model_len = tokenizer, sample, max_model_len
+        self._make_parser, self._limits, self._seed = make_parser, limits or Limits(), seed
+        self.responses: list[Response] = []
+        """All responses that the agent was given, in the order in which they came."""
+        self.counts: Counter[str] = Counter()
+        """Counts of ``calls``; of calls that ``extended`` an earlier response, or had ``rewritten`` the history of all;
+        of responses that are ``branches``, beside another to the same messages or behind the same response; of
+        sampled ``tokens``."""
+        self.problems: dict[str, str] = {}
+        """What made the record worse than it could be, by kind, with the first example of each."""
+        self.ended = False
+        """No further call is taken, and responses that are under way are not recorded."""
+        self._by_history: dict[bytes, Response] = {}
+        self._parsers: dict[bytes, ToolParser] = {}
+        self._asked: set[bytes] = set()
+        self._parents: set[int] = set()
+        self._reserved = 0
+
+    async def ask(
+        self, messages: Sequence[Any], tools: Sequence[Any] = (), n: int = 1, sampling: Sampling | None = None
+    ) -> list[Response]:
+        """The policy's responses to these messages, recorded.
+
+        Args:
+            tools: descriptions of functions, in OpenAI's format.
+            sampling: of each response; its ``max_new_tokens`` is shortened to what context and session have left.
+
+        Raises:
+            SessionError: the session has ended, or a limit is reached.
+            ValueError: the chat template refuses the messages, or they are none.
+        """
+        said = [for_template(message) for message in messages]
+        if not said:
+            raise ValueError("messages is empty; give at least one")
+        self._check_open()
+        history = digests(said, tools)
+        parent, new_ids = self._continued(said, history)
+        if parent is None:
+            prompt = new_ids = encode_prompts(self._tokenizer, [said], tools)[0]
+        else:
+            prompt = [*parent.prompt_ids, *parent.ids, *new_ids]
+        parser = self._parser(tools, history[0])
+        sampling = self._within(sampling or Sampling(), len(prompt), n)
+        self._reserved += n * sampling.max_new_tokens
+        self.counts["calls"] += 1
+        try:
+            sampled = await _side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
+        finally:
+            self._reserved -= n * sampling.max_new_tokens
+        if self.ended:
+            raise SessionError("session_ended", "the session ended while this call was sampled")
+        self._count(parent, history[-1], n)
+        responses = []
+        for samples in sampled:
+            ids, number = samples.response_ids.tolist(), len(self.responses)
+            message, problem = response_message(self._tokenizer, ids, sampling.stop, parser, number)
+            if problem:
+                self.problems.setdefault("parser", problem)
+            whole = [*said, for_template(message)]
+            response = Response(parent, prompt, list(new_ids), samples, message, whole)
+            self._by_history[digests(whole, tools)[-1]] = response
+            self.responses.append(response)
+            self.counts["tokens"] += len(ids)
+            responses.append(response)
+        return responses
+
+    def sequences(self) -> list[Recorded]:
+        """The sequences to train on: one for each response that no call goes on from.
+
+        Where sequences share responses, the first holds them as trainable tokens, so that each sampled token is
+        trained on once: the first that was not cut off, if there is one, as ``loss.mask_truncated`` leaves out others.
+        """
+        inner = {id(response.parent) for response in self.responses}
+        lasts = [response for response in self.responses if id(response) not in inner]
+        holders: dict[int, Response] = {}
+        for last in sorted(lasts, key=lambda last: bool(last.samples.truncated[0])):
+            for response in last.chain:
+                holders.setdefault(id(response), last)
+        found = []
+        for last in lasts:
+            chain = last.chain
+            recorded = Recorded(chain[0].prompt_ids, last.messages, bool(last.samples.truncated[0]))
+            for response in chain:
+                if response.parent is not None:
+                    recorded.add_read(response.new_ids, _first_version(response.samples))
+                recorded.add_sampled(response.samples, holders[id(response)] is last)
+            found.append(recorded)
+        return found
+
+    def _continued(self, said: Sequence[Message], history: Sequence[bytes]) -> tuple[Response | None, list[int]]:
+        """The latest response that the messages go on from, and the ids of the messages behind it."""
+        for count in range(len(said), 0, -1):
+            if said[count - 1]["role"] == "assistant" and (response := self._by_history.get(history[count])):
+                last = response.ids[-1] if response.ids else None
+                try:
+                    calls = response.message.get("tool_calls", ())
+                    return response, encode_reply(self._tokenizer, list(said[count:]), last, calls)
+                except ValueError as error:  # such a template may still write the conversation from its beginning
+                    self.problems.setdefault(
+                        "template", f"an agent's calls can't extend earlier ones, and are written anew: {error}"
+                    )
+                    return None, []
+        return None, []
+
+    def _parser(self, tools: Sequence[Any], digest: bytes) -> ToolParser | None:
+        if not tools or self._make_parser is None:
+            return None
+        if digest not in self._parsers:
+            self._parsers[digest] = self._make_parser(self._tokenizer, tool_schemas(tools))
+        return self._parsers[digest]
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise SessionError("session_ended", "this session has ended")
+        if self.counts["calls"] >= self._limits.calls:
+            raise SessionError("session_limit", f"the session has made all of its {self._limits.calls} calls")
+
+    def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
+        """The settings, shortened to the tokens that are left."""
+        if not 0 < prompt < self._max_model_len:
+            raise SessionError(
+                "context_length_exceeded",
+                f"the messages have {prompt} tokens, and the context is {self._max_model_len} with the response",
+            )
+        left = (self._limits.tokens - self.counts["tokens"] - self._reserved) // n
+        if left < 1:
+            raise SessionError("session_limit", f"the session has sampled all of its {self._limits.tokens} tokens")
+        most = min(sampling.max_new_tokens, self._max_model_len - prompt, left)
+        return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
+
+    def _seeded(self, sampling: Sampling, i: int) -> Sampling:
+        if sampling.seed is None:
+            return sampling
+        return replace(sampling, seed=zlib.crc32(f"{self._seed}/{sampling.seed}/{i}".encode()))
+
+    def _count(self, parent: Response | None, asked: bytes, n: int) -> None:
+        again = asked in self._asked if parent is None else id(parent) in self._parents
+        self.counts["extended"] += parent is not None
+        self.counts["rewritten"] += parent is None and not again and bool(self._asked)
+        self.counts["branches"] += n - 1 + again
+        self._parents.add(id(parent))
+        self._asked.add(asked)
+
+
+def _first_version(samples: Samples) -> int:
+    """The policy version that sampled the first token."""
+    return int(samples.versions[0]) if len(samples.versions) else samples.version
+
+
+async def _side_by_side(calls: Sequence[Awaitable[Samples]]) -> list[Samples]:
+    """The results of all calls, which run side by side; where one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

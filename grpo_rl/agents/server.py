@@ -1,0 +1,220 @@
+"""ChatServer: OpenAI's chat endpoint over sessions, on loopback unless asked otherwise."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.agents.client import LOOPBACK
+from grpo_rl.agents.recorder import Response, Session, SessionError
+from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
+from grpo_rl.engines.base import Sampling
+
+MAX_BODY_BYTES = 16 << 20
+"""Bytes of a request's body, unless another number is given."""
+CLOSE_S = 1.0
+"""Seconds that calls under way have to end when the server is closed."""
+
+
+class ChatServer:
+    """Answers the calls of all sessions, each named by the key that its agent sends as bearer token.
+
+    - ``POST /v1/chat/completions``: streams (in one piece, once a response is complete), tools, several choices, seeds,
+      stop strings, log-probabilities.
+    - ``GET /v1/models``: the one that is served.
+    - ``POST /v1/reward`` with ``{"reward": 0.5}``: the session's reward; the last one counts.
+
+    Args:
+        model: its name for clients.
+        tokenizer: of the policy.
+        sampling: what requests leave open, see :func:`~grpo_rl.agents.requests.read_request`.
+        is_trained: the run's own distribution holds, whatever requests ask for.
+        max_body_bytes: of a request.
+        stranger: makes the session of a key that none was opened for; None: such calls are refused.
+        takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        is_trained: bool = True,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        stranger: Callable[[str], Session | None] | None = None,
+        takes_rewards: bool = True,
+    ) -> None:
+        self.model, self._tokenizer, self._sampling, self._is_trained = model, tokenizer, sampling, is_trained
+        self._stranger, self._takes_rewards = stranger, takes_rewards
+        self._sessions: dict[str, Session] = {}
+        self.notes: dict[str, None] = {}
+        """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
+        self.rewards: dict[str, float] = {}
+        """Rewards that agents have told, by the session's key."""
+        self._begun = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        """The base URL for clients, once the server has started; it ends on ``/v1``."""
+        self._app = web.Application(middlewares=[_in_openais_form], client_max_size=max_body_bytes)
+        self._app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._models),
+                web.post("/v1/reward", self._reward),
+            ]
+        )
+
+    async def start(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Listens; port 0 takes a free one.
+
+        Raises:
+            ValueError: the port is taken.
+        """
+        # A client that is gone ends its call: nobody would read the response.
+        self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self.close()
+            raise ValueError(
+                f"port {port} can't be used ({error.strerror}); take another, or 0 for a free one"
+            ) from error
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        """Ends the calls under way, and listens no more."""
+        if self._runner:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def open(self, session: Session) -> str:
+        """The key of a session, whose calls are taken until :meth:`end`."""
+        key = f"session-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> float | None:
+        """Ends a session, and returns the reward that its agent has told, if it has."""
+        self._sessions.pop(key).ended = True
+        return self.rewards.pop(key, None)
+
+    def _session(self, request: web.Request) -> tuple[str, Session]:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key) if scheme.lower() == "bearer" and key else None
+        if session is None and scheme.lower() == "bearer" and key and self._stranger:
+            session = self._stranger(key)
+        if session is None:
+            raise RequestError(
+                "no session has this key: none was opened, or it has ended", None, "invalid_api_key", 401
+            )
+        return key, session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self.model, "object": "model", "created": self._begun, "owned_by": "grpo_rl"}
+        if (name := request.match_info.get("name")) is None:
+            return web.json_response({"object": "list", "data": [model]})
+        if name != self.model:
+            raise RequestError(
+                f"the model {name:.80} does not exist; {self.model} does", "model", "model_not_found", 404
+            )
+        return web.json_response(model)
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        key, _ = self._session(request)
+        body = read_json(await request.read())
+        reward = body.get("reward") if isinstance(body, dict) else None
+        number = finite(reward)
+        if number is None:
+            raise RequestError(f"reward is {reward!r:.80}; it must be a finite number", "reward")
+        if not self._takes_rewards:
+            raise RequestError("env.scorer gives the reward of this session; it takes no other", "reward")
+        self.rewards[key] = number
+        return web.json_response({"reward": reward})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        _, session = self._session(request)
+        asked = read_request(read_json(await request.read()), self._sampling, self.model, self._is_trained)
+        for note in asked.notes:
+            if len(self.notes) < 100:
+                self.notes[note] = None
+        try:
+            responses = await session.ask(asked.messages, asked.tools, asked.n, asked.sampling)
+        except ValueError as error:
+            raise RequestError(str(error), "messages") from error
+        except SessionError as error:
+            status = 400 if error.code == "context_length_exceeded" else 403
+            raise RequestError(str(error), None, error.code, status) from error
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
+        headers = {"X-Notes": "; ".join(asked.notes)[:1000]} if asked.notes else {}
+        if not asked.stream:
+            choices = [self._choice(i, response, asked.logprobs) for i, response in enumerate(responses)]
+            body = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(responses)}
+            return web.json_response(body, headers=headers)
+        stream = web.StreamResponse(
+            headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await stream.prepare(request)
+        for chunk in self._chunks(head, asked, responses):
+            await stream.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    def _choice(self, i: int, response: Response, with_logprobs: bool) -> dict[str, Any]:
+        logprobs = self._logprobs(response) if with_logprobs else None
+        message = {"refusal": None, **response.message}
+        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": response.finish_reason}
+
+    def _chunks(self, head: dict[str, Any], asked: ChatRequest, responses: list[Response]) -> list[dict[str, Any]]:
+        head = {**head, "object": "chat.completion.chunk"} | ({"usage": None} if asked.include_usage else {})
+        chunks = []
+        for i, response in enumerate(responses):
+            delta = dict(response.message)
+            if "tool_calls" in delta:
+                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+            logprobs = self._logprobs(response) if asked.logprobs else None
+            for part, reason in ((delta, None), ({}, response.finish_reason)):
+                choice = {"index": i, "delta": part, "logprobs": None if reason else logprobs, "finish_reason": reason}
+                chunks.append({**head, "choices": [choice]})
+        if asked.include_usage:
+            chunks.append({**head, "choices": [], "usage": _usage(responses)})
+        return chunks
+
+    def _logprobs(self, response: Response) -> dict[str, Any]:
+        entries = []
+        for token, log_prob in zip(response.ids, response.samples.log_probs.tolist(), strict=True):
+            text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            # JSON has no infinities; OpenAI, too, writes -9999 for what is next to impossible.
+            log_prob = max(log_prob, -9999.0)
+            entries.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": entries, "refusal": None}
+
+
+def _usage(responses: list[Response]) -> dict[str, int]:
+    prompt, sampled = len(responses[0].prompt_ids), sum(len(response.ids) for response in responses)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+@web.middleware
+async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        message, param, code, status = error.message, error.param, error.code, error.status
+    except web.HTTPException as error:  # no such path or method, or a body that is too large
+        message, param, code, status = error.text or error.reason, None, None, error.status
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as error:  # untrusted requests: whatever breaks is told in the form that clients read
+        message, param, code, status = f"{type(error).__name__}: {error}", None, None, 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return web.json_response(content, status=status)

@@ -1,0 +1,46 @@
+"""Builds what plays the sessions of ``env.dataset=agent``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_rl.agents.programs import Function, Program
+from grpo_rl.agents.recorder import Limits
+from grpo_rl.build.environment import tool_parser_of
+from grpo_rl.collectors.agents import AgentGroups, AgentSettings
+from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.settings.schema import Settings
+
+
+def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
+    """The groups of agents' sessions; None where ``env.dataset`` is another task.
+
+    Raises:
+        ValueError: there is no such program, function or parser.
+    """
+    if settings.env.dataset != "agent":
+        return None
+    own = settings.env.task
+    deadline_s = own["deadline_s"]
+    if own["command"]:
+        agent = Program(own["command"], deadline_s)
+    else:
+        agent = Function(own["agent"], deadline_s)
+    make_parser = tool_parser_of(settings)
+    if settings.env.tool_parser is not None:
+        make_parser(env.tokenizer, [])  # a wrong name is told before anything starts
+    return AgentGroups(
+        env,
+        AgentSettings(
+            agent=agent,
+            model=Path(settings.model.name).name,
+            deadline_s=deadline_s,
+            limits=Limits(own["max_calls"], own["max_session_tokens"]),
+            make_parser=make_parser,
+            tells=own["scorer"] is None,
+            max_sessions=own["max_sessions"],
+        ),
+        Sampling(**settings.sampling),
+        settings.inference_model.max_model_len,
+    )

@@ -1,0 +1,1 @@
+"""Serves a model to agents by OpenAI's API, without training it."""

@@ -1,0 +1,66 @@
+"""Sessions over an engine that plays given responses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.agents.recorder import Session
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.testing import save_tiny_model
+
+MAX_MODEL_LEN = 400
+
+
+class Parser:
+    """Takes all text behind "!" for the arguments of a call of ``add``."""
+
+    def __init__(self, tokenizer=None, tools=()):
+        pass
+
+    def parse(self, text):
+        content, bang, arguments = text.partition("!")
+        function = {"name": "add", "arguments": arguments}
+        return content, [{"id": "any", "type": "function", "function": function}] if bang else []
+
+
+class Played:
+    """A session over an engine whose responses are those of a list, in order; ``seen`` holds prompt and response."""
+
+    def __init__(self, tokenizer, responses, **settings):
+        said = iter(responses)
+        self.seen, self.version = [], 0
+
+        async def sample(prompt, sampling):
+            engine = ScriptedEngine(lambda *_: next(said))
+            engine.version = self.version
+            (samples,) = engine.generate([prompt], 1, sampling)
+            self.seen.append((list(prompt), samples.response_ids.tolist(), sampling))
+            return samples
+
+        self.session = Session(tokenizer, sample, MAX_MODEL_LEN, **{"make_parser": Parser} | settings)
+
+    def ask(self, messages, **settings):
+        return asyncio.run(self.session.ask(messages, **settings))
+
+
+@pytest.fixture(scope="package")
+def tokenizer(tmp_path_factory):
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+    # A template that takes tools and writes none: tests stay short.
+    tokenizer.chat_template = "{% if tools %}{% endif %}" + tokenizer.chat_template
+    return tokenizer
+
+
+@pytest.fixture(scope="package")
+def play(tokenizer):
+    """Makes a session whose policy says the given texts, each ended, or samples the given ids."""
+
+    def make(*said, **settings):
+        end = tokenizer.eos_token_id
+        ids = [[*tokenizer(one)["input_ids"], end] if isinstance(one, str) else one for one in said]
+        return Played(tokenizer, ids, **settings)
+
+    return make

@@ -1,0 +1,143 @@
+"""Both scripts train an agent that uses OpenAI's own client, two tools and a retry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.collectors.agents import AgentGroups
+from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import run_script, save_tiny_model
+
+SOTA = Path(__file__).parents[2] / "sota"
+AGENT = '''
+import json, os, signal
+from openai import OpenAI
+
+def function(name, *parameters):
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+TOOLS = [function("length", "text"), function("upper", "text")]
+RUN = {"length": lambda text: str(len(text)), "upper": lambda text: text.upper()}
+
+def solve(client, row):
+    """Two rounds at most; a response without a call is asked for once again."""
+    model = OpenAI(base_url=client.base_url, api_key=client.api_key)
+    messages, retried = [{"role": "user", "content": row["question"]}], False
+    for _ in range(3):
+        answer = model.chat.completions.create(model=client.model, messages=messages, tools=TOOLS, seed=1)
+        message = answer.choices[0].message
+        if row["question"] == "2?" and messages[-1]["role"] == "tool":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not message.tool_calls:
+            if retried:
+                return message.content
+            retried = True
+            continue
+        messages.append(message)
+        for call in message.tool_calls:
+            result = RUN[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return None
+
+class Parser:
+    """A text whose first letter has an odd number calls each tool: a random model writes no format."""
+
+    def __init__(self, tokenizer, tools):
+        pass
+
+    def parse(self, text):
+        if not text or ord(text[0]) % 2 == 0:
+            return text, []
+        arguments = json.dumps({"text": text[:2]})
+        return "", [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in RUN]
+'''
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    """A run of three steps of two groups of two or more sessions; the agents of one row are killed after a tool."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "solver.py").write_text(AGENT)
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_tiny_model(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # A template that takes tools and writes none: the context is short.
+    tokenizer.chat_template = "{% if tools %}{% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(model)
+    return folder, [
+        "env.dataset=agent", "env.agent=solver:solve", "env.tool_parser=solver:Parser", "env.scorer=gsm8k",
+        f"model.name={model}", f"env.path={folder / 'rows.jsonl'}", "env.num_envs=2", "env.max_failed_fraction=1",
+        "env.scorer_settings={system_prompt: null, reward: {correctness: 1, reasoning_format: 1, answer_format: 0,"
+        " reasoning_pattern: '[0-9]', answer_pattern: x}}",
+        "train.micro_batch_tokens=64", "train_model.compile=false", "sampling.max_new_tokens=6",
+        "inference_model.max_model_len=128", "optimizer.lr=1e-2",
+    ]  # fmt: skip
+
+
+def trained(monkeypatch, overrides, script, tmp_path):
+    """Plays the script; its metrics, the groups that were trained on, and the sessions behind all groups."""
+    folder, given = overrides
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    groups, sessions = {}, {}
+    collect, judged = BroadcastCollector.collect, AgentGroups._judged
+
+    def collects(self, size):
+        found = collect(self, size)
+        groups.update((group.group_id, group) for group in found)
+        return found
+
+    def judges(self, prompt, played):
+        sessions[prompt.group_id] = [one for one in played if one.failure is None]
+        return judged(self, prompt, played)
+
+    monkeypatch.setattr(BroadcastCollector, "collect", collects)
+    monkeypatch.setattr(AgentGroups, "_judged", judges)
+    run = run_script(SOTA / script, given, tmp_path / "run")
+    return read_metrics(run), groups, sessions
+
+
+def check(rows, groups, sessions, steps):
+    assert len(rows) >= steps and groups
+    for number, group in groups.items():
+        record = [one for played in sessions[number] for one in played.session.sequences()]
+        masks = group.trainable.split(group.lengths.tolist())
+        assert [[*group.prompt_ids.tolist(), *ids.tolist()] for ids in group.responses] == [
+            [*one.prompt_ids, *one.ids] for one in record
+        ]
+        # What is trained on are the responses as the endpoint gave them, each once.
+        said = sorted(tuple(response.ids) for played in sessions[number] for response in played.session.responses)
+        own = [ids[mask].tolist() for ids, mask in zip(group.responses, masks, strict=True)]
+        assert sorted(i for ids in own for i in ids) == sorted(i for ids in said for i in ids)
+    return rows[-1]
+
+
+@pytest.mark.nightly
+def test_the_sync_script_trains_an_agent_with_transformers(monkeypatch, overrides, tmp_path):
+    sizes = ["env.repeats=2", "train.optim_batch_size=4", "train.total_dialog_turns=16"]
+    folder, given = overrides
+    given = [*given, *sizes, "inference_model.engine=transformers"]
+    last = check(*trained(monkeypatch, (folder, given), "grpo.py", tmp_path), steps=2)
+    assert last["agents/calls"] > last["agents/sessions"] and last["agents/branches"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", ["grpo.py", "grpo_async.py"])
+def test_both_scripts_train_an_agent_for_three_steps_with_vllm(monkeypatch, overrides, tmp_path, script):
+    pytest.importorskip("vllm")
+    folder, given = overrides
+    given = [*given, "env.repeats=6", "train.optim_batch_size=12", "train.total_dialog_turns=36"]
+    rows, groups, sessions = trained(monkeypatch, (folder, given), script, tmp_path)
+    last = check(rows, groups, sessions, steps=3)
+    print({name: value for name, value in last.items() if name.startswith(("agents/", "failed/", "reward/mean"))})
+    assert last["agents/extended"] > 0 and last["agents/branches"] > 0 and last["agents/sequences"] >= 12
+    # Agents were killed in the middle: their sessions are gone, and the others of their groups are not.
+    failed = {number for number, group in groups.items() if len(group.sessions.unique()) < 6}
+    assert failed and last["failed/error"] > 0

@@ -1,0 +1,241 @@
+"""The endpoint, called by the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import openai
+import pytest
+
+from grpo_rl.agents.recorder import Limits
+from grpo_rl.agents.requests import RequestError, read_request
+from grpo_rl.agents.server import ChatServer
+from grpo_rl.engines.base import Sampling
+
+SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def written(tokenizer, recorded):
+    return tokenizer.decode([*recorded.prompt_ids, *recorded.ids])
+
+
+class Served:
+    """A server with one open session, whose policy says ``said`` one after the other; a client that never retries."""
+
+    def __init__(self, play, tokenizer, *said, session=None, **settings):
+        self.played = play(*said, **session or {})
+        self.server = ChatServer("tiny", tokenizer, SAMPLING, **settings)
+
+    async def __aenter__(self):
+        await self.server.start()
+        self.key = self.server.open(self.played.session)
+        self.client = openai.AsyncOpenAI(base_url=self.server.url, api_key=self.key, max_retries=0)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+        await self.server.close()
+
+    async def chat(self, *messages, **settings):
+        return await self.client.chat.completions.create(model="tiny", messages=list(messages), **settings)
+
+    async def raw(self, path, body=None, key=None):
+        headers = {"Authorization": f"Bearer {key or self.key}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(
+                "GET" if body is None else "POST", self.server.url + path, data=body, headers=headers
+            ) as got,
+        ):
+            return got.status, await got.json()
+
+
+def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, 'so!{"a": 1}', "two", "three", "four") as served:
+            first = await served.chat(user("p"), tools=TOOLS, logprobs=True, seed=3)
+            (choice,) = first.choices
+            assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == 12
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+            assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 12)
+            result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+            # The message goes back as the client's own object.
+            second = await served.chat(user("p"), choice.message, result, tools=TOOLS, n=2, max_tokens=3)
+            assert [one.message.content for one in second.choices] == ["two", "thr"]
+            assert [one.finish_reason for one in second.choices] == ["length", "length"]
+            assert [model.id async for model in served.client.models.list()] == ["tiny"]
+            assert (await served.client.models.retrieve("tiny")).id == "tiny"
+            return served
+
+    served = asyncio.run(agent())
+    sequences = served.played.session.sequences()
+    assert [written(tokenizer, one) for one in sequences] == [
+        'p<end>>so!{"a": 1}<end>2<end>>two', 'p<end>>so!{"a": 1}<end>2<end>>thr',
+    ]  # fmt: skip
+    assert {sampling.temperature for *_, sampling in served.played.seen} == {0.8}
+
+
+def test_a_stream_says_the_same(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "one", '!{"a": 1}', "two") as served:
+            options = {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
+            chunks = [chunk async for chunk in await served.chat(user("p"), n=2, **options)]
+            assert chunks[-1].usage.completion_tokens == 14 and all(chunk.usage is None for chunk in chunks[:-1])
+            said = "".join(c.choices[0].delta.content or "" for c in chunks[:-1] if c.choices[0].index == 0)
+            (call,) = next(c.choices[0].delta.tool_calls for c in chunks[:-1] if c.choices[0].delta.tool_calls)
+            assert (said, call.index, call.function.arguments) == ("one", 0, '{"a": 1}')
+            ends = {c.choices[0].index: c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason}
+            assert ends == {0: "stop", 1: "tool_calls"}
+            async with served.client.chat.completions.stream(
+                model="tiny", messages=[user("p"), {"role": "assistant", "content": "one"}, user("q")], tools=TOOLS
+            ) as stream:
+                assert (await stream.get_final_completion()).choices[0].message.content == "two"
+            return served
+
+    served = asyncio.run(agent())
+    assert served.played.session.counts["extended"] == 1 and len(served.played.session.sequences()) == 2
+
+
+def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            assert await served.raw("/reward", b'{"reward": 1}') == (200, {"reward": 1})
+            assert (await served.raw("/reward", b'{"reward": 0.5}'))[0] == 200
+            for wrong in (
+                b"{}",
+                b'{"reward": true}',
+                b'{"reward": NaN}',
+                b'{"reward": "1"}',
+                b"[1]",
+                b'{"reward": 1' + b"0" * 400 + b"}",
+            ):
+                status, told = await served.raw("/reward", wrong)
+                assert status == 400 and told["error"]["param"] == "reward"
+            assert served.server.end(served.key) == 0.5 and served.played.session.ended
+            assert (await served.raw("/reward", b'{"reward": 1}'))[0] == 401
+            with pytest.raises(openai.AuthenticationError, match="no session has this key"):
+                await served.chat(user("p"))
+
+    asyncio.run(agent())
+
+
+def test_errors_are_openais(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=1)}, max_body_bytes=2000) as served:
+            with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: colour"):
+                await served.chat(user("p"), extra_body={"colour": "red"})
+            with pytest.raises(openai.BadRequestError, match="content") as refused:
+                await served.chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+            assert refused.value.param == "messages"
+            with pytest.raises(openai.APIStatusError) as refused:
+                await served.chat(user("p" * 2000))
+            assert refused.value.status_code == 413
+            with pytest.raises(openai.BadRequestError) as refused:
+                await served.chat(user("p" * 500))
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(openai.NotFoundError, match="does not exist; tiny does"):
+                await served.client.models.retrieve("gpt-4o")
+            with pytest.raises(openai.NotFoundError):
+                await served.client.embeddings.create(model="tiny", input="p")
+            assert not served.played.seen
+            await served.chat(user("p"))
+            with pytest.raises(openai.PermissionDeniedError, match="all of its 1 calls") as refused:
+                await served.chat(user("p"))
+            assert refused.value.code == "session_limit"
+            for body in (b"{", b"[]", b"3", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 1900):
+                status, told = await served.raw("/chat/completions", body)
+                assert status == 400 and told["error"]["type"] == "invalid_request_error"
+            assert (await served.raw("/models", key="x"))[0] == 401
+
+    asyncio.run(agent())
+
+
+def test_the_server_listens_on_loopback(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            assert [name for name, _ in served.server._runner.addresses] == ["127.0.0.1"]
+            with pytest.raises(ValueError, match="can't be used"):
+                await ChatServer("other", tokenizer, SAMPLING).start(port=served.server._runner.addresses[0][1])
+
+    asyncio.run(agent())
+
+
+def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "a", "b") as served:
+            session, began = served.played.session, asyncio.Event()
+            sample, ended = session._sample, []
+
+            async def hangs(prompt, sampling):
+                began.set()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.append(True)
+
+            session._sample = hangs
+            call = asyncio.ensure_future(served.chat(user("p")))
+            await began.wait()
+            call.cancel()
+            await asyncio.wait({call})
+            while not ended:
+                await asyncio.sleep(0.01)
+            session._sample = sample
+            await served.chat(user("p"))
+            assert len(session.responses) == 1 and session.counts["branches"] == 0
+
+    asyncio.run(agent())
+
+
+def read(is_trained=True, **fields):
+    return read_request({"messages": [user("p")], **fields}, SAMPLING, "tiny", is_trained)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 0}, {"n": True}, {"n": 1000}, {"n": 1.5}, {"max_tokens": 0}, {"stop": [""]}, {"stop": 3}, {"stream": 1},
+        {"temperature": "hot"}, {"seed": "x"}, {"tools": {}}, {"tools": [{"type": "web_search"}]}, {"top_k": 1.5},
+        {"logit_bias": {"5": 100}}, {"presence_penalty": 0.5}, {"tool_choice": "required"}, {"top_logprobs": 5},
+        {"response_format": {"type": "json_object"}}, {"functions": []}, {"messages": "hi"}, {"messages": []},
+        {"stream_options": {"include_usage": 3}}, {"stream_options": True},
+        {"max_completion_tokens": -1}, {"modalities": ["audio"]},
+    ],
+)  # fmt: skip
+def test_what_is_not_there_or_makes_no_sense_is_refused_with_its_field(fields):
+    with pytest.raises(RequestError) as refused:
+        read(**fields)
+    assert refused.value.param in {*fields, "include_usage"}
+
+
+def test_sampling_is_the_runs_in_training_and_the_requests_otherwise():
+    asked = {
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "max_tokens": 50,
+        "stop": "#",
+        "seed": 4,
+        "model": "gpt-4o",
+        "user": "me",
+    }
+    trained, free = read(**asked), read(is_trained=False, **asked)
+    assert trained.sampling == Sampling(max_new_tokens=20, temperature=0.8, stop=("#",), seed=4)
+    assert free.sampling == Sampling(max_new_tokens=20, temperature=0.1, top_p=0.5, stop=("#",), seed=4)
+    assert [note.split()[0] for note in trained.notes] == [
+        "user", "model='gpt-4o'", "max_tokens=50", "temperature=0.1", "top_p=0.5",
+    ]  # fmt: skip
+    assert read(is_trained=False, top_k=-1).sampling.top_k == 0
+    with pytest.raises(RequestError, match="top_p is 2"):
+        read(is_trained=False, top_p=2)
+    assert not read(presence_penalty=0, logit_bias=None, response_format={"type": "text"}, tool_choice="auto").notes
+    assert read(tools=json.loads(json.dumps(TOOLS)), tool_choice="none").tools == []

@@ -1,0 +1,474 @@
+"""Groups of agents' sessions: what the engine sampled is what is trained on; an agent that fails is left out alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.agents.client import Client
+from grpo_rl.agents.programs import AgentError, Function, Program
+from grpo_rl.agents.recorder import Limits
+from grpo_rl.agents.stepping import SteppedEngine
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.collectors.agents import AgentGroups, AgentSettings
+from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.stepped import SteppedGroups
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.agent import Told
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.testing import save_tiny_model
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+class Length(Task):
+    """A session is worth the letters of its last message."""
+
+    reward_parts = ("letters",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def prompt(self, row):
+        return [{"role": "user", "content": "p"}]
+
+    def score(self, row, response):
+        return Reward({"letters": float(len(response))})
+
+
+class Engine(ScriptedEngine):
+    """Samples "aab" and an end; or whatever is given. Remembers its batches."""
+
+    def __init__(self, tokenizer, said="aab"):
+        ids = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
+        super().__init__(lambda prompt, g: ids, max_model_len=200)
+        self.batches = []
+
+    def generate(self, prompts, n, sampling):
+        self.batches.append([list(prompt) for prompt in prompts])
+        return super().generate(prompts, n, sampling)
+
+
+class Scripted:
+    """An agent of this process: ``script(number, call, client)`` plays a session, ``number`` counts them."""
+
+    def __init__(self, script):
+        self._script, self.started = script, 0
+
+    async def play(self, client, row):
+        number, self.started = self.started, self.started + 1
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {client.api_key}"}) as http:
+
+            async def call(*messages, **settings):
+                body = {"messages": [{"role": role, "content": text} for role, text in messages], **settings}
+                async with http.post(f"{client.base_url}/chat/completions", json=body) as got:
+                    told = await got.json()
+                    if got.status != 200:
+                        raise AgentError(told["error"]["message"])
+                    return told["choices"][0]["message"]["content"]
+
+            async def reward(value):
+                async with http.post(f"{client.base_url}/reward", json={"reward": value}) as got:
+                    assert got.status == 200
+
+            call.reward = reward
+            return await self._script(number, call)
+
+    def close(self):
+        pass
+
+
+def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
+    env = LLMEnv(task, tokenizer, 1, repeats, max_failed_fraction=1.0)
+    own = AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
+    return env, AgentGroups(env, own, SAMPLING, 200)
+
+
+def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None, max_sessions=256):
+    """The groups of a collection in turns, its environment, engine and collector."""
+    engine = engine or Engine(tokenizer)
+    env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
+    collector = SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))
+    try:
+        return collector.collect(repeats), env, engine, collector
+    finally:
+        collector.close()
+
+
+def written(tokenizer, group):
+    return [tokenizer.decode([*group.prompt_ids, *ids]) for ids in group.responses]
+
+
+def chosen(tokenizer, group):
+    masks = group.trainable.split(group.lengths.tolist())
+    return [tokenizer.decode(ids[mask]) for ids, mask in zip(group.responses, masks, strict=True)]
+
+
+def test_the_calls_of_a_session_become_sequences_with_its_reward(tokenizer):
+    async def script(number, call):
+        said = await call(("user", "p"))
+        if number == 1:
+            said = await call(("user", "p"), ("assistant", said), ("user", "q"), max_tokens=2)
+        if number == 2:
+            await call(("user", "pr"))
+
+    (group,), _, engine, collector = collected(tokenizer, Scripted(script))
+    assert written(tokenizer, group) == [
+        "p<end>>aab<end>", "p<end>>aab<end>q<end>>aa", "p<end>>aab<end>", "pr<end>>aab<end>",
+    ]  # fmt: skip
+    assert chosen(tokenizer, group) == ["aab<end>", "aab<end>aa", "aab<end>", "aab<end>"]
+    assert tokenizer.decode(group.prompt_ids) == "p"  # what all prompts begin with
+    assert group.rewards.tolist() == [3.0, 2.0, 3.0, 3.0] and group.sessions.tolist() == [0, 1, 2, 2]
+    assert group.truncated.tolist() == [False, True, False, False] and not group.log_probs[~group.trainable].any()
+    sampled = [prompt for batch in engine.batches for prompt in batch]
+    whole = [[*group.prompt_ids.tolist(), *ids.tolist()] for ids in group.responses]
+    assert all(any(tokens[: len(prompt)] == prompt for tokens in whole) for prompt in sampled)
+    assert collector.metrics() == {
+        f"agents/{name}": count
+        for name, count in Counter(
+            sessions=3, calls=5, extended=1, rewritten=1, branches=0, sequences=4, left_out=0
+        ).items()
+    }
+    # Three sessions are compared, not four sequences: 3, 2, 3 have the mean 8/3 and the std 0.577.
+    (group,) = AdvantageEstimator()([group])
+    assert group.advantages.tolist() == pytest.approx([0.5773, -1.1545, 0.5773, 0.5773], abs=1e-4)
+    assert Group.from_tensordict(group.to_tensordict()).sessions.tolist() == [0, 1, 2, 2]
+    assert group.with_only([1, 3]).sessions.tolist() == [1, 2]
+
+
+def test_sessions_of_all_rows_are_sampled_together_and_a_slow_one_holds_up_nobody(tokenizer):
+    release = threading.Event()
+
+    async def script(number, call):
+        if number == 0:
+            while not release.is_set():
+                await asyncio.sleep(0.005)
+        for _ in range(3):
+            said = await call(("user", "p"), ("user", str(number)))
+        if number == 5:
+            release.set()
+        return said
+
+    engine = Engine(tokenizer)
+    (group,), *_ = collected(tokenizer, Scripted(script), engine=engine, repeats=6)
+    assert group.size == 18 and release.is_set()
+    assert sum(map(len, engine.batches)) == 18 and max(map(len, engine.batches)) >= 2
+
+
+def test_an_agent_that_fails_loses_its_session_alone(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"))
+        if number == 1:
+            raise AgentError("it ended with SIGKILL: …")
+        if number == 2:
+            raise TimeoutError("it was not done within 20 s")
+        return "a text of its own" if number == 3 else None
+
+    (group,), env, *_ = collected(tokenizer, Scripted(script), repeats=5)
+    assert group.sessions.tolist() == [0, 3, 4] and group.rewards.tolist() == [3.0, 17.0, 3.0]
+    assert env.guard.failed == {"error": 1, "timeout": 1}
+    assert "the agent failed on row 0, session 1: it ended with SIGKILL" in env.guard.examples["error"]
+
+
+def test_an_agent_tells_its_reward_by_a_call_or_as_its_result(tokenizer):
+    async def script(number, call):
+        if number != 3:
+            await call(("user", "p"))
+        if number not in (1, 2):
+            await call.reward(2.0)
+        return {1: 0.5, 4: 0.25, 5: 10**400}.get(number)  # the last one counts
+
+    (group,), env, *_ = collected(tokenizer, Scripted(script), Told([{"seed": 1}]), repeats=6)
+    assert group.rewards.tolist() == [2.0, 0.5, 0.25] and list(group.reward_parts) == ["agent"]
+    assert env.guard.failed == {"error": 3}
+    assert "told no reward on row 0, session 2" in env.guard.examples["error"]
+
+
+def test_where_fewer_than_two_sessions_are_left_the_next_row_is_taken(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"))
+        if number in (0, 2):
+            raise AgentError("no")
+
+    (group,), _, _, collector = collected(tokenizer, Scripted(script), Length([{}, {"x": 1}]))
+    assert group.group_id == 1 and collector.dropped_groups == 1 and collector.collected == 6
+
+
+def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"), temperature=0.3)
+
+    engine = Engine(tokenizer)
+    env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
+    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
+    try:
+        collector.collect(3)
+        collector.collect(3)
+        (note,) = collector.events()
+        assert "temperature=0.3 is replaced by the run's 1.0" in note and collector.events() == []
+        state = collector.state()
+        collector.collect(3)
+        collector.restore(state)
+        assert collector.metrics()["agents/calls"] == 6
+    finally:
+        collector.close()
+
+
+def test_an_engine_that_fails_ends_the_collection(tokenizer):
+    class Broken(Engine):
+        def generate(self, prompts, n, sampling):
+            raise RuntimeError("the engine is broken")
+
+    async def script(number, call):
+        await call(("user", "p"))
+
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        collected(tokenizer, Scripted(script), engine=Broken(tokenizer))
+
+
+def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
+    async def script(number, call):
+        await call(("user", "x" if number == 1 else "p"))
+
+    (group,), _, _, collector = collected(tokenizer, Scripted(script))
+    assert group.sessions.tolist() == [0, 2] and collector.metrics()["agents/left_out"] == 1
+
+
+PROGRAM = """
+import json, os, signal, sys, urllib.request
+row, base = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(base + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "user", "content": row["q"]}]
+said = post("/chat/completions", {"model": os.environ["OPENAI_MODEL"], "messages": messages})
+try:
+    os.close(os.open(row["folder"] + "/first", os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    pass
+else:
+    print("I am the first", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+post("/reward", {"reward": len(said["choices"][0]["message"]["content"])})
+"""
+
+
+def test_a_program_that_is_killed_in_the_middle_loses_its_session_alone(tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    agent = Program(f"{sys.executable} -S {tmp_path / 'agent.py'}", 20.0)
+    (group,), env, *_ = collected(tokenizer, agent, Told([{"q": "p", "folder": str(tmp_path)}]))
+    assert group.rewards.tolist() == [3.0, 3.0] and env.guard.failed == {"error": 1}
+    assert "it ended with SIGKILL: …I am the first" in env.guard.examples["error"]
+
+
+def test_a_program_that_is_late_is_killed_with_what_it_started(tokenizer, tmp_path):
+    agent = Program(f"sh -c 'sleep 60 & echo $! > {tmp_path}/pid; wait'", 0.3)
+
+    async def play():
+        with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):
+            await agent.play(CLIENT, {"x": 1})
+
+    asyncio.run(play())
+    assert _ends(int((tmp_path / "pid").read_text()))
+
+
+CLIENT = Client("u", "k", "m")
+
+
+def test_a_program_ends_with_the_trainer_and_calls_the_endpoint_without_a_proxy(monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_PROXY", "x.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    (tmp_path / "asks.py").write_text(
+        "import ctypes, os, sys\nsignal = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(signal))\n"
+        "sys.exit(f\"{signal.value} {os.environ['no_proxy']} {os.environ['NO_PROXY']}\")"
+    )
+    agent = Program(f"{sys.executable} -S {tmp_path / 'asks.py'}", 20.0)
+    with pytest.raises(AgentError, match=r"…9 x\.org,127\.0\.0\.1 x\.org,127\.0\.0\.1$"):  # 9: what Linux sends it
+        asyncio.run(agent.play(CLIENT, {}))
+
+
+def test_a_call_that_is_left_when_the_sessions_are_over_ends():
+    stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
+    left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
+    over.set_result(None)
+    loop.run(asyncio.sleep(0))
+    stepped.run(over)
+    with pytest.raises(CancelledError):
+        left.result(5.0)
+    loop.close()
+
+
+def _ends(pid):
+    for _ in range(300):  # the kernel may need a moment
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [("no-such-program x", "there is no program"), ("", "there is no program"), ("python 'x", "can't be split")],
+)
+def test_a_program_that_is_not_there_is_refused(command, why):
+    with pytest.raises(ValueError, match=why):
+        Program(command, 1.0)
+
+
+MODULE = """
+import json, os, signal, time, urllib.request
+
+def play(client, row):
+    headers = {"Authorization": "Bearer " + client.api_key}
+    body = json.dumps({"messages": [{"role": "user", "content": row["q"]}]}).encode()
+    request = urllib.request.Request(client.base_url + "/chat/completions", body, headers)
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    try:
+        os.close(os.open(row["folder"] + "/first", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return said + "!"
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def wrong(client, row):
+    return [1] if row["kind"] == "list" else 10**400
+
+def slow(client, row):
+    open(row["file"], "w").write(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+def test_a_function_is_called_in_a_process_of_its_own_and_its_text_is_scored(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "my_agent.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = Function("my_agent:play", 20.0)
+    (group,), env, *_ = collected(tokenizer, agent, Length([{"q": "p", "folder": str(tmp_path)}]), max_sessions=1)
+    assert len(agent._idle) == 1  # one process at a time is used again and again
+    assert group.rewards.tolist() == [4.0, 4.0] and env.guard.failed == {"error": 1}
+    assert "WorkerDied: the process of the call died, of SIGKILL" in env.guard.examples["error"]
+
+
+def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_are_named(tmp_path, monkeypatch):
+    (tmp_path / "odd_agent.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def cancelled():
+        playing = asyncio.ensure_future(slow.play(CLIENT, {"file": str(tmp_path / "pid")}))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait({playing})
+
+    async def wrongs():
+        for kind, name in (("list", "list"), ("large", "int")):
+            with pytest.raises(AgentError, match=f"wrong returned a {name}; it must be a finite number"):
+                await wrong.play(CLIENT, {"kind": kind})
+
+    slow, wrong = Function("odd_agent:slow", 20.0), Function("odd_agent:wrong", 20.0)
+    try:
+        asyncio.run(cancelled())
+        assert _ends(int((tmp_path / "pid").read_text()))
+        asyncio.run(wrongs())
+    finally:
+        slow.close()
+        wrong.close()
+
+
+class AsyncTiny:
+    """An engine of a fleet; its first ``dies`` calls kill it."""
+
+    name, version, max_model_len = "engine 0", 0, 200
+    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+
+    def __init__(self, tokenizer, dies=0):
+        self._ids, self._dies, self.seen = [*tokenizer("aab")["input_ids"], tokenizer.eos_token_id], dies, []
+
+    async def generate(self, request_id, prompt, n, sampling):
+        version = self.version
+        await asyncio.sleep(0.01)
+        if self._dies:
+            self._dies -= 1
+            raise EngineDeadError("engine 0 died")
+        ids = self._ids[: sampling.max_new_tokens]
+        self.seen.append([*prompt, *ids])
+        return Samples.from_lists([ids], [[-0.5] * len(ids)], [False], version)
+
+    async def close(self):
+        pass
+
+
+class NoTransport:
+    dtype, takes_adapters, on_lost = torch.bfloat16, False, None
+
+    def __init__(self, engines): ...
+    def close(self): ...
+
+
+class Weights:
+    version = 0
+
+    def subscribe(self, listener):
+        self.push = listener
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_their_engine_dies(tokenizer, dies):
+    async def script(number, call):
+        said = await call(("user", "p"))
+        await call(("user", "p"), ("assistant", said), ("user", str(number % 7)))
+
+    loop, engine, weights = LoopThread(), AsyncTiny(tokenizer, dies), Weights()
+
+    async def launch(number):
+        return engine
+
+    fleet = Fleet(launch, size=1)
+    loop.run(fleet.start())
+    loop.run(fleet.admit([engine]))
+    engines = FleetEngine(fleet, loop, NoTransport)
+    engines.on_new_engine = lambda: loop.run(fleet.admit([engine]))
+    env, groups = groups_of(tokenizer, Scripted(script), Length([{}, {"x": 1}]))
+    collector = AsyncCollector(env, engines, SAMPLING, 12, weights, 1, agents=groups)
+    found: list[Group] = []
+    try:
+        while got := collector.collect(3):
+            found += got
+            engine.version += 1
+            weights.push(engine.version)
+        metrics = collector.metrics()
+    finally:
+        collector.close()
+        loop.close()
+    assert len(found) == 4 and all(group.size == 3 for group in found)
+    assert max(int(group.versions.max()) for group in found) > 0 and metrics["groups/resampled"] == dies
+    for group in found:
+        for ids in group.responses:
+            assert [*group.prompt_ids.tolist(), *ids.tolist()] in engine.seen
+        assert chosen(tokenizer, group) == ["aab<end>aab<end>"] * 3
+    assert json.dumps(metrics)

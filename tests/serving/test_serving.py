@@ -1,0 +1,79 @@
+"""A model served to an agent without training."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.cli import main
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.serving import serving
+from grpo_rl.testing import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, capsys, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
+    engine, until, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), Future(), []
+    generate = engine.generate
+    engine.generate = lambda prompts, n, sampling: seen.append(sampling) or generate(prompts, n, sampling)
+    monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
+    arguments = ("tiny", tokenizer, engine, Sampling(max_new_tokens=9), None, 0, until)
+    thread = threading.Thread(target=serving.serve, args=arguments)
+    thread.start()
+    try:
+        while not (url := re.search(r"OPENAI_BASE_URL=(\S+)", capsys.readouterr().out)):
+            pass
+        for key in ("a", "b", "c"):
+            with openai.OpenAI(base_url=url[1], api_key=key, max_retries=0) as client:
+                asked = [{"role": "user", "content": "p"}]
+                answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2, seed=1)
+                asked += [answer.choices[0].message, {"role": "user", "content": "q"}]
+                client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
+    finally:
+        until.set_result(None)
+        thread.join()
+    assert capsys.readouterr().out == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens\n"
+    assert {sampling.temperature for sampling in seen} == {0.2} and len(seen) == 6
+
+
+def test_what_can_not_be_served_is_told_in_one_line(capsys):
+    assert main(["serve-policy", "no-such-model", "sampling.top_p=2"]) == 2
+    assert "sampling.top_p" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_command_serves_a_model_until_it_is_interrupted(folder):
+    words = ["inference_model.engine=transformers", "inference_model.max_model_len=64", "sampling.max_new_tokens=8"]
+    command = [sys.executable, "-m", "grpo_rl.cli", "serve-policy", str(folder), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        while not (url := re.search(r"OPENAI_BASE_URL=(\S+)", process.stdout.readline())):
+            assert process.poll() is None
+        client = openai.OpenAI(base_url=url[1], api_key="any", max_retries=0)
+
+        def said(seed):
+            asked = {"messages": [{"role": "user", "content": "p"}], "seed": seed, "stop": "a"}
+            return client.chat.completions.create(model="model", **asked).choices[0].message.content
+
+        assert said(1) == said(1) and len({said(seed) for seed in range(5)}) > 1
+        process.send_signal(signal.SIGINT)
+        assert "1 sessions, 7 calls, 0 extended, 0 rewritten, 6 branches" in process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+    finally:
+        process.kill()
