@@ -7,6 +7,7 @@ cut to a size, an error, or that there was none in time.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import re
 import time
@@ -20,6 +21,9 @@ from grpo_rl.envs.tools.schemas import read_arguments, tool_schemas
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN_CHARS = 40
+log = logging.getLogger(__name__)
+_logged: set[tuple[str, str]] = set()
+"""The tools and kinds of errors that were logged: a fault of the tool itself would otherwise be known to the policy alone."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -152,6 +156,10 @@ def _result(
         return error
     # A tool is anybody's code, and gets arguments that a model made up: the model reads what went wrong.
     except BaseException as error:
+        kind = (call["function"]["name"], type(error).__name__)
+        if kind not in _logged:
+            _logged.add(kind)
+            log.warning("the tool %s raised %s: %s (told to the policy; further ones are not logged)", *kind, error)
         return f"Error: {type(error).__name__}: {error}"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.task import Reward
+from grpo_rl.envs.tools import functions
 from grpo_rl.envs.tools.functions import FunctionTask, run_calls
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -43,6 +44,20 @@ def test_arguments_are_refused_where_the_schema_refuses_them(parameters, argumen
     schema = {"function": {"name": "f", "parameters": parameters}}
     (result,) = run_calls([call], [schema], lambda name, given: given)
     assert result["content"] == told
+
+
+def test_the_first_error_of_a_tool_is_logged(caplog, monkeypatch):
+    monkeypatch.setattr(functions, "_logged", set())
+    call = {"id": "call00000", "function": {"name": "f", "arguments": "{}"}}
+
+    def run(name, given):
+        raise NameError("no x")
+
+    for _ in range(2):
+        run_calls([call], [{"function": {"name": "f"}}], run)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tool f raised NameError: no x (told to the policy; further ones are not logged)"
+    ]
 
 
 def test_each_call_has_the_deadline_of_its_tool():
