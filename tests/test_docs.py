@@ -118,16 +118,7 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
 
 OWN = [
     (page, command)
-    for page in (
-        "tasks.md",
-        "tools.md",
-        "code.md",
-        "environments.md",
-        "agents.md",
-        "losses.md",
-        "data.md",
-        "mixtures.md",
-    )  # fmt: skip
+    for page in [f"{name}.md" for name in "tasks tools code environments agents losses data mixtures".split()]
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 

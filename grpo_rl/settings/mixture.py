@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
+from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.envs.shares import check_scale, shares
 from grpo_rl.settings.composing_errors import unknown
 from grpo_rl.settings.declaration import plain
@@ -86,11 +87,12 @@ def entries(settings: Sections) -> dict[str, Entry]:
 
 
 def check_mixture(settings: Sections) -> None:
-    """Refuses a mixture whose entries make no sense, and settings beside it that each of its tasks has its own of.
+    """Refuses a curriculum or mixture that makes no sense, and settings beside it that each of its tasks has its own of.
 
     Raises:
-        ValueError: see :func:`entries`.
+        ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.
     """
+    read_bounds(settings.env.curriculum)
     if not (found := entries(settings)):
         return
     for name in OF_DATA:

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
-from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
@@ -54,7 +53,6 @@ class Settings(Sections):
         settings = cls._checked(values)
         check_relations(settings)
         check_mixture(settings)
-        read_bounds(settings.env.curriculum)
         check_agent(settings)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
