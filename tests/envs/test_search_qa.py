@@ -161,8 +161,8 @@ def test_the_prompt_shows_searches_and_results_as_they_are(form, role):
     assert question == {"role": "user", "content": ROW["question"]}
     assert task._tool.written(form) in system["content"] and "{call}" not in system["content"]
     for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
-        assert asked["role"] == "user" and [call.tool for call in find_calls(call["content"], task.tools)] == [
-            *task.tools
+        assert asked["role"] == "user" and [call.tool for call in find_calls(call["content"], [task._tool])] == [
+            task._tool
         ]
         assert result["role"] == role
         assert all(line.startswith(("Title: ", "Text: ")) for line in result["content"].splitlines())
