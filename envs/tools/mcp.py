@@ -295,8 +295,8 @@ def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: fl
         reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.
 
     Raises:
-        ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two tools
-            have the same name.
+        ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two
+            tools have the same name.
     """
     if not entries:
         return task
@@ -305,9 +305,9 @@ def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: fl
     for server in servers:
         if server.deadline_s > reply_s:
             raise ValueError(
-                f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s and "
-                f"{ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or raise "
-                "env.score_timeout_s"
+                f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s "
+                f"and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or "
+                "raise env.score_timeout_s"
             )
     try:
         for server in servers:
