@@ -116,9 +116,12 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
     assert not missing
 
 
+OWN_PAGES = [
+    "tasks.md", "tools.md", "code.md", "environments.md", "agents.md", "losses.md", "data.md", "mixtures.md",
+]  # fmt: skip
 OWN = [
     (page, command)
-    for page in [f"{name}.md" for name in "tasks tools code environments agents losses data mixtures".split()]
+    for page in OWN_PAGES
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 

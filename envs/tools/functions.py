@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN_CHARS = 40
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
-"""The tools and kinds of errors that were logged: a fault of the tool itself would otherwise be known to the policy alone."""
+"""The tools and kinds of errors that were logged: the policy alone would otherwise know of a fault in the tool."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),

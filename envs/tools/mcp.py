@@ -306,8 +306,8 @@ def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: fl
         if server.deadline_s > reply_s:
             raise ValueError(
                 f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s "
-                f"and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or raise "
-                "env.score_timeout_s"
+                f"and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or "
+                "raise env.score_timeout_s"
             )
     try:
         for server in servers:

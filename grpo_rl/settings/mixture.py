@@ -87,7 +87,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
 
 
 def check_mixture(settings: Sections) -> None:
-    """Refuses a curriculum or mixture that makes no sense, and settings beside it that each of its tasks has its own of.
+    """Refuses a senseless curriculum or mixture, and settings beside it that each of its tasks has its own of.
 
     Raises:
         ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.
