@@ -45,7 +45,8 @@ class Environment:
     def __init__(self, world: World) -> None:
         self._world, self.num_envs = world, world.setup.num_envs
         rows = [{"number": number} for number in range(ROWS)]
-        self.task = SimpleNamespace(rows=rows, prompt=lambda row: [{"role": "user", "content": str(row["number"])}])
+        prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
+        self.task = SimpleNamespace(rows=rows, prompt=prompt, tools=())
         self._source = PromptSource(cast(Any, self.task), cast(Any, _tokenizer), None, "error", world.seed)
         self._hangs: deque[bool] = deque()
 
