@@ -109,8 +109,11 @@ def test_the_plan_is_what_the_buffer_hands_out():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_drawn_within_eighty_columns(name):
-    reward = ["env.reward=grpo_rl.envs.rewards.examples:reward_len"] * (name == "grpo_prompt_response")
-    plan = plan_batches(Settings.read(compose_config(name, reward)), gpus=8)
+    of_ones_own = {
+        "grpo_agent": ["env.command=agent", "env.scorer=gsm8k"],
+        "grpo_prompt_response": ["env.reward=grpo_rl.envs.rewards.examples:reward_len"],
+    }
+    plan = plan_batches(Settings.read(compose_config(name, of_ones_own.get(name, []))), gpus=8)
     assert not plan.misfits
     assert max(map(len, drawn(plan).splitlines())) <= COLUMNS < 80
     ET.fromstring(svg(plan, name))

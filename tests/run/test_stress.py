@@ -296,7 +296,8 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
             kept.append(torch.ones(3))
     grown, bound = {name: at[last][name] - at[50][name] for name in at[50]}, last - 60
     # Caches of libraries may take a few more; a leak takes one a step at least.
-    assert (grown["objects"] >= bound) == bool(leak), grown
+    # Objects of tests before this one may still go: their number is judged where nothing leaks.
+    assert grown["objects"] < bound or leak, grown
     assert (grown["tensors"] >= bound) == bool(leak), grown
     assert (grown["bytes"] >= bound * torch.ones(3).nbytes) == bool(leak), grown
     assert grown["files"] <= 0 and grown["threads"] <= 0, grown
