@@ -40,7 +40,7 @@ def taskset_of(name: str) -> tuple[type, type]:
         row: dict[str, Any]
 
     class Config(vf.TasksetConfig):
-        """Where the rows come from, and the task's settings."""
+        """The source of the rows, and the task's settings."""
 
         path: str | None = None
         split: str = "train"

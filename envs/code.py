@@ -159,7 +159,7 @@ class Code(Task):
         return row.get("solution")
 
     def demonstration(self, row: dict) -> str | None:
-        """That program, in a fenced block."""
+        """The program that solves the task, in a fenced block."""
         return f"```python\n{row['solution'].strip()}\n```" if row.get("solution") else None
 
 

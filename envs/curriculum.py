@@ -92,7 +92,7 @@ class Curriculum:
         self._bounds, self._task = bounds, task
         self._seen: dict[int, tuple[float, float, int]] = {}
         self.passed_over = 0
-        """How often a row was left out so far."""
+        """The number of times that a row was left out so far."""
         self.whole_epochs = 0
         """Epochs in which every row was drawn, as the one before had none within bounds."""
 

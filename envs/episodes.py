@@ -126,7 +126,7 @@ class Episodes(Task, Generic[State]):
         return 0.0
 
     def measures(self, state: State) -> dict[str, float]:
-        """What is logged of an episode that has ended, beside its reward."""
+        """The measures of an episode that has ended, which are logged beside its reward."""
         return {}
 
     def close(self, state: State) -> None:

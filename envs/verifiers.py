@@ -97,7 +97,7 @@ class _Exchange:
         self._future.add_done_callback(_under_way.discard)
 
     def next(self) -> Messages | None:
-        """What the environment says to the policy; None: the episode has ended.
+        """The environment's words to the policy; None: the episode has ended.
 
         Raises:
             TimeoutError: it says nothing in time.

@@ -163,7 +163,7 @@ def _defined(tree: ast.Module, imported: bool = True) -> list[str]:
 
 
 def _surroundings(solution: Any, given: str, entry_point: str | None) -> str:
-    """What tests may use that is not theirs: a solution's imports from Python, and the functions that a prompt gives.
+    """The code that tests may use and that is not theirs: a solution's imports, and the functions that a prompt gives.
 
     The program is not asked for these, or it could say that its results are right.
     """

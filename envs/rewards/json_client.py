@@ -59,7 +59,7 @@ class JsonClient:
         self._retries, self._deadline_s, self._sleep, self._clock = retries, deadline_s, sleep, clock
         self._open = urllib.request.build_opener(_NoRedirects).open
         self.retried, self._counting = 0, threading.Lock()
-        """How often a request was sent again."""
+        """The number of requests that were sent again."""
 
     def ask(
         self,

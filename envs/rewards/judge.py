@@ -42,7 +42,7 @@ CONTROL = re.compile(
 )
 """The first character of what ends a message in known chat templates, such as ``<|im_end|>`` or ``[INST]``."""
 TRIES = 2
-"""How often a judge is asked that replies with no verdict; each time with another mark."""
+"""The most requests to a judge that replies with no verdict; each has another mark."""
 SAFE = 0.9
 """The share of the scorer's deadline that requests may take, so that the judge's own error is told."""
 LONGEST_REPLY = 4096

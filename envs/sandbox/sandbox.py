@@ -33,7 +33,7 @@ _START_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take.
+    """The limits of one program.
 
     Args:
         memory_mib: address space.
@@ -300,7 +300,7 @@ def _checked_jail(kind: str) -> Jail:
 
 
 def _failure(jail: Jail) -> str | None:
-    """What is wrong with a jail; None: nothing that the probe finds."""
+    """The fault of a jail; None: the probe finds none."""
     sandbox = Sandbox._in(jail, Limits(memory_mib=512))
     with tempfile.NamedTemporaryFile() as canary:
         tried = [canary.name, __file__, "/etc/passwd", "/proc/self", "/tmp", "/home"]

@@ -46,7 +46,7 @@ class Server:
     def __init__(self, given: str | Mapping[str, Any]) -> None:
         self.name, self.target, self.timeout_s, self.drops = _read(given)
         self.starts = 0
-        """How often it was started."""
+        """The number of times that it was started."""
         self.deadline_s = self.timeout_s + ANSWER_S + END_S
         """Seconds after which a call has a result, or the server has failed to show that it lives and is ended."""
         self._loop = asyncio.new_event_loop()

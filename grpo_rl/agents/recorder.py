@@ -172,7 +172,7 @@ class Session:
         of responses that are ``branches``, beside another to the same messages or behind the same response; of
         sampled ``tokens``."""
         self.problems: dict[str, str] = {}
-        """What made the record worse than it could be, by kind, with the first example of each."""
+        """The kinds of trouble that made the record worse than it could be, with the first example of each."""
         self.ended = False
         """No further call is taken, and responses that are under way are not recorded."""
         self._by_history: dict[bytes, Response] = {}

@@ -46,7 +46,7 @@ class OpenSessions:
         return self._sessions[key]
 
     def counts(self) -> Counter[str]:
-        """What all sessions have counted, and how many they are."""
+        """The counts of all sessions together, and their number."""
         return sum(
             (session.counts for session in self._sessions.values()),
             self._forgotten + Counter(sessions=len(self._sessions)),

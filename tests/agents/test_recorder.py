@@ -1,4 +1,4 @@
-"""What an agent's calls sampled, what its next call reads and what is trained on are the same ids."""
+"""The ids that an agent's calls sampled, those that its next call reads and those that are trained on are the same."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ needs_sandbox = pytest.mark.skipif(not KINDS, reason="needs bubblewrap or nsjail
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """What was found out about this machine before is forgotten."""
+    """Forgets which jails were found to hold on this machine."""
     monkeypatch.setattr(sandbox_module, "_checked_jail", sandbox_module._checked_jail.__wrapped__)
 
 
