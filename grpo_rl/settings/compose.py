@@ -152,7 +152,7 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         with nullcontext() if running else initialize_config_dir(str(FOLDER), version_base="1.3"):
             return compose(config_name, overrides=words)
-    except (HydraException, YAMLError) as error:
+    except (HydraException, YAMLError, UnicodeDecodeError) as error:
         raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
 
 

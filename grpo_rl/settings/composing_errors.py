@@ -25,7 +25,7 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     """The error of composing a config as one line, with the remedy, and with the command's secrets masked.
 
     Args:
-        error: Hydra's, or that of a YAML file.
+        error: Hydra's, or that of a file: no YAML, or not in UTF-8.
         arguments: the command line; a name that it does not hold is told with the file that does.
         folders: the folders with configs, whose names are offered for an unknown ``--config-name``.
     """
@@ -63,14 +63,27 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         return f"{name}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
     if isinstance(error, YAMLError):
         return f"a config file is no YAML: {_joined(error)}"
+    if isinstance(error, UnicodeDecodeError):
+        files = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
+        name = next((path.resolve() for path in files if not _is_utf8(path)), "a config file")
+        return f"{name} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
     return _joined(error) + cause
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _holder(name: str, folders: Iterable[Path]) -> str:
     """The file that asks for a config of this name, as the beginning of a line."""
     files = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
-    return next((f"{path}: " for path in files if re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8"))), "")
+    holds = re.compile(rf"\b{re.escape(name)}\b")
+    return next((f"{path}: " for path in files if holds.search(path.read_text("utf-8", errors="replace"))), "")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -117,7 +117,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
-            except (HydraException, YAMLError) as error:
+            except (HydraException, YAMLError, UnicodeDecodeError) as error:
                 mask_refused_sweep()
                 raise SystemExit(f"error: {explained(error, arguments, where)}") from error
             except ValueError as error:  # of a job of a sweep, or of options that exclude each other

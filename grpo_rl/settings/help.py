@@ -150,8 +150,8 @@ def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     try:
         with paths[-1].open(encoding="utf-8") as file:  # a file, whose name the error then has
             values = flat({"env": yaml.safe_load(file)})
-    except yaml.YAMLError as error:
-        raise ValueError(explained(error)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(explained(error, folders=folders)) from error
     return {
         key: value
         for key, value in values.items()

@@ -52,6 +52,7 @@ FILES = {
     "conf/key.yaml": "defaults: [grpo_gsm8k, _self_]\noptimizer:\n  lr: 1e-5\n  warmup: 4\n",
     "conf/kind.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 2.5\n",
     "conf/preset.yaml": "defaults: [grpo_gsm8k, {override loss: dappo}, _self_]\n",
+    "latin/experiment/accent.yaml": "# @package _global_\n# caf\udce9\noptimizer: {lr: 1e-5}\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
     "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
@@ -86,6 +87,7 @@ TABLE = [
     ([*OWN, "preset"], "conf/preset.yaml: unknown loss 'dappo'; did you mean dapo?"),
     ([*OWN, "empty"], "train is None, and it is a section; set its keys"),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
+    (["--config-dir", "latin", "+experiment=accent"], "latin/experiment/accent.yaml is not encoded in UTF-8 (invalid"),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
     (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
@@ -158,7 +160,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     return told("grpo.py", [words for words, _ in TABLE] + ASKED, folder)
 
 
