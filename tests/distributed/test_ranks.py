@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -48,6 +49,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CASES = [*(("fsdp", variant) for variant in VARIANTS), ("ddp", "whole model"), ("ddp", "adapters")]
 SIZES = (4, 2)
+OF_SIZE = {4: CASES, 2: CASES[:1]}
+"""Trainings from the beginning; two processes go on with several of four, too."""
 
 
 class Numbers(NamedTuple):
@@ -134,7 +137,7 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
     of_mode: dict[str, Ranks] = {mode: Ranks(mode) for mode in ("fsdp", "ddp")}
     found: dict[Any, Any] = {}
-    for mode, variant in CASES:
+    for mode, variant in OF_SIZE[size]:
         ranks = of_mode[mode]
         parts = make(folder, ranks, **VARIANTS[variant])
         found[mode, variant] = []
@@ -151,7 +154,8 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
             found["gathered"] = gathered(parts[0].model.named_parameters(), rank)
     fsdp = of_mode["fsdp"]
     parts = make(folder, fsdp, dtype=torch.bfloat16)
-    found["bf16"] = list(steps(parts, fsdp))
+    if size == 4:
+        found["bf16"] = list(steps(parts, fsdp))
     found["nan"] = [nan_on_one_rank(folder, ranks) for ranks in of_mode.values()]
     if size == 2:
         for case in (("fsdp", "whole model"), ("fsdp", "adapters"), ("ddp", "whole model")):
@@ -320,8 +324,7 @@ def assert_same(records, expected, tolerance=1e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("mode", "variant"), CASES)
+@pytest.mark.parametrize(("mode", "variant", "size"), [(*case, size) for size in SIZES for case in OF_SIZE[size]])
 def test_several_processes_train_as_one_does(alone, together, mode, variant, size):
     expected = alone[1][variant]
     assert all(record["gradient"].abs().max() > 1e-3 for record in expected)
@@ -454,5 +457,7 @@ def test_a_checkpoint_without_its_shards_is_refused_by_name(alone, together, tmp
 
 
 if __name__ == "__main__":
+    importlib.import_module("peft")  # once, not in each process
+    importlib.import_module("transformers.models.llama.modeling_llama")
     for size in SIZES:
         fork_ranks(Path(sys.argv[1]), size)

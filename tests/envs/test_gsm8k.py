@@ -18,13 +18,16 @@ ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
 
 
+# Each has once taken the square of its length, or is near one that did; of those alike one is in make test.
+PIECES = ["1", "1,234", "- ", "1 / ", "\\frac{1", "<answer>", "#### ", "{,}", "answer is ", "\\boxed{1}"]
+MORE_PIECES = [
+    "1,", "1,234,5", "-", "$", "1/", "^{", "</answer>", ".", "1e", "1.", "\\", " ", "\u202f1", "<answer> 1", "answer ",
+    "1=", "1 + ", "\\boxed{", "#### 1=", "x",
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "piece",
-    ["1", "1,", "1,234", "1,234,5", "-", "- ", "$", "1/", "1 / ", "\\frac{1", "^{", "<answer>", "</answer>", "#### ",
-     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1",
-     "answer is ", "answer ", "1=", "1 + ", "\\boxed{", "\\boxed{1}", "#### 1=", "x"],
-)  # fmt: skip
+@pytest.mark.parametrize("piece", [*PIECES, *(pytest.param(piece, marks=pytest.mark.nightly) for piece in MORE_PIECES)])
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     for hostile in (text, text + "5", "<answer>" + text, "-" + text + "x"):

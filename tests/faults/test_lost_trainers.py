@@ -35,6 +35,7 @@ def work(rendezvous):
         return rendezvous.start, ranks.gather(os.getpid()), int(store.get("frozen"))
 
 
+@pytest.mark.nightly  # tests/cluster/test_trainer_actors.py kills one, tests/distributed/test_liveness.py freezes one
 def test_a_frozen_trainer_is_named_and_killed_and_all_start_again(caplog):
     with caplog.at_level(logging.WARNING), places([{"CPU": 1}] * 2) as place:
         start, pids, frozen = run_trainers(work, 2, place, num_cpus=1, num_gpus=0, max_restarts=1)

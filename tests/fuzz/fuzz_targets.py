@@ -50,7 +50,7 @@ class Target:
     check: Callable[[Any], None] = lambda result: None
     error: type[Exception] | None = ValueError
     deadline_s: float = CHEAP_S
-    examples: int = 200
+    examples: int = 100
     may_name_environment: bool = False
     watched: bool = True
     clock: Callable[[], float] = time.thread_time
@@ -561,7 +561,7 @@ TARGETS = [
         Target(f"{name} calls", _as_is, _conversed(name), _corpus("calls"), _reward, error=None)
         for name in ("calculator", "search")
     ),
-    Target("ifeval responses", _as_is, _followed, _corpus("responses"), error=None, examples=100),
+    Target("ifeval responses", _as_is, _followed, _corpus("responses"), error=None),
     Target("ifeval instructions", _as_is, _instruction_row, _corpus("ifeval instructions")),
     Target("math", _as_is, _compare, _corpus("math"), _only_deadlines, error=None, deadline_s=BESIDE_S, examples=100,
            watched=False, clock=time.monotonic),

@@ -157,12 +157,14 @@ def tiny(tiny_run, own_cache):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["loss=dr_grpo"],
+        pytest.param(["loss=dr_grpo"], marks=pytest.mark.nightly),
         ["loss=dapo", "loss.mask_truncated=false", "loss.top_entropy_fraction=0.5"],  # a random model never ends
-        ["loss=gspo"],
-        ["loss=cispo", "loss.kl=k3_is"],
+        pytest.param(["loss=gspo"], marks=pytest.mark.nightly),
+        pytest.param(["loss=cispo", "loss.kl=k3_is"], marks=pytest.mark.nightly),
         ["loss=rloo"],
-        ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"],
+        pytest.param(
+            ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"], marks=pytest.mark.nightly
+        ),
         ["loss=icepop", "loss.aggregate=prompt_mean"],
     ],
     ids=" ".join,

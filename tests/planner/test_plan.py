@@ -652,6 +652,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
         assert start == (["torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else ["python"])
 
 
+@pytest.mark.nightly
 def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "130")
     monkeypatch.chdir(FOLDER.parent)

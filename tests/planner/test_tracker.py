@@ -96,7 +96,7 @@ def tracked_peak(config: LlamaConfig, ranks: int, tokens: int, checkpointing: bo
 @pytest.mark.parametrize(
     ("ranks", "layers", "tokens", "checkpointing"),
     [
-        (8, 8, 8192, True),
+        pytest.param(8, 8, 8192, True, marks=pytest.mark.nightly),
         (64, 4, 2048, False),
         pytest.param(64, 8, 8192, True, marks=pytest.mark.nightly),
         pytest.param(512, 8, 16384, True, marks=pytest.mark.nightly),

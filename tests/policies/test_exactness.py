@@ -380,7 +380,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     ("family", "overrides"),
     [
         pytest.param("llama-tied", {}, id="full", marks=pytest.mark.nightly),
-        pytest.param("mistral-window", {}, id="narrow-window"),
+        pytest.param("mistral-window", {}, id="narrow-window", marks=pytest.mark.nightly),
         pytest.param("mistral-window", dict(sliding_window=150), id="wide-window", marks=pytest.mark.nightly),
         pytest.param("gemma2", dict(num_hidden_layers=2), id="capped-alternating"),
     ],

@@ -474,6 +474,7 @@ def converted(tmp_path_factory):
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.nightly  # test_the_default_is_converted_once has a small one
 class TestTheEmbeddedDefault:
     def test_is_bfloat16_with_a_tied_head_that_is_stored_once(self, converted):
         with safe_open(converted / "model.safetensors", "pt") as file:

@@ -75,10 +75,8 @@ REWARDS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)], ids=["bf16", "fp16"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
     policy = TrainPolicy.load(model, dtype)
