@@ -19,6 +19,7 @@ from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import with_mcp
 from grpo_rl.envs.tools.schemas import tool_schemas
 
@@ -62,7 +63,7 @@ class LLMEnv(EnvBase):
 
     Raises:
         ValueError: there are no rows, no rewards, or a group of one, which has no advantage; a limit or choice makes no
-            sense.
+            sense; nothing runs a tool, or reads calls to it.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
+        check_functions(task)
         task = with_mcp(task, mcp, score_timeout_s)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
