@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
-from grpo_rl.envs.tools.mcp import with_mcp
+from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
 from grpo_rl.envs.tools.schemas import tool_schemas
 
 __all__ = [
@@ -57,7 +58,7 @@ class LLMEnv(EnvBase):
         tool_parser: makes what reads the calls in responses, of the tokenizer and the JSON schemas of the task's tools:
             something with ``parse(text) -> (content, tool_calls)``, such as
             `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
-        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`.
+        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`; :meth:`close` ends them.
         seed: of the shuffles.
         curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
@@ -98,7 +99,10 @@ class LLMEnv(EnvBase):
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
         check_functions(task)
-        task = with_mcp(task, mcp, score_timeout_s)
+        self._servers: list[Server] = []
+        # Also of an environment that is forgotten without `close`, or that can't be built.
+        weakref.finalize(self, close_servers, self._servers)
+        task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(
@@ -146,6 +150,11 @@ class LLMEnv(EnvBase):
         prompt = self.task.prompt(data)
         dialogs = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
         return self.guard.score_dialogs(data, dialogs, f"row {row}")
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Ends the processes of the servers of ``mcp``; a call that comes later starts one again."""
+        close_servers(self._servers)
+        super().close(raise_if_closed=raise_if_closed)
 
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.

@@ -315,6 +315,12 @@ class MixtureEnv(LLMEnv):
         deadline_s = max(env.guard.deadline_s for env in envs.values())
         self.guard = MixtureGuard(made, {name: env.guard for name, env in envs.items()}, deadline_s)
 
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes the tasks' environments."""
+        for env in self.envs.values():
+            env.close(raise_if_closed=raise_if_closed)
+        super().close(raise_if_closed=raise_if_closed)
+
     @property
     def members(self) -> Mapping[str, LLMEnv]:
         """The tasks' own environments by name."""

@@ -36,5 +36,11 @@ async def freeze() -> str:
     return ""
 
 
+@server.tool()
+def pid() -> str:
+    """Tells the number of its process."""
+    return str(os.getpid())
+
+
 if __name__ == "__main__":
     server.run()
