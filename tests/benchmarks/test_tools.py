@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from transformers import AutoTokenizer
 
 from grpo_rl.collectors import multi_turn
 from grpo_rl.testing import save_tiny_model
-
-
-class Parser:
-    """Reads the one call that the benchmark's policy writes; vLLM's parsers take seconds to import."""
-
-    def __init__(self, tokenizer, schemas): ...
-
-    def parse(self, text):
-        before, mark, call = text.partition("<tool_call>")
-        if not mark:
-            return text, []
-        function = json.loads(call.partition("</tool_call>")[0])
-        return before, [{"id": "x", "function": function | {"arguments": json.dumps(function["arguments"])}}]
+from tests.envs.tools.plain_parser import PlainParser
 
 
 @pytest.mark.parametrize("path", ["synchronous", "asynchronous"])
 def test_tools_that_hold_up_the_engine_show(script, path, tmp_path, monkeypatch):
     tools = script("tools")
-    monkeypatch.setattr(tools, "hermes_parser", Parser)
+    monkeypatch.setattr(tools, "hermes_parser", PlainParser)
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
     work = tools.Work(16, turns=2, repeats=4, tokens=(80, 120), step_s=0.002, tool_s=(0.1, 0.15), collections=3)
     beside = getattr(tools, path)(work, tokenizer, slow=True)

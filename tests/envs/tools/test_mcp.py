@@ -32,6 +32,7 @@ from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.tools.plain_parser import PlainParser
 
 close = Server.close
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
@@ -186,7 +187,7 @@ def pid_of(env):
 
 
 def llm_env(task, tokenizer, **settings):
-    return LLMEnv(task, tokenizer, 1, 2, tool_parser=lambda tokenizer, schemas: None, mcp=[COMMAND], **settings)
+    return LLMEnv(task, tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND], **settings)
 
 
 @pytest.fixture(scope="module")
