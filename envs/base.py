@@ -203,8 +203,12 @@ class LLMEnv(EnvBase):
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""
         return self._decode_all([ids])[0]
 
-    def read_turn(self, ids: Tensor | Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools."""
+    def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
+
+        Args:
+            row: that the conversation is about; a mixture has its task read the turn.
+        """
         if self._tool_parser is not None:
             text, calls = self._tool_parser.parse(decode_turn(self.tokenizer, list(map(int, ids))))
             if calls:
@@ -317,7 +321,8 @@ class LLMEnv(EnvBase):
     def _judge(self, first: int, responses: Sequence[TensorDictBase]) -> list[Reward | Messages]:
         """The rewards of the responses to one prompt, or what the task replies where the conversation goes on."""
         index = int(responses[0][keys.ROW])
-        row, turns = self.task.rows[index], [self.read_turn(response[keys.TOKENS_RESPONSE]) for response in responses]
+        row = self.task.rows[index]
+        turns = [self.read_turn(response[keys.TOKENS_RESPONSE], row) for response in responses]
         # A conversation that is over waits for the others; it had its reward.
         judged: list[Reward | Messages] = [self._no_reward] * len(responses)
         ended = []

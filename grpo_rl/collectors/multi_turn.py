@@ -131,7 +131,7 @@ class _Player:
 
     def _on_turn(self, i: int, samples: Samples) -> None:
         trajectory, task = self._open[i], self._env.task
-        trajectory.add_turn(samples, *self._env.read_turn(samples.response_ids))
+        trajectory.add_turn(samples, *self._env.read_turn(samples.response_ids, trajectory.row))
         if trajectory.truncated:
             del self._open[i]  # the turn has no end: a reply would go into the middle of a sentence
             return
@@ -216,7 +216,7 @@ async def converse(
         samples = await ask(
             [*trajectory.prompt_ids, *trajectory.ids], turn_sampling(trajectory, sampling, max_model_len)
         )
-        trajectory.add_turn(samples, *env.read_turn(samples.response_ids))
+        trajectory.add_turn(samples, *env.read_turn(samples.response_ids, trajectory.row))
         if trajectory.truncated:
             return
         goes_on = take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)
