@@ -25,6 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
     "dialogs": ("dialogs.py",),
+    "tools": ("tools.py",),
     "trees": ("trees.py",),
     "scoring": ("scoring.py",),
     "push": ("push.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
-from grpo_rl.envs.tools.mcp import with_mcp
+from grpo_rl.envs.tools.functions import check_functions
+from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
 from grpo_rl.envs.tools.schemas import tool_schemas
 
 __all__ = [
@@ -56,13 +58,13 @@ class LLMEnv(EnvBase):
         tool_parser: makes what reads the calls in responses, of the tokenizer and the JSON schemas of the task's tools:
             something with ``parse(text) -> (content, tool_calls)``, such as
             `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
-        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`.
+        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`; :meth:`close` ends them.
         seed: of the shuffles.
         curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
         ValueError: there are no rows, no rewards, or a group of one, which has no advantage; a limit or choice makes no
-            sense.
+            sense; nothing runs a tool, or reads calls to it.
     """
 
     def __init__(
@@ -96,7 +98,11 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
-        task = with_mcp(task, mcp, score_timeout_s)
+        check_functions(task)
+        self._servers: list[Server] = []
+        # Also of an environment that is forgotten without `close`, or that can't be built.
+        weakref.finalize(self, close_servers, self._servers)
+        task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(
@@ -145,6 +151,11 @@ class LLMEnv(EnvBase):
         dialogs = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
         return self.guard.score_dialogs(data, dialogs, f"row {row}")
 
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Ends the processes of the servers of ``mcp``; a call that comes later starts one again."""
+        close_servers(self._servers)
+        super().close(raise_if_closed=raise_if_closed)
+
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.
 
@@ -192,8 +203,12 @@ class LLMEnv(EnvBase):
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""
         return self._decode_all([ids])[0]
 
-    def read_turn(self, ids: Tensor | Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools."""
+    def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
+
+        Args:
+            row: that the conversation is about; a mixture has its task read the turn.
+        """
         if self._tool_parser is not None:
             text, calls = self._tool_parser.parse(decode_turn(self.tokenizer, list(map(int, ids))))
             if calls:
@@ -306,7 +321,8 @@ class LLMEnv(EnvBase):
     def _judge(self, first: int, responses: Sequence[TensorDictBase]) -> list[Reward | Messages]:
         """The rewards of the responses to one prompt, or what the task replies where the conversation goes on."""
         index = int(responses[0][keys.ROW])
-        row, turns = self.task.rows[index], [self.read_turn(response[keys.TOKENS_RESPONSE]) for response in responses]
+        row = self.task.rows[index]
+        turns = [self.read_turn(response[keys.TOKENS_RESPONSE], row) for response in responses]
         # A conversation that is over waits for the others; it had its reward.
         judged: list[Reward | Messages] = [self._no_reward] * len(responses)
         ended = []

@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast, overload
 
+from torch import Tensor
+
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
 from grpo_rl.envs.shares import check_scale, shares
@@ -266,6 +268,8 @@ class MixtureGuard(ScoreGuard):
 class MixtureEnv(LLMEnv):
     """Several environments as one: prompts are drawn by weight, and each is scored and replied to by its own task.
 
+    A task's tools are shown in its own prompts alone, and calls to them are read by its own environment's parser.
+
     Args:
         envs: the tasks' environments by name, over one tokenizer; their rewards, guards and limits hold for their rows.
         weights: of the draws; they need not sum to 1.
@@ -273,8 +277,7 @@ class MixtureEnv(LLMEnv):
         seed: of the draws.
 
     Raises:
-        ValueError: a task has tools that the chat template shows, or a scale is of no task; see also
-            `grpo_rl.envs.shares` and :class:`LLMEnv`.
+        ValueError: a scale is of no task; see also `grpo_rl.envs.shares` and :class:`LLMEnv`.
     """
 
     def __init__(
@@ -288,12 +291,6 @@ class MixtureEnv(LLMEnv):
         seed: int = 0,
     ) -> None:
         shares(weights)
-        for name, env in envs.items():
-            if env.task.tools:
-                raise ValueError(
-                    f"env.mixture.{name} has tools that the chat template shows, and a mixture reads no calls to them; "
-                    "write calls as text (form: line) where the task can, leave out env.mcp, or train on it by itself"
-                )
         for name, scale in scales.items():
             check_scale(name, scale)
             if name not in envs:
@@ -315,10 +312,29 @@ class MixtureEnv(LLMEnv):
         deadline_s = max(env.guard.deadline_s for env in envs.values())
         self.guard = MixtureGuard(made, {name: env.guard for name, env in envs.items()}, deadline_s)
 
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes the tasks' environments."""
+        for env in self.envs.values():
+            env.close(raise_if_closed=raise_if_closed)
+        super().close(raise_if_closed=raise_if_closed)
+
     @property
     def members(self) -> Mapping[str, LLMEnv]:
         """The tasks' own environments by name."""
         return self.envs
+
+    def encode(self, row: dict) -> list[int]:
+        """See :meth:`LLMEnv.encode`."""
+        return self.envs[row[TASK]].encode(row[ROW])
+
+    def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """See :meth:`LLMEnv.read_turn`; needs the row."""
+        assert row is not None, "a mixture has its row's task read a turn"
+        return self.envs[row[TASK]].read_turn(ids, row[ROW])
+
+    def check_prompts(self) -> None:
+        """Tokenises every row of every task; see :meth:`LLMEnv.check_prompts`."""
+        self._prompts.check()
 
     def metrics(self) -> dict[str, float]:
         """Counts of each task: those of its own, and its responses without a reward."""

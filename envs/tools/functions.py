@@ -87,6 +87,22 @@ class FunctionTask(Task):
         )
 
 
+def check_functions(task: Task) -> None:
+    """Refuses a tool that nothing would run, which the policy alone would be told of, at its first call.
+
+    Raises:
+        ValueError: a tool is a JSON schema, and the task does not override :meth:`FunctionTask.call`.
+    """
+    if not isinstance(task, FunctionTask) or type(task).call is not FunctionTask.call:
+        return
+    if schemas := [tool for tool in task.tools if not callable(tool)]:
+        name = tool_schemas(schemas)[0]["function"]["name"]
+        raise ValueError(
+            f"{type(task).__name__}: the tool {name} is a JSON schema, and nothing runs it; override "
+            "call(self, row, name, arguments), or give a function in its place"
+        )
+
+
 def run_calls(
     calls: Sequence[Mapping[str, Any]],
     schemas: Sequence[Mapping[str, Any]],

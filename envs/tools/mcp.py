@@ -50,9 +50,11 @@ class Server:
         self.deadline_s = self.timeout_s + ANSWER_S + END_S
         """Seconds after which a call has a result, or the server has failed to show that it lives and is ended."""
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
+        # Reentrant, as an environment that is garbage closes its servers in whichever thread that is noticed.
+        self._lock = threading.RLock()
         self._current: _Connection | None = None
-        threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True)
+        self._thread.start()
         atexit.register(self.close)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -124,7 +126,7 @@ class Server:
         with self._lock:
             if self._current is connection:
                 self._current = None
-        connection.end()
+        connection.end(wait=threading.current_thread() is not self._thread)
 
     def _answers(self, connection: _Connection) -> bool:
         try:
@@ -165,13 +167,14 @@ class _Connection:
         """The client, once it is started."""
         return self.started.result(0)
 
-    def end(self) -> None:
-        """Ends it, also while it starts, and waits until the process is gone."""
+    def end(self, wait: bool = True) -> None:
+        """Ends it, also while it starts, and waits until the process is gone; the loop's own thread can't wait."""
         if self.started.done():
             self._loop.call_soon_threadsafe(self._stop.set)
         else:
             self.task.cancel()
-        self._ended.wait(END_S)
+        if wait:
+            self._ended.wait(END_S)
 
     async def _hold(self) -> None:
         """Holds the connection open: it has to be closed by the coroutine that opened it."""
@@ -288,11 +291,17 @@ class _WithServers(Task):
         return run_calls(calls, tool_schemas(self.tools), run, limits, seconds)
 
 
-def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: float = float("inf")) -> Task:
+def with_mcp(
+    task: Task,
+    entries: Sequence[str | Mapping[str, Any]],
+    reply_s: float = float("inf"),
+    opened: list[Server] | None = None,
+) -> Task:
     """The task with the tools of MCP servers beside its own; the task itself where there are none.
 
     Args:
         reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.
+        opened: is given the servers, for :func:`close_servers`; without it they end with the program.
 
     Raises:
         ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two
@@ -322,4 +331,12 @@ def with_mcp(task: Task, entries: Sequence[str | Mapping[str, Any]], reply_s: fl
         raise
     other.__class__ = type(type(task).__name__, (_WithServers, type(task)), {"_plain": type(task), "_of": of})
     assert plays_turns(other)
+    if opened is not None:
+        opened += servers
     return other
+
+
+def close_servers(servers: Sequence[Server]) -> None:
+    """Ends the servers' processes."""
+    for server in servers:
+        server.close()

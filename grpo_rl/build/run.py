@@ -88,6 +88,8 @@ def build_run(
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
+        for held in (env, *(task.env for task in evaluation.tasks)):
+            stack.callback(held.close)
         watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
         ranks = make_ranks()
         if ranks:

@@ -19,7 +19,7 @@ from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Sampler, Samples, Sampling
-from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.waits.registry import waiting
@@ -130,14 +130,14 @@ class _Player:
         self._in_engine.add(i)
 
     def _on_turn(self, i: int, samples: Samples) -> None:
-        trajectory, task = self._open[i], self._env.task
-        trajectory.add_turn(samples, *self._env.read_turn(samples.response_ids))
+        trajectory, env = self._open[i], self._env
+        trajectory.add_turn(samples, *env.read_turn(samples.response_ids, trajectory.row))
         if trajectory.truncated:
             del self._open[i]  # the turn has no end: a reply would go into the middle of a sentence
             return
         trajectory.replying_since = time.monotonic()
-        max_turns, replies = self._env.max_turns, self._replies
-        in_thread(lambda: replies.put((i, _outcome(lambda: trajectory.dialog.reply(task, trajectory.row, max_turns)))))
+        replies = self._replies
+        in_thread(lambda: replies.put((i, _outcome(lambda: _replied(env, trajectory)))))
 
     def _arrived(self) -> list[tuple[int, Any]]:
         """Replies that are there or overdue; waits a moment for one where the engine has nothing to do."""
@@ -158,7 +158,7 @@ class _Player:
     def _on_reply(self, i: int, reply: Any) -> None:
         trajectory = self._open[i]
         trajectory.replying_since = None
-        if take_reply(self._env, trajectory, reply, self._engine.max_model_len):
+        if _take_reply(self._env, trajectory, reply, self._engine.max_model_len):
             self._submit(i)
         else:
             del self._open[i]
@@ -170,25 +170,31 @@ def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int
     return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
 
 
-def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
+def _replied(env: LLMEnv, trajectory: Trajectory) -> tuple[Messages, list[int]] | None:
+    """The task's reply to the last turn, and its ids; None where the conversation is over.
+
+    Called in a thread that may be left behind, so that neither costs the engine a moment; it changes no token.
+    """
+    reply = trajectory.dialog.reply(env.task, trajectory.row, env.max_turns)
+    return reply and (reply, env.encode_reply(reply, trajectory.ids[-1], trajectory.dialog.calls))
+
+
+def _take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
     """Tells whether the policy has another turn after this reply, which is appended.
 
     Args:
-        reply: messages; None where the conversation is over; or the exception that came in the place of one.
+        reply: messages and their ids; None where the conversation is over; or the exception in the place of them.
     """
     if reply is None:
         return False
-    try:
-        if isinstance(reply, Exception):
-            raise reply
-        ids = env.encode_reply(reply, trajectory.ids[-1], trajectory.dialog.calls)
-    except Exception as error:
-        trajectory.dropped = _failure(env, trajectory, error)
+    if isinstance(reply, Exception):
+        trajectory.dropped = _failure(env, trajectory, reply)
         return False
+    messages, ids = reply
     if trajectory.num_tokens + len(ids) >= max_model_len:
         trajectory.truncated = True  # the policy never reads the reply
         return False
-    trajectory.dialog.hear(reply)
+    trajectory.dialog.hear(messages)
     trajectory.add_reply(ids)
     return True
 
@@ -216,19 +222,19 @@ async def converse(
         samples = await ask(
             [*trajectory.prompt_ids, *trajectory.ids], turn_sampling(trajectory, sampling, max_model_len)
         )
-        trajectory.add_turn(samples, *env.read_turn(samples.response_ids))
+        trajectory.add_turn(samples, *env.read_turn(samples.response_ids, trajectory.row))
         if trajectory.truncated:
             return
-        goes_on = take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)
+        goes_on = _take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)
 
 
 async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
-    """The reply, or the exception in its place; a thread that is late is abandoned."""
+    """The reply with its ids, or the exception in its place; a thread that is late is abandoned."""
     loop = asyncio.get_running_loop()
     reply: asyncio.Future[Any] = loop.create_future()
 
     def call() -> None:
-        outcome = _outcome(lambda: trajectory.dialog.reply(env.task, trajectory.row, env.max_turns))
+        outcome = _outcome(lambda: _replied(env, trajectory))
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(reply.set_result, outcome)
 

@@ -58,9 +58,11 @@ class LocalSource:
         return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed)
 
     def close(self) -> None:
-        """Frees the engine."""
+        """Frees the engine and the environments."""
         if self._engine:
             self._engine.close()
+        for env in self._envs.values():
+            env.close()
 
 
 class ServedSource:

@@ -18,7 +18,7 @@ OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_
 """Settings of ``env`` that each task of a mixture has its own of."""
 SHARED = (
     "num_envs", "repeats", "long_prompt", "max_turns", "score_timeout_s", "max_failed_fraction", "isolated", "rewards",
-    "curriculum",
+    "curriculum", "tool_parser", "mcp",
 )  # fmt: skip
 """Settings of ``env`` that a mixture's tasks have from the mixture, where they give none of their own."""
 TAKEN = ("error", "timeout", "invalid", "unjudgeable", "groups")

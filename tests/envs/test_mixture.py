@@ -9,10 +9,15 @@ import torch
 from scipy import stats
 
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
+from grpo_rl.envs.tools.functions import FunctionTask
+from tests.envs.chat_templates import tokenizer_of
+from tests.envs.tools.plain_parser import PlainParser
 
 WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
 
@@ -193,10 +198,106 @@ def test_the_reward_of_a_task_comes_back_from_that_of_the_mixture(tokenizer):
     assert task.own("a", task.named("a", reward)) == reward
 
 
-def test_a_task_with_tools_that_the_template_shows_is_refused(tokenizer):
-    class WithTools(Says):
-        tools = ({"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}},)
+class Shouts(FunctionTask):
+    """Pays for the loud word, which a function gives."""
 
-    plain, tools = (LLMEnv(task, tokenizer, 2, 2, tool_parser=lambda *_: None) for task in (Says("x"), WithTools("y")))
-    with pytest.raises(ValueError, match=r"env\.mixture\.b has tools that the chat template shows"):
-        MixtureEnv({"a": plain, "b": tools}, {"a": 1, "b": 1}, 2, 2)
+    reward_parts = ("loud",)
+
+    def __init__(self, *words: str) -> None:
+        self.rows = [{"word": word} for word in words]
+        self.tools = (self.shout,)
+
+    @staticmethod
+    def shout(word: str) -> str:
+        """Shouts.
+
+        Args:
+            word: the word
+        """
+        return word.upper()
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"Shout {row['word']}."}]
+
+    def score(self, row, response):
+        return Reward({"loud": float(response == row["word"].upper())})
+
+
+CALLS = {
+    "calculator": ('{"name": "calculator", "arguments": {"expression": "6*7"}}', "42", "<answer>42</answer>"),
+    "shout": ('{"name": "shout", "arguments": {"word": "boo"}}', "BOO", "BOO"),
+}
+
+
+class Policy(ScriptedEngine):
+    """Calls the tool that its prompt shows, and then says what it heard; without a tool it says "x"."""
+
+    def __init__(self, tokenizer):
+        super().__init__(self.respond)
+        self.tokenizer, self.turns = tokenizer, {}
+
+    def respond(self, prompt, g):
+        text = self.tokenizer.decode(prompt)
+        said = "x"
+        if shown := [name for name in CALLS if f'"name": "{name}"' in text]:
+            call, result, last = CALLS[shown[0]]
+            heard = f"<tool_response>\n{result}\n" in text
+            said = last if heard else f"<tool_call>\n{call}\n</tool_call>"
+        self.turns[tuple(prompt)] = [*self.tokenizer(said)["input_ids"], self.tokenizer.eos_token_id]
+        return self.turns[tuple(prompt)]
+
+
+def with_tools():
+    tokenizer = tokenizer_of("qwen3")
+    calculator = Calculator(
+        [{"question": "6 * 7?", "answer": "#### 42"}], form="function", examples=(), system_prompt=None
+    )
+    tasks = {"says": Says("x"), "calculator": calculator, "shouts": Shouts("boo")}
+    envs = {name: LLMEnv(task, tokenizer, 2, 2, tool_parser=PlainParser) for name, task in tasks.items()}
+    env = MixtureEnv(envs, dict.fromkeys(tasks, 1.0), 12, 2)
+    env.check_prompts()
+    return env, tokenizer
+
+
+def test_each_task_has_its_own_tools_and_ids_are_kept():
+    env, tokenizer = with_tools()
+    policy = Policy(tokenizer)
+    groups = SyncCollector(env, policy, Sampling(max_new_tokens=500), total_dialog_turns=24).collect(2)
+    own = {"says": [], "calculator": ["calculator"], "shouts": ["shout"]}
+    rewards = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
+    seen = set()
+    for group in groups:
+        row = env.task.rows[group.row]
+        prompt = group.prompt_ids.tolist()
+        text = tokenizer.decode(prompt)
+        assert [name for name in CALLS if f'"name": "{name}"' in text] == own[row["task"]]
+        assert prompt == env.encode(row)
+        assert group.rewards.tolist() == [rewards[row["task"]]] * 2, row
+        for g, ids in enumerate(response.tolist() for response in group.responses):
+            chosen = group.trainable[group.offsets[g] : group.offsets[g + 1]].tolist()
+            # The engine was shown what is trained on, and what it sampled is what is trained on.
+            start, turns = 0, 0
+            while start < len(ids):
+                sampled = policy.turns[(*prompt, *ids[:start])]
+                end = start + len(sampled)
+                assert ids[start:end] == sampled and all(chosen[start:end])
+                start, turns = next((i for i in range(end, len(ids)) if chosen[i]), len(ids)), turns + 1
+                assert not any(chosen[end:start])
+            assert turns == 1 + len(own[row["task"]])
+        seen.add(row["task"])
+    assert seen == set(own)
+
+
+def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
+    env, tokenizer = with_tools()
+    policy, state = Policy(tokenizer), env.reset()
+    rewards = torch.zeros(24)
+    for _ in range(2):
+        for row in state.unbind(0):
+            said = policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0)
+            row[keys.TOKENS_RESPONSE] = torch.tensor(said)
+        state = env.step(state)["next"]
+        rewards += torch.stack([row["reward"] for row in state.unbind(0)]).flatten()
+    expected = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
+    tasks = [env.task.rows[int(row[keys.ROW])]["task"] for row in state.unbind(0)]
+    assert rewards.tolist() == [expected[task] for task in tasks]

@@ -55,6 +55,18 @@ def test_an_entrys_own_rewards_and_curriculum_take_the_place_of_the_mixtures():
     assert (own["gsm8k"].env.curriculum, own["math"].env.curriculum) == ({}, {"high": 0.8})
 
 
+def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
+    settings = read(
+        "env.mixture={calculator: {weight: 1, form: function, mcp: []}, math: {weight: 1, tool_parser: llama3_json}}",
+        "env.tool_parser=hermes",
+        "env.mcp=[server]",
+    )
+    own = {name: of_task.env for name, of_task in settings_of_tasks(settings).items()}
+    assert own["calculator"].task["form"] == "function"
+    assert (own["calculator"].tool_parser, own["math"].tool_parser) == ("hermes", "llama3_json")
+    assert (list(own["calculator"].mcp), list(own["math"].mcp)) == ([], ["server"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

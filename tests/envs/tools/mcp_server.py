@@ -1,8 +1,9 @@
-"""A real MCP server over stdio, whose tools misbehave on purpose."""
+"""A real MCP server over stdio, or over HTTP on loopback where a port is given; its tools misbehave on purpose."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from mcp.server import MCPServer
@@ -36,5 +37,14 @@ async def freeze() -> str:
     return ""
 
 
+@server.tool()
+def pid() -> str:
+    """Tells the number of its process."""
+    return str(os.getpid())
+
+
 if __name__ == "__main__":
-    server.run()
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

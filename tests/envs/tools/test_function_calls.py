@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.task import Reward
 from grpo_rl.envs.tools import functions
@@ -77,3 +78,17 @@ def test_each_call_has_the_deadline_of_its_tool():
 
 def test_a_task_with_added_rewards_is_sent_to_scorers_without_its_functions():
     assert pickle.loads(pickle.dumps(with_rewards(Tools(), {"format": 1.0}).without_rows())).tools == ()
+
+
+def test_a_schema_that_nothing_runs_is_refused():
+    class Forgets(Tools):
+        tools = ({"name": "f", "description": "Does.", "parameters": {"type": "object", "properties": {}}},)
+
+    class Runs(Forgets):
+        def call(self, row, name, arguments):
+            return "done"
+
+    with pytest.raises(ValueError, match=r"Forgets: the tool f is a JSON schema, and nothing runs it; override call\("):
+        LLMEnv(Forgets(), None, 1, 2)  # pyright: ignore[reportArgumentType]
+    functions.check_functions(Runs())
+    functions.check_functions(Tools())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ pytest.importorskip("mcp")
 from transformers import AutoTokenizer
 
 from grpo_rl.build.environment import make_env
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
@@ -30,6 +32,7 @@ from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.tools.plain_parser import PlainParser
 
 close = Server.close
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
@@ -53,11 +56,11 @@ def results(task, *calls):
 
 
 def test_a_task_of_one_turn_gets_the_tools_of_a_server_and_is_scored_as_before(task):
-    assert [tool["name"] for tool in task.tools] == ["add", "act", "freeze"]
+    assert [tool["name"] for tool in task.tools] == ["add", "act", "freeze", "pid"]
     assert results(task, ("add", {"a": 1, "b": 1}), ("add", {"a": "x", "b": 1}), ("none", {})) == [
         "2",
         'Error: a of add is "x"; it must be of type integer',
-        "Error: there is no tool 'none', only add, act, freeze",
+        "Error: there is no tool 'none', only add, act, freeze, pid",
     ]
     final = [*task.prompt(ROW), {"role": "assistant", "content": "<answer>2</answer>"}]
     assert task.reply(ROW, final) is None
@@ -102,7 +105,7 @@ def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
 def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
     ended = []
     monkeypatch.setattr(Server, "close", lambda self: ended.append(self) or close(self))
-    with pytest.raises(ValueError, match="two tools have the name act, add, freeze"):
+    with pytest.raises(ValueError, match="two tools have the name act, add, freeze, pid"):
         with_mcp(GSM8K([ROW]), [COMMAND, COMMAND])
     assert len(ended) == 2 and all(server._current is None for server in ended)
 
@@ -163,6 +166,53 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
     assert result["content"] == "2"
     env.task._of["add"].close()
+
+
+def ended(pid, within_s=10.0):
+    """Tells whether the process is gone, or goes within so many seconds."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def pid_of(env):
+    (result,) = results(env.task, ("pid", {}))
+    os.kill(int(result), 0)  # it runs
+    return int(result)
+
+
+def llm_env(task, tokenizer, **settings):
+    return LLMEnv(task, tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND], **settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer):
+    env = llm_env(GSM8K([ROW]), tokenizer)
+    pid = pid_of(env)
+    env.close()
+    assert ended(pid, 0.1)
+    again = pid_of(env)
+    del env
+    gc.collect()
+    assert again != pid and ended(again)
+
+
+def test_an_environment_that_can_not_be_built_ends_its_servers(tokenizer, monkeypatch):
+    servers = []
+    monkeypatch.setattr(Server, "close", lambda self: servers.append(self) or close(self))
+    with pytest.raises(ValueError, match="env.rewards"):
+        llm_env(GSM8K([ROW]), tokenizer, rewards={"nonsense": 1.0})
+    gc.collect()
+    assert len(servers) == 1 and servers[0]._current is None
 
 
 def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
