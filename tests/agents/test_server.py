@@ -172,6 +172,39 @@ def test_a_stream_says_the_same(play, tokenizer):
     assert served.played.session.counts["extended"] == 1 and len(served.played.session.sequences()) == 2
 
 
+def slow(session, seconds):
+    """Has the session's engine take its time."""
+    sample = session._sample
+
+    async def late(prompt, sampling):
+        await asyncio.sleep(seconds)
+        return await sample(prompt, sampling)
+
+    session._sample = late
+
+
+def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "one", "two", keep_alive_s=0.05) as served:
+            slow(served.played.session, 0.6)
+            impatient = served.client.with_options(timeout=openai.Timeout(5.0, read=0.4))
+            call = {"model": "tiny", "messages": [user("p")]}
+            with pytest.raises(openai.APITimeoutError):
+                await impatient.chat.completions.create(**call)
+            stream = await impatient.chat.completions.create(**call, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "one"
+            stream = await impatient.chat.completions.create(**call, stream=True)  # the first comment has come
+            served.played.session.ended = True
+            with pytest.raises(openai.APIError, match="the session ended while this call was sampled"):
+                [chunk async for chunk in stream]
+            # What is refused before the first comment has its status.
+            with pytest.raises(openai.PermissionDeniedError, match="this session has ended"):
+                await impatient.chat.completions.create(**call, stream=True)
+            assert len(served.played.session.responses) == 1
+
+    asyncio.run(agent())
+
+
 def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokenizer):
     async def agent():
         async with Served(play, tokenizer, "a") as served:
