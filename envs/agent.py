@@ -86,5 +86,9 @@ class AgentSpec(TaskSpec):
         """See :meth:`TaskSpec.rows`."""
         return _spec(settings["scorer"]).rows(path, split, settings["scorer_settings"])
 
+    def holds_out(self, path: str | None, settings: Mapping[str, Any]) -> bool:
+        """See :meth:`TaskSpec.holds_out`."""
+        return _spec(settings["scorer"]).holds_out(path, settings["scorer_settings"])
+
 
 AgentEnv = AgentSpec(make_agent_task, _load_rows, takes_reward=True)

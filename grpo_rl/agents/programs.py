@@ -184,6 +184,9 @@ class Function:
             raise AgentError("the run is over")
         # Without a second try: the session would hold the calls of both.
         settings: dict[str, Any] = {"deadline_s": self._deadline_s, "memory_gib": None, "again": False}
-        worker = self._idle.pop() if self._idle else IsolatedCalls(NamedFunction(self._name), workers=1, **settings)
+        try:
+            worker = self._idle.pop()  # training and evaluation, each with a thread, may play at the same time
+        except IndexError:
+            worker = IsolatedCalls(NamedFunction(self._name), workers=1, **settings)
         self._busy.add(worker)
         return worker

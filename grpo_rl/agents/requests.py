@@ -98,7 +98,7 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
     >>> asked = {"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4, "temperature": 0.2, "user": "me"}
     >>> request = read_request(asked, Sampling(), "m", is_trained=True)
     >>> request.sampling.max_new_tokens, request.notes
-    (4, ['user is left aside', "temperature=0.2 is replaced by the run's 1.0: all tokens are trained on at one"])
+    (4, ['user is left aside', "temperature=0.2 is replaced by the run's 1.0: all responses are sampled at one"])
     """
     if not isinstance(body, Mapping):
         raise RequestError("the body must be a JSON object")
@@ -155,7 +155,7 @@ def _sampling(given: Mapping[str, Any], base: Sampling, is_trained: bool, notes:
         if not is_trained:
             changes[name] = value
         elif value != own:
-            notes.append(f"{name}={value} is replaced by the run's {own}: all tokens are trained on at one")
+            notes.append(f"{name}={value} is replaced by the run's {own}: all responses are sampled at one")
     try:
         return replace(base, **changes)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -20,12 +21,14 @@ MAX_BODY_BYTES = 16 << 20
 """Bytes of a request's body, unless another number is given."""
 CLOSE_S = 1.0
 """Seconds that calls under way have to end when the server is closed."""
+KEEP_ALIVE_S = 10.0
+"""Seconds between two comments of a stream whose response is not there yet: clients give up on a silent one."""
 
 
 class ChatServer:
     """Answers the calls of all sessions, each named by the key that its agent sends as bearer token.
 
-    - ``POST /v1/chat/completions``: streams (in one piece, once a response is complete), tools, several choices, seeds,
+    - ``POST /v1/chat/completions``: streams (comments, then the response in one piece), tools, several choices, seeds,
       stop strings, log-probabilities.
     - ``GET /v1/models``: the one that is served.
     - ``POST /v1/reward`` with ``{"reward": 0.5}``: the session's reward; the last one counts.
@@ -38,6 +41,7 @@ class ChatServer:
         max_body_bytes: of a request.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
         takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
+        keep_alive_s: see :data:`KEEP_ALIVE_S`.
     """
 
     def __init__(
@@ -49,9 +53,11 @@ class ChatServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         stranger: Callable[[str], Session | None] | None = None,
         takes_rewards: bool = True,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.model, self._tokenizer, self._sampling, self._is_trained = model, tokenizer, sampling, is_trained
         self._stranger, self._takes_rewards = stranger, takes_rewards
+        self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
         """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
@@ -146,24 +152,44 @@ class ChatServer:
         for note in asked.notes:
             if len(self.notes) < 100:
                 self.notes[note] = None
-        try:
-            responses = await session.ask(asked.messages, asked.tools, asked.n, asked.sampling)
-        except ValueError as error:
-            raise RequestError(str(error), "messages") from error
-        except SessionError as error:
-            status = 400 if error.code == "context_length_exceeded" else 403
-            raise RequestError(str(error), None, error.code, status) from error
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
         headers = {"X-Notes": "; ".join(asked.notes)[:1000]} if asked.notes else {}
-        if not asked.stream:
-            choices = [self._choice(i, response, asked.logprobs) for i, response in enumerate(responses)]
-            body = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(responses)}
-            return web.json_response(body, headers=headers)
+        sampling = asyncio.ensure_future(_sampled(session, asked))
+        try:
+            if asked.stream:
+                return await self._streamed(request, head, asked, headers, sampling)
+            responses = await sampling
+        finally:
+            sampling.cancel()
+        choices = [self._choice(i, response, asked.logprobs) for i, response in enumerate(responses)]
+        body = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(responses)}
+        return web.json_response(body, headers=headers)
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        head: dict[str, Any],
+        asked: ChatRequest,
+        headers: dict[str, str],
+        sampling: asyncio.Future[list[Response]],
+    ) -> web.StreamResponse:
+        """Comments as long as the response is sampled, then the response; an error before the first has its status."""
         stream = web.StreamResponse(
             headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
-        await stream.prepare(request)
-        for chunk in self._chunks(head, asked, responses):
+        while not (await asyncio.wait({sampling}, timeout=self._keep_alive_s))[0]:
+            if not stream.prepared:
+                await stream.prepare(request)
+            await stream.write(b": the response is sampled\n\n")
+        try:
+            chunks = self._chunks(head, asked, sampling.result())
+        except Exception as error:  # as for all requests, see _in_openais_form
+            if not stream.prepared:
+                raise
+            chunks = [_told(error)[0]]
+        if not stream.prepared:
+            await stream.prepare(request)
+        for chunk in chunks:
             await stream.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         await stream.write(b"data: [DONE]\n\n")
         return stream
@@ -203,18 +229,34 @@ def _usage(responses: list[Response]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
+async def _sampled(session: Session, asked: ChatRequest) -> list[Response]:
+    try:
+        return await session.ask(asked.messages, asked.tools, asked.n, asked.sampling)
+    except ValueError as error:
+        raise RequestError(str(error), "messages") from error
+    except SessionError as error:
+        status = 400 if error.code == "context_length_exceeded" else 403
+        raise RequestError(str(error), None, error.code, status) from error
+
+
 @web.middleware
 async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
         return await handler(request)
-    except RequestError as error:
-        message, param, code, status = error.message, error.param, error.code, error.status
-    except web.HTTPException as error:  # no such path or method, or a body that is too large
-        message, param, code, status = error.text or error.reason, None, None, error.status
     except ConnectionError:  # the client is gone
         raise
     except Exception as error:  # untrusted requests: whatever breaks is told in the form that clients read
+        content, status = _told(error)
+        return web.json_response(content, status=status)
+
+
+def _told(error: Exception) -> tuple[dict[str, Any], int]:
+    """The error in OpenAI's form, and its status."""
+    if isinstance(error, RequestError):
+        message, param, code, status = error.message, error.param, error.code, error.status
+    elif isinstance(error, web.HTTPException):  # no such path or method, or a body that is too large
+        message, param, code, status = error.text or error.reason, None, None, error.status
+    else:
         message, param, code, status = f"{type(error).__name__}: {error}", None, None, 500
     kind = "invalid_request_error" if status < 500 else "server_error"
-    content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(content, status=status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}, status

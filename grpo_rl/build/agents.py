@@ -1,20 +1,20 @@
-"""Builds what plays the sessions of ``env.dataset=agent``."""
+"""Builds the agent of ``env.dataset=agent``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from grpo_rl.agents.programs import Function, Program
 from grpo_rl.agents.recorder import Limits
 from grpo_rl.build.environment import tool_parser_of
-from grpo_rl.collectors.agents import AgentGroups, AgentSettings
-from grpo_rl.engines.base import Sampling
-from grpo_rl.envs.base import LLMEnv
+from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.settings.schema import Settings
 
 
-def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
-    """The groups of agents' sessions; None where ``env.dataset`` is another task.
+def make_agent(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> AgentSettings | None:
+    """The agent, which starts no process before its first session; None where ``env.dataset`` is another task.
 
     Raises:
         ValueError: there is no such program, function or parser.
@@ -29,18 +29,13 @@ def make_agent_groups(settings: Settings, env: LLMEnv) -> AgentGroups | None:
         agent = Function(own["agent"], deadline_s)
     make_parser = tool_parser_of(settings)
     if settings.env.tool_parser is not None:
-        make_parser(env.tokenizer, [])  # a wrong name is told before anything starts
-    return AgentGroups(
-        env,
-        AgentSettings(
-            agent=agent,
-            model=Path(settings.model.name).name,
-            deadline_s=deadline_s,
-            limits=Limits(own["max_calls"], own["max_session_tokens"]),
-            make_parser=make_parser,
-            tells=own["scorer"] is None,
-            max_sessions=own["max_sessions"],
-        ),
-        Sampling(**settings.sampling),
-        settings.inference_model.max_model_len,
+        make_parser(tokenizer, [])  # a wrong name is told before anything starts
+    return AgentSettings(
+        agent=agent,
+        model=Path(settings.model.name).name,
+        deadline_s=deadline_s,
+        limits=Limits(own["max_calls"], own["max_session_tokens"]),
+        make_parser=make_parser,
+        tells=own["scorer"] is None,
+        max_sessions=own["max_sessions"],
     )

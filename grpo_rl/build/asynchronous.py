@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.build.agents import make_agent_groups
 from grpo_rl.build.devices import make_ranks
 from grpo_rl.build.run import build_run
 from grpo_rl.build.site import Site, check_transfer
@@ -22,6 +21,8 @@ from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.cluster.nodes import this_address
+from grpo_rl.collectors.agent_sessions import AgentSettings
+from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
 from grpo_rl.engines.base import AsyncEngine, Sampling
@@ -141,19 +142,24 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 
 
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: FleetEngine, weights: WeightSync, collected: int
+    settings: Settings,
+    env: LLMEnv,
+    engine: FleetEngine,
+    weights: WeightSync,
+    collected: int,
+    agent: AgentSettings | None,
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already; it samples during training."""
-    train = settings.train
+    train, sampling, longest = settings.train, Sampling(**settings.sampling), settings.inference_model.max_model_len
     return AsyncCollector(
         env,
         engine,
-        Sampling(**settings.sampling),
+        sampling,
         train.total_dialog_turns,
         weights,
         train.max_staleness,
         collected,
         drops_zero_variance=train.max_refills > 0,
         has_no_signal=make_has_no_signal(settings),
-        agents=make_agent_groups(settings, env),
+        agents=AgentGroups(env, agent, sampling, longest) if agent else None,
     )

@@ -232,7 +232,7 @@ def held_out_rows(settings: Settings, task: Task) -> list[dict]:
         return []
     given, spec = settings.env, task_spec(settings.env.dataset)
     if not given.eval_path:
-        same = given.eval_split or given.task.get("held_out") or given.path in spec.generated
+        same = given.eval_split or spec.holds_out(given.path, given.task)
         if given.path and not same:
             raise ValueError(
                 f"evaluate.rows={wanted} needs env.eval_path beside env.path={given.path}, or env.eval_split where "

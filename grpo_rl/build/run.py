@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from grpo_rl.build import devices, sync, training
+from grpo_rl.build.agents import make_agent
 from grpo_rl.build.environment import eval_plan, eval_rows, make_env
+from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -69,7 +71,7 @@ def build_run(
     plan: Devices,
     make_ranks: Callable[[], Ranks | None],
     make_engine: Callable[[], Any],
-    make_collector: Callable[[LLMEnv, Any, WeightSync, int], Collector],
+    make_collector: Callable[[LLMEnv, Any, WeightSync, int, AgentSettings | None], Collector],
 ) -> Iterator[Run]:
     """Builds a run from the parts common to both modes and those that the arguments make.
 
@@ -85,6 +87,7 @@ def build_run(
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         env = make_env(settings, tokenizer)
         rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
+        agent = make_agent(settings, tokenizer)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
@@ -130,7 +133,7 @@ def build_run(
             engine = NullTransport(getattr(torch, settings.train_model.dtype), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
-        own = make_collector(env, engine, weights, folder.collected) if folder.rank_zero else None
+        own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
         collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected)
         stack.callback(collector.close)
 
@@ -151,7 +154,7 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best)
+        held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from grpo_rl.build.agents import make_agent_groups
+from grpo_rl.collectors.agent_sessions import AgentSettings
+from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.stepped import SteppedGroups
@@ -78,11 +79,14 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
     return capacity.sequences(responses_at_once(settings, devices.replicas), vocab, memory)
 
 
-def make_collector(settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int) -> Collector:
+def make_collector(
+    settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int, agent: AgentSettings | None
+) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
     sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
-    groups = make_agent_groups(settings, env)
-    agents = SteppedGroups(groups, engine) if groups else None
+    longest, agents = settings.inference_model.max_model_len, None
+    if agent is not None:
+        agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
     return SyncCollector(
         env, engine, sampling, train.total_dialog_turns, collected, train.max_refills, has_no_signal, agents
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, SupportsInt, TypeVar
 
@@ -23,7 +23,6 @@ from grpo_rl.engines.base import (
     EngineLostError,
     Samples,
     Sampling,
-    StepByGenerate,
     check_request,
 )
 from grpo_rl.engines.loop_thread import LoopThread
@@ -31,13 +30,15 @@ from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 
 T = TypeVar("T")
+STEP_S = 0.05
+"""Seconds that one step waits for a response."""
 
 
 class FleetMember(AsyncEngine, EngineControl, Protocol):
     """An engine that is called from an event loop and, during a push, from a thread."""
 
 
-class FleetEngine(StepByGenerate):
+class FleetEngine:
     """A started fleet, as collectors, `grpo_rl.weights.push.WeightSync`, evaluation and diagnosis take it.
 
     An engine that dies while weights are on their way does not hold up the others. The one that takes its place is
@@ -56,7 +57,6 @@ class FleetEngine(StepByGenerate):
         loop: LoopThread,
         transport: Callable[[Sequence[FleetMember]], RemoteTransport],
     ) -> None:
-        super().__init__()
         self.fleet, self.loop = fleet, loop
         engines = loop.run(fleet.present())
         self._transport = transport(engines)
@@ -67,6 +67,7 @@ class FleetEngine(StepByGenerate):
         self.on_new_engine: Callable[[], None] | None = None
         """Gives weights to engines that have none; set by the WeightSync that pushes into this."""
         self._numbers = itertools.count()
+        self._submitted: dict[Future[Samples], int] = {}
 
     # As a transport.
 
@@ -124,17 +125,21 @@ class FleetEngine(StepByGenerate):
         result = self.loop.start(work)
         try:
             while not result.done():
-                joined = self.loop.start(self.fleet.new_engine())
-                wait({result, joined}, return_when=FIRST_COMPLETED)
-                if not joined.done():
-                    joined.cancel()
-                elif not result.done():
-                    joined.result()
-                    assert self.on_new_engine, "engines joined, and no WeightSync has been made for them"
-                    self.on_new_engine()
+                self._wait({result})
             return result.result()
         finally:
             result.cancel()
+
+    def _wait(self, results: Collection[Future[Any]], timeout_s: float | None = None) -> None:
+        """Waits for one of the results, or until an engine has joined, which is given weights."""
+        joined = self.loop.start(self.fleet.new_engine())
+        wait({*results, joined}, timeout_s, FIRST_COMPLETED)
+        if not joined.done():
+            joined.cancel()
+        elif not any(result.done() for result in results):
+            joined.result()
+            assert self.on_new_engine, "engines joined, and no WeightSync has been made for them"
+            self.on_new_engine()
 
     # As a sampler.
 
@@ -158,6 +163,24 @@ class FleetEngine(StepByGenerate):
                 return await self.fleet.call(
                     lambda engine: engine.generate(f"batch-{next(self._numbers)}", prompt, n, sampling), n
                 )
+
+    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """See :meth:`grpo_rl.engines.base.Sampler.submit`."""
+        check_request([prompt], 1, sampling, self.max_model_len)
+        self._submitted[self.loop.start(self._samples(prompt, 1, sampling))] = request
+
+    def step(self) -> list[tuple[int, Samples]]:
+        """See :meth:`grpo_rl.engines.base.Sampler.step`; waits a moment for the next response."""
+        if self._submitted:
+            self._wait(self._submitted, STEP_S)
+        finished = [response for response in self._submitted if response.done()]
+        return [(self._submitted.pop(response), response.result()) for response in finished]
+
+    def abort(self) -> None:
+        """See :meth:`grpo_rl.engines.base.Sampler.abort`."""
+        for response in self._submitted:
+            response.cancel()
+        self._submitted.clear()
 
     def sleep(self) -> None:
         """Does nothing: engines have devices of their own."""

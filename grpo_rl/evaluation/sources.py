@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from grpo_rl.build.agents import make_agent
 from grpo_rl.build.environment import make_eval_env
 from grpo_rl.build.sync import make_engine
 from grpo_rl.engines.base import Engine, Sampling
@@ -34,6 +35,7 @@ class LocalSource:
         # All data is read, and all prompts are measured, before the engine starts.
         self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
         self._settings = tasks
+        self._agents = {name: make_agent(settings, tokenizer) for name, settings in tasks.items()}
 
     def start(self) -> None:
         """Starts the engine.
@@ -55,10 +57,13 @@ class LocalSource:
     ) -> Evaluation:
         """The judged responses to a task's rows."""
         assert self._engine is not None, "start() comes first"
-        return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed)
+        return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed, self._agents[name])
 
     def close(self) -> None:
-        """Frees the engine and the environments."""
+        """Frees the engine, the environments and the processes of agents."""
+        for settings in self._agents.values():
+            if settings:
+                settings.agent.close()
         if self._engine:
             self._engine.close()
         for env in self._envs.values():
@@ -76,6 +81,8 @@ class ServedSource:
         self._endpoint = endpoint
         self._tasks = {name: make_eval_env(settings, None, rows) for name, settings in tasks.items()}
         for name, task in self._tasks.items():
+            if name == "agent":
+                raise ValueError("an agent of tasks=[agent] calls an engine that is started here; give a model")
             if plays_turns(task):
                 raise ValueError(f"{name} is a task of several turns, which an endpoint is not asked for; give a model")
         self._guards = {

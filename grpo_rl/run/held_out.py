@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.intervals import paired_gain
@@ -81,8 +82,9 @@ class HeldOut:
         last: tuple[int, Sequence[float]] | None = None,
         plan: Plan = Plan(),
         best: Mapping[str, Any] | None = None,
+        agent: AgentSettings | None = None,
     ) -> None:
-        self._env, self.rows = env, list(rows)
+        self._env, self.rows, self._agent = env, list(rows), agent
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
         self._plan, self.tracker = plan, BestTracker(plan.patience, plan.score)
@@ -95,7 +97,9 @@ class HeldOut:
 
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluated:
         """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
-        evaluation, scores = on_rank_zero(lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine))
+        evaluation, scores = on_rank_zero(
+            lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine, self._agent)
+        )
         self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
             self.before = evaluation.rewards
@@ -121,13 +125,18 @@ class HeldOut:
         return Evaluated(metrics, self.tracker.add(step, followed) and self._plan.keep_best, note)
 
     def _evaluate(
-        self, env: LLMEnv, rows: Sequence[dict[str, Any]], samples: int, engine: Sampler
+        self,
+        env: LLMEnv,
+        rows: Sequence[dict[str, Any]],
+        samples: int,
+        engine: Sampler,
+        agent: AgentSettings | None = None,
     ) -> tuple[Evaluation, dict[str, list[float]]]:
         """The greedy evaluation of a task, and all scores of its rows."""
-        greedy, sampled = evaluate(env, engine, rows, self._sampling), None
+        greedy, sampled = evaluate(env, engine, rows, self._sampling, agent=agent), None
         if samples:
             sampling = replace(self._sampling, temperature=self._plan.temperature)
-            sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed)
+            sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, agent)
         return greedy, row_scores(greedy, sampled)
 
     def keep(self, folder: Path, step: int) -> None:

@@ -11,8 +11,7 @@ def check_agent(settings: Sections) -> None:
     """Refuses settings of an agent that contradict each other.
 
     Raises:
-        ValueError: there is no agent, or two; or no rows; or the scorer is no task; or a held-out evaluation or a
-            curriculum is asked for.
+        ValueError: there is no agent, or two; or no rows; or the scorer is no task; or a curriculum is asked for.
     """
     if settings.env.dataset != "agent":
         return
@@ -28,11 +27,6 @@ def check_agent(settings: Sections) -> None:
         raise ValueError(f"env.scorer={scorer}; it must be {names} | package.module:Class, or null")
     if scorer is None and not settings.env.path:
         raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
-    if settings.evaluate.rows:
-        raise ValueError(
-            f"evaluate.rows={settings.evaluate.rows}: held-out rows are given to the policy alone, not to the agent of "
-            "env.dataset=agent; set evaluate.rows=0"
-        )
     if settings.env.curriculum:
         raise ValueError(
             "env.curriculum counts the rewards of single responses, not of an agent's sessions; leave it out"

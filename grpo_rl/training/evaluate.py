@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from scipy import stats
 
+from grpo_rl.collectors.agent_sessions import AgentSettings, Played
 from grpo_rl.collectors.multi_turn import begin, judge, play
+from grpo_rl.collectors.stepped import play_held_out
 from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.task import last_said
@@ -144,6 +146,7 @@ def evaluate(
     sampling: Sampling,
     samples: int = 1,
     seed: int = 0,
+    agent: AgentSettings | None = None,
 ) -> Evaluation:
     """The judged responses to each row.
 
@@ -155,17 +158,23 @@ def evaluate(
     Args:
         env: prompts, replies and scores; the rows need not be its own.
         samples: responses to each row.
+        agent: plays a session in the place of each response.
 
     Raises:
         ValueError: there is no row, or no response could be judged.
     """
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
+    seeded = _seeded(seed) if sampling.temperature else contextlib.nullcontext()
+    if agent is not None:
+        with seeded:
+            played = play_held_out(env, engine, rows, sampling, samples, agent)
+        return _of_sessions(env, rows, played, samples)
     groups = []
     for i, row in enumerate(rows):
         ids = env.encode(row)
         groups.append([begin(env, row, f"held-out row {i}", ids) for _ in range(samples)])
-    with _seeded(seed) if sampling.temperature else contextlib.nullcontext():
+    with seeded:
         if env.max_turns > 1:
             play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
         else:
@@ -182,6 +191,25 @@ def evaluate(
         [trajectory.dialog.text for trajectory in trajectories],
         [sum(trajectory.trainable) for trajectory in trajectories],
         [trajectory.truncated for trajectory in trajectories],
+        samples,
+    )
+
+
+def _of_sessions(
+    env: LLMEnv, rows: Sequence[dict[str, Any]], sessions: Sequence[tuple[Played, Reward | Failure]], samples: int
+) -> Evaluation:
+    """The evaluation of sessions of agents; the prompt of one is that of the first call which its last one extends."""
+    lasts = [played.session.responses[-1] if played.session.responses else None for played, _ in sessions]
+    dialogs = [played.dialog for played, _ in sessions]
+    asked = [env.task.prompt(row)[-1]["content"] for row in rows for _ in range(samples)]
+    return judged(
+        env.task,
+        [result for _, result in sessions],
+        [env.decode(last.chain[0].prompt_ids) if last else text for last, text in zip(lasts, asked, strict=True)],
+        [dialog.messages for dialog in dialogs],
+        [dialog.text for dialog in dialogs],
+        [played.session.counts["tokens"] for played, _ in sessions],
+        [last is not None and last.finish_reason == "length" for last in lasts],
         samples,
     )
 

@@ -29,7 +29,7 @@ class Parser:
 class Played:
     """A session over an engine whose responses are those of a list, in order; ``seen`` holds prompt and response."""
 
-    def __init__(self, tokenizer, responses, **settings):
+    def __init__(self, tokenizer, responses, max_model_len=MAX_MODEL_LEN, **settings):
         said = iter(responses)
         self.seen, self.version = [], 0
 
@@ -40,7 +40,7 @@ class Played:
             self.seen.append((list(prompt), samples.response_ids.tolist(), sampling))
             return samples
 
-        self.session = Session(tokenizer, sample, MAX_MODEL_LEN, **{"make_parser": Parser} | settings)
+        self.session = Session(tokenizer, sample, max_model_len, **{"make_parser": Parser} | settings)
 
     def ask(self, messages, **settings):
         return asyncio.run(self.session.ask(messages, **settings))

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from grpo_rl.cli import main
 from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.evaluation.results import read_eval_file
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, save_tiny_model
 
@@ -78,6 +80,7 @@ def overrides(tmp_path_factory):
         " reasoning_pattern: '[0-9]', answer_pattern: x}}",
         "train.micro_batch_tokens=64", "train_model.compile=false", "sampling.max_new_tokens=6",
         "inference_model.max_model_len=128", "optimizer.lr=1e-2",
+        f"env.eval_path={folder / 'rows.jsonl'}", "evaluate.rows=4", "evaluate.frequency=1",
     ]  # fmt: skip
 
 
@@ -101,11 +104,16 @@ def trained(monkeypatch, overrides, script, tmp_path):
     monkeypatch.setattr(BroadcastCollector, "collect", collects)
     monkeypatch.setattr(AgentGroups, "_judged", judges)
     run = run_script(SOTA / script, given, tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"eval_before", "eval_after", "eval_gain_ci95"} <= set(summary)
     return read_metrics(run), groups, sessions
 
 
 def check(rows, groups, sessions, steps):
     assert len(rows) >= steps and groups
+    assert all({"eval/reward", "eval/reasoning_format", "eval/failed"} <= set(row) for row in rows)
+    # What counts is of training alone.
+    assert rows[-1]["agents/sessions"] == rows[-1]["total/responses"]
     for number, group in groups.items():
         record = [one for played in sessions[number] for one in played.session.sequences()]
         masks = group.trainable.split(group.lengths.tolist())
@@ -126,6 +134,20 @@ def test_the_sync_script_trains_an_agent_with_transformers(monkeypatch, override
     given = [*given, *sizes, "inference_model.engine=transformers"]
     last = check(*trained(monkeypatch, (folder, given), "grpo.py", tmp_path), steps=2)
     assert last["agents/calls"] > last["agents/sessions"] and last["agents/branches"] > 0
+
+
+@pytest.mark.nightly
+def test_a_model_is_evaluated_through_an_agent_by_a_command(monkeypatch, overrides, tmp_path):
+    folder, given = overrides
+    monkeypatch.syspath_prepend(folder)
+    own = [word for word in given if word.startswith("env.") and not word.startswith(("env.dataset", "env.eval_path"))]
+    own = [word for word in own if not word.startswith(("env.num_envs", "env.path"))]
+    words = ["tasks=[agent]", f"path.agent={folder / 'rows.jsonl'}", "samples=2", f"out={tmp_path / 'out'}"]
+    words += ["engine=transformers", "max_model_len=128", "max_new_tokens=6", *own]
+    assert main(["eval", str(folder / "model"), *words]) == 0
+    _, tasks = read_eval_file(tmp_path / "out")
+    assert tasks["agent"].scores.keys() >= {"reward", "accuracy", "pass@2"}
+    assert len(tasks["agent"].scores["reward"]) == 4
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import aiohttp
 import openai
@@ -13,6 +14,8 @@ from grpo_rl.agents.recorder import Limits
 from grpo_rl.agents.requests import RequestError, read_request
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.engines.base import Sampling
+from tests.agents.conftest import Played
+from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
 SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)
 
@@ -24,7 +27,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def written(tokenizer, recorded):
+def text_of(tokenizer, recorded):
     return tokenizer.decode([*recorded.prompt_ids, *recorded.ids])
 
 
@@ -33,7 +36,7 @@ class Served:
 
     def __init__(self, play, tokenizer, *said, session=None, **settings):
         self.played = play(*said, **session or {})
-        self.server = ChatServer("tiny", tokenizer, SAMPLING, **settings)
+        self.server = ChatServer("tiny", tokenizer, settings.pop("sampling", SAMPLING), **settings)
 
     async def __aenter__(self):
         await self.server.start()
@@ -79,10 +82,73 @@ def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
 
     served = asyncio.run(agent())
     sequences = served.played.session.sequences()
-    assert [written(tokenizer, one) for one in sequences] == [
+    assert [text_of(tokenizer, one) for one in sequences] == [
         'p<end>>so!{"a": 1}<end>2<end>>two', 'p<end>>so!{"a": 1}<end>2<end>>thr',
     ]  # fmt: skip
     assert {sampling.temperature for *_, sampling in served.played.seen} == {0.8}
+
+
+FUNCTIONS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"Does {name}.", "parameters": {"type": "object", "properties": {}}},
+    }
+    for name in ("multiply", "page")
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend_the_call(family):
+    parsers = pytest.importorskip("grpo_rl.engines.vllm.tool_parsers")
+    tokenizer, dice = tokenizer_of(family), random.Random(family)
+    wanted = [("multiply", {"a": 3, "b": 4}), ("page", {"name": "here  and  there"})]
+    wanted = wanted[: 1 if family == "llama3" else 2]  # its template takes one call a message
+    # Ids that the tokenizer would not choose for the text: whatever is tokenised again is found out.
+    said = [
+        [*sampled_ids(tokenizer, text, dice), tokenizer.eos_token_id]
+        for text in (written(family, wanted, dice), "There is a 12.", "Bye.")
+    ]
+
+    def play(*_, **settings):
+        return Played(tokenizer, said, 10_000, **settings)
+
+    def make_parser(tokenizer, tools):
+        return parsers.tool_parser(FAMILIES[family][3], tokenizer, tools)
+
+    async def agent():
+        how = {"session": {"make_parser": make_parser}, "sampling": Sampling(max_new_tokens=500)}
+        async with Served(play, tokenizer, **how) as served:
+            messages = [{"role": "system", "content": "Call."}, user("12?")]
+            first = (await served.chat(*messages, tools=FUNCTIONS)).choices[0]
+            calls = first.message.tool_calls
+            assert first.finish_reason == "tool_calls"
+            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == wanted
+            results = [{"role": "tool", "tool_call_id": call.id, "content": f"so {i}"} for i, call in enumerate(calls)]
+            messages += [first.message, *results]
+            second = (await served.chat(*messages, tools=FUNCTIONS)).choices[0].message
+            assert second.content == "There is a 12." and not second.tool_calls
+            await served.chat(*messages, second, user("bye"), tools=FUNCTIONS)
+            return served.played, [call.model_dump() for call in calls], results
+
+    played, calls, results = asyncio.run(agent())
+    session, (first, second, third) = played.session, played.seen
+    assert second[0][: len(first[0] + first[1])] == first[0] + first[1]
+    # Qwen3's takes thoughts out of earlier turns once the user speaks again, so that no such call can extend another.
+    forgets = family == "qwen3"
+    assert (third[0][: len(second[0] + second[1])] == second[0] + second[1]) is not forgets
+    assert (session.counts["extended"], session.counts["rewritten"]) == ((1, 1) if forgets else (2, 0))
+    assert ("changes earlier turns" in session.problems.get("template", "")) is forgets
+    # Between them stands what the family's template writes, and no more.
+    for call in calls:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    dialog = [user("12?"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    whole = tokenizer.apply_chat_template(dialog, tools=FUNCTIONS, add_generation_prompt=True, tokenize=False)
+    between = tokenizer.decode(second[0][len(first[0] + first[1]) :])
+    assert whole.endswith(FAMILIES[family][2] + between) and between.count("so ") == len(results)
+    prompt = tokenizer.decode(first[0])
+    assert all(f'"{tool["function"]["name"]}"' in prompt for tool in FUNCTIONS)
+    found = [zip(one.ids, one.trainable, strict=True) for one in session.sequences()]
+    assert [i for one in found for i, own in one if own] == [i for ids in said for i in ids]
 
 
 def test_a_stream_says_the_same(play, tokenizer):
@@ -104,6 +170,39 @@ def test_a_stream_says_the_same(play, tokenizer):
 
     served = asyncio.run(agent())
     assert served.played.session.counts["extended"] == 1 and len(served.played.session.sequences()) == 2
+
+
+def slow(session, seconds):
+    """Has the session's engine take its time."""
+    sample = session._sample
+
+    async def late(prompt, sampling):
+        await asyncio.sleep(seconds)
+        return await sample(prompt, sampling)
+
+    session._sample = late
+
+
+def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "one", "two", keep_alive_s=0.05) as served:
+            slow(served.played.session, 0.6)
+            impatient = served.client.with_options(timeout=openai.Timeout(5.0, read=0.4))
+            call = {"model": "tiny", "messages": [user("p")]}
+            with pytest.raises(openai.APITimeoutError):
+                await impatient.chat.completions.create(**call)
+            stream = await impatient.chat.completions.create(**call, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "one"
+            stream = await impatient.chat.completions.create(**call, stream=True)  # the first comment has come
+            served.played.session.ended = True
+            with pytest.raises(openai.APIError, match="the session ended while this call was sampled"):
+                [chunk async for chunk in stream]
+            # What is refused before the first comment has its status.
+            with pytest.raises(openai.PermissionDeniedError, match="this session has ended"):
+                await impatient.chat.completions.create(**call, stream=True)
+            assert len(served.played.session.responses) == 1
+
+    asyncio.run(agent())
 
 
 def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokenizer):

@@ -147,6 +147,24 @@ def test_responses_that_die_with_an_engine_are_asked_for_again(made, model):
     assert len(responses) == 3 and {int(a.version) for a in responses} == {1} and engine.fleet.restarts == 1
 
 
+def test_prompts_are_taken_while_others_are_sampled_and_dropped_ones_are_forgotten(made):
+    engine, weights, _ = made("generate", None)
+    weights.push()
+
+    engine.submit(5, [1], Sampling())
+    engine.step()
+    engine.submit(6, [2], Sampling())
+    found = [] if engine._submitted else [5]
+    while engine._submitted:
+        found += [request for request, _ in engine.step()]
+    assert sorted(found) == [5, 6] and engine.step() == [] and engine.fleet.restarts == 1
+    with pytest.raises(ValueError, match="prompt 0 has 64 tokens"):
+        engine.submit(7, [1] * 64, Sampling())
+    engine.submit(8, [1], Sampling())
+    engine.abort()
+    assert engine.step() == []
+
+
 def test_the_only_engine_dies_and_the_next_one_goes_on(made, model):
     engine, weights, launched = made("generate")
     weights.push()

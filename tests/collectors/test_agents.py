@@ -22,7 +22,8 @@ from grpo_rl.agents.recorder import Limits
 from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
-from grpo_rl.collectors.agents import AgentGroups, AgentSettings
+from grpo_rl.collectors.agent_sessions import AgentSettings
+from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.collectors.sync import SyncCollector
@@ -34,6 +35,7 @@ from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.evaluate import evaluate
 
 SAMPLING = Sampling(max_new_tokens=8)
 
@@ -64,10 +66,11 @@ class Engine(ScriptedEngine):
     def __init__(self, tokenizer, said="aab"):
         ids = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
         super().__init__(lambda prompt, g: ids, max_model_len=200)
-        self.batches = []
+        self.batches, self.temperatures = [], set()
 
     def generate(self, prompts, n, sampling):
         self.batches.append([list(prompt) for prompt in prompts])
+        self.temperatures.add(sampling.temperature)
         return super().generate(prompts, n, sampling)
 
 
@@ -100,10 +103,13 @@ class Scripted:
         pass
 
 
+def settings_of(agent, task, limits=None, max_sessions=256):
+    return AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
+
+
 def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
     env = LLMEnv(task, tokenizer, 1, repeats, max_failed_fraction=1.0)
-    own = AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
-    return env, AgentGroups(env, own, SAMPLING, 200)
+    return env, AgentGroups(env, settings_of(agent, task, limits, max_sessions), SAMPLING, 200)
 
 
 def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None, max_sessions=256):
@@ -254,6 +260,106 @@ def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
 
     (group,), _, _, collector = collected(tokenizer, Scripted(script))
     assert group.sessions.tolist() == [0, 2] and collector.metrics()["agents/left_out"] == 1
+
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
+
+
+async def asks_twice(number, call):
+    """Two calls; the third session breaks off after its first, and the fourth makes none."""
+    if number == 3:
+        return
+    said = await call(("user", "p"), temperature=0.7)
+    if number == 2:
+        raise AgentError("no")
+    await call(("user", "p"), ("assistant", said), ("user", "q"), max_tokens=2)
+
+
+def test_held_out_rows_are_played_greedily_and_an_agent_that_fails_counts_as_a_scorer_that_failed(tokenizer):
+    env, engine = LLMEnv(Length([{}]), tokenizer, 1, 2, max_failed_fraction=1.0), Engine(tokenizer)
+    rows = [{"held": i} for i in range(4)]
+    found = evaluate(env, engine, rows, GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
+    # Which row a session is about depends on who connects first.
+    columns = map(str, found.rewards), found.prompts, found.completions, found.lengths, found.truncated
+    assert Counter(zip(*columns, strict=True)) == {
+        ("2.0", "p>", "aab\n\nq\n\naa", 6, True): 2,
+        ("nan", "p>", "aab", 4, False): 1,
+        ("nan", "p", "", 0, False): 1,
+    }  # fmt: skip
+    assert found.metrics()["eval/failed"] == 2 and found.reward == 2.0 and engine.temperatures == {0.0}
+    assert env.guard.failed == {"error": 2} and "held-out row" in env.guard.examples["error"]
+
+
+def test_several_sessions_about_a_held_out_row_stand_side_by_side(tokenizer):
+    class Seeds(Task):
+        reward_parts, tells_right, correct_part = ("right",), True, "right"
+        rows = ({"seed": 0},)
+
+        def prompt(self, row):
+            return [{"role": "user", "content": "p"}]
+
+        def score(self, row, response):
+            return Reward({"right": float(response == str(row["seed"]))})
+
+    class SaysItsSeed:
+        """Ends with the row's seed, or in its first session about it with something else."""
+
+        def __init__(self):
+            self.seen = set()
+
+        async def play(self, client, row):
+            await Scripted(lambda number, call: call(("user", "p"))).play(client, row)
+            first = row["seed"] not in self.seen
+            self.seen.add(row["seed"])
+            return "?" if first else str(row["seed"])
+
+    env, engine = LLMEnv(Seeds(), tokenizer, 1, 2), Engine(tokenizer)
+    agent = settings_of(SaysItsSeed(), env.task)
+    state = torch.random.get_rng_state()
+    found = evaluate(env, engine, [{"seed": 4}, {"seed": 7}], Sampling(max_new_tokens=8), samples=3, agent=agent)
+    assert [sorted(found.rewards[:3]), sorted(found.rewards[3:])] == [[0.0, 1.0, 1.0]] * 2
+    assert found.row_scores()["pass@1"] == pytest.approx([2 / 3, 2 / 3]) and engine.temperatures == {1.0}
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_session_tells_its_reward_of_a_held_out_row_too(tokenizer):
+    class Tells:
+        async def play(self, client, row):
+            await Scripted(lambda number, call: call(("user", "p"))).play(client, row)
+            return row["worth"]
+
+    env = LLMEnv(Told([{"worth": 9}]), tokenizer, 1, 2)
+    rows = [{"worth": 0.5}, {"worth": 2}]
+    found = evaluate(env, Engine(tokenizer), rows, GREEDY, agent=settings_of(Tells(), env.task))
+    assert found.rewards == [0.5, 2.0] and found.parts == {"agent": 1.25} and found.completions == ["aab", "aab"]
+
+
+def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"))
+
+    engine, task = Engine(tokenizer), Length([{}])
+    env, groups = groups_of(tokenizer, Scripted(script), task)
+    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
+    try:
+        before = collector.collect(3)
+        counts = collector.metrics()
+        evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))
+        assert collector.metrics() == counts and collector.events() == []
+        (group,) = collector.collect(3)
+        assert group.group_id == before[0].group_id + 1 and group.size == 3
+    finally:
+        collector.close()
+
+
+def test_an_engine_that_fails_ends_the_evaluation(tokenizer):
+    class Broken(Engine):
+        def generate(self, prompts, n, sampling):
+            raise RuntimeError("the engine is broken")
+
+    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
 
 
 PROGRAM = """
@@ -459,6 +565,9 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
     try:
         while got := collector.collect(3):
             found += got
+            # Other sessions of training are under way meanwhile.
+            held_out = evaluate(env, engines, [{}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
+            assert held_out.rewards == [3.0, 3.0] and held_out.lengths == [8, 8]
             engine.version += 1
             weights.push(engine.version)
         metrics = collector.metrics()
@@ -467,6 +576,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
         loop.close()
     assert len(found) == 4 and all(group.size == 3 for group in found)
     assert max(int(group.versions.max()) for group in found) > 0 and metrics["groups/resampled"] == dies
+    assert metrics["agents/calls"] == 24
     for group in found:
         for ids in group.responses:
             assert [*group.prompt_ids.tolist(), *ids.tolist()] in engine.seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -17,7 +16,7 @@ from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.envs.chat import templated
 from grpo_rl.envs.tools.functions import FunctionTask, Limits
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_tools_in_text
-from tests.envs.chat_templates import FAMILIES, tokenizer_of
+from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
 
 def multiply(a: int, b: int) -> int:
@@ -56,29 +55,6 @@ class Tools(FunctionTask):
 
     def score(self, row, response):
         return Reward({"calls": 0.0})
-
-
-def written(family, calls, random):
-    """The calls as a model of the family writes them, with the freedom that models take."""
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    if family == "mistral":
-        return f"[TOOL_CALLS] {json.dumps(functions)}"
-    if family == "llama3":
-        return "; ".join(json.dumps({"name": f["name"], "parameters": f["arguments"]}) for f in functions)
-    indent = random.choice([None, 1])
-    thought = random.choice(["", "<think>\nhm, where  there\n</think>\n\n"]) + random.choice(["", "I call.\n"])
-    return thought + "\n".join(f"<tool_call>\n{json.dumps(f, indent=indent)}\n</tool_call>" for f in functions)
-
-
-def sampled_ids(tokenizer, text, random):
-    """Ids that give this text, not those that the tokenizer would choose: byte by byte where the dice say so."""
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    split = []
-    for id in whole:
-        token = tokenizer.convert_ids_to_tokens(id)
-        plain = id not in tokenizer.all_special_ids and random.random() < 0.5
-        split += tokenizer.convert_tokens_to_ids(list(token)) if plain else [id]
-    return split
 
 
 CALLS = [

@@ -6,6 +6,8 @@ call a message and writes results as JSON, Mistral's asks for ids of 9 character
 
 from __future__ import annotations
 
+import json
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -124,3 +126,26 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, additional_special_tokens=special)
     fast.chat_template = template
     return fast
+
+
+def written(family, calls, random):
+    """The calls as a model of the family writes them, with the freedom that models take."""
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if family == "mistral":
+        return f"[TOOL_CALLS] {json.dumps(functions)}"
+    if family == "llama3":
+        return "; ".join(json.dumps({"name": f["name"], "parameters": f["arguments"]}) for f in functions)
+    indent = random.choice([None, 1])
+    thought = random.choice(["", "<think>\nhm, where  there\n</think>\n\n"]) + random.choice(["", "I call.\n"])
+    return thought + "\n".join(f"<tool_call>\n{json.dumps(f, indent=indent)}\n</tool_call>" for f in functions)
+
+
+def sampled_ids(tokenizer, text, random):
+    """Ids that give this text, not those that the tokenizer would choose: byte by byte where the dice say so."""
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    split = []
+    for id in whole:
+        token = tokenizer.convert_ids_to_tokens(id)
+        plain = id not in tokenizer.all_special_ids and random.random() < 0.5
+        split += tokenizer.convert_tokens_to_ids(list(token)) if plain else [id]
+    return split
