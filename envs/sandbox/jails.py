@@ -84,7 +84,7 @@ def _bubblewrap(command: str) -> list[Jail]:
 
 def _nsjail(command: str) -> list[Jail]:
     words = [command, "--mode", "o", "--really_quiet", "--disable_proc", "--iface_no_lo", "--disable_rlimits"]
-    words += ["--time_limit", "0", "--cwd", "/", "--user", _NOBODY, "--group", _NOBODY]
+    words += ["--time_limit", "0", "--cwd", "/"]
     for source, inside in _files():
         words += ["--bindmount_ro", f"{source}:{inside}"]
     for hidden in _hidden():
@@ -92,7 +92,12 @@ def _nsjail(command: str) -> list[Jail]:
     words += ["--bindmount", "/dev/null"]
     for name, value in ENVIRONMENT.items():
         words += ["--env", f"{name}={value}"]
-    return [Jail(tuple(words), f"{_HOME}/bin/python3", handle_option="--pass_fd")]
+    python, option = f"{_HOME}/bin/python3", "--pass_fd"
+    mapped = Jail((*words, "--user", _NOBODY, "--group", _NOBODY), python, handle_option=option)
+    if os.getuid():
+        return [mapped]
+    words += ["--disable_clone_newuser", "--user", "0", "--group", "0", "--cap", "CAP_SETUID", "--cap", "CAP_SETGID"]
+    return [Jail(tuple(words), python, changes_user=True, handle_option=option), mapped]
 
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}

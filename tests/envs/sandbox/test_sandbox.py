@@ -6,15 +6,15 @@ import platform
 import time
 
 import pytest
+from known_sandboxes import EACH
 
 from grpo_rl.envs.sandbox import jails as jails_module
 from grpo_rl.envs.sandbox import sandbox as sandbox_module
-from grpo_rl.envs.sandbox.jails import Jail, jails, no_jail
+from grpo_rl.envs.sandbox.jails import Jail, no_jail
 from grpo_rl.envs.sandbox.sandbox import UNPROTECTED, Limits, Sandbox
 from grpo_rl.envs.sandbox.seccomp import DENIED, filter_of
 
-KINDS = [name for name in ("bubblewrap", "nsjail") if jails(name)]
-needs_sandbox = pytest.mark.skipif(not KINDS, reason="needs bubblewrap or nsjail: apt-get install bubblewrap")
+in_each = pytest.mark.parametrize("kind", [UNPROTECTED, *EACH])
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_limits_hold_without_a_sandbox_too():
     )
 
 
-@pytest.mark.parametrize("kind", [UNPROTECTED, pytest.param("auto", marks=needs_sandbox)])
+@in_each
 def test_a_program_that_computes_or_sleeps_too_long_is_stopped_and_said_to_be(kind):
     start = time.monotonic()
     sandbox = Sandbox(kind, Limits(cpu_s=1, wall_s=0.0))
@@ -64,7 +64,7 @@ def test_a_program_that_computes_or_sleeps_too_long_is_stopped_and_said_to_be(ki
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("kind", [UNPROTECTED, pytest.param("auto", marks=needs_sandbox)])
+@in_each
 def test_functions_and_classes_are_tested_from_another_process_by_their_values_alone(kind):
     program = (
         "class Counter:\n    def __init__(self, start): self.n = start\n    def up(self): self.n += 1; return self.n\n"
