@@ -1,4 +1,4 @@
-"""Modules beside the tests, such as the hostile programs, can be imported by them."""
+"""The hostile programs, which lie beside the tests, can be imported by them."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from random import Random
 
 import pytest
 from hostile import TEMPLATES, hostile_programs
-from known_sandboxes import EACH
 
 from grpo_rl.envs.code import Code
 from grpo_rl.envs.sandbox import inside
-from grpo_rl.envs.sandbox.sandbox import Kind, Limits, Sandbox
+from grpo_rl.envs.sandbox.jails import jails
+from grpo_rl.envs.sandbox.sandbox import Limits, Sandbox
 
+needs_sandbox = pytest.mark.skipif(not jails(), reason="needs bubblewrap: apt-get install bubblewrap")
 LIMITS = Limits(memory_mib=256, cpu_s=1, wall_s=2, output_kib=256)
 END_S = LIMITS.until_killed_s + 30
 """Seconds in which a program has to end; those beyond its limit are for a machine that is busy."""
@@ -48,14 +49,14 @@ def running() -> set[int]:
     return found
 
 
-def attack(kind: Kind, count: int, seed: int, folder: Path) -> Counter[str]:
+def attack(count: int, seed: int, folder: Path) -> Counter[str]:
     """Runs hostile programs, and checks what they should not have done; the number of programs of each kind."""
     (folder / "canary").mkdir()
     for name in ("notes.txt", "grader.py", f"{SECRET}.txt"):
         (folder / "canary" / name).write_text(f"{SECRET} {name}")
     before, project = fingerprint(folder / "canary"), fingerprint(Path(inside.__file__).parent)
-    sandbox, random, forms, slowest = Sandbox(kind, LIMITS), Random(seed), Counter(), 0.0
-    task = Code([], sandbox=kind, time_s=1.0, memory_mib=256)
+    sandbox, random, kinds, slowest = Sandbox(limits=LIMITS), Random(seed), Counter(), 0.0
+    task = Code([], time_s=1.0, memory_mib=256)
     task._sandbox = sandbox
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
@@ -66,25 +67,25 @@ def attack(kind: Kind, count: int, seed: int, folder: Path) -> Counter[str]:
             "grader": inside.__file__, "port": port, "victim": victim.pid,
         }  # fmt: skip
 
-        def judge(attempt: tuple[str, str, int]) -> tuple[float, str]:
-            form, program, wanted = attempt
+        def judge(attempt: tuple[str, str, int]) -> tuple[str, float, str]:
+            kind, program, wanted = attempt
             start = time.monotonic()
             # Half of them are asked for printed output, the others for what a function returns.
             rows = {"tests": [{"input": "1", "output": f"{wanted}"}]}
             if wanted % 2:
                 rows = {"tests": [f"assert solve(1) == {wanted}", f"assert math.isclose(solve(2), {wanted})"]}
             reward = task.score(rows, f"```python\n{program}\n```")
-            assert reward.parts["tests"] == 0, f"{form} passed: {program}"
+            assert reward.parts["tests"] == 0, f"{kind} passed: {program}"
             told = sandbox.run(program).stdout if wanted % 2 == 0 else ""
-            return time.monotonic() - start, told
+            return kind, time.monotonic() - start, told
 
         attempts = [(*pair, random.randrange(10**8, 10**9)) for pair in hostile_programs(count, seed, names)]
         with ThreadPoolExecutor(4) as threads:
-            for (form, program, _), (took, told) in zip(attempts, threads.map(judge, attempts), strict=True):
-                forms[form] += 1
+            for (kind, program, _), (_, took, told) in zip(attempts, threads.map(judge, attempts), strict=True):
+                kinds[kind] += 1
                 slowest = max(slowest, took)
                 named = SECRET in program  # not by the canary's own name
-                assert named or SECRET not in told, f"{form} read a canary: {program}"
+                assert named or SECRET not in told, f"{kind} read a canary: {program}"
         for listener in (server, datagrams):
             listener.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -101,18 +102,18 @@ def attack(kind: Kind, count: int, seed: int, folder: Path) -> Counter[str]:
         left &= running()
     assert not left
     assert slowest < 2 * END_S
-    print(f"{kind}: {count} programs of {len(forms)} kinds, the slowest took {slowest:.1f} s: {dict(forms)}")
-    return forms
+    print(f"{count} programs of {len(kinds)} kinds, the slowest took {slowest:.1f} s: {dict(kinds)}")
+    return kinds
 
 
-@pytest.mark.parametrize("kind", EACH)
-def test_hostile_programs_reach_nothing_and_pass_nothing(kind, tmp_path):
+@needs_sandbox
+def test_hostile_programs_reach_nothing_and_pass_nothing(tmp_path):
     # One of each kind; all 1,000 in the case below.
-    assert sum(attack(kind, 14, 0, tmp_path).values()) == 14
+    assert sum(attack(14, 0, tmp_path).values()) == 14
 
 
-@pytest.mark.parametrize("kind", EACH)
+@needs_sandbox
 @pytest.mark.nightly
-def test_a_thousand_hostile_programs_reach_nothing_and_pass_nothing(kind, tmp_path):
-    forms = attack(kind, 1000, 1, tmp_path)
-    assert sum(forms.values()) == 1000 and forms.keys() == TEMPLATES.keys()
+def test_a_thousand_hostile_programs_reach_nothing_and_pass_nothing(tmp_path):
+    kinds = attack(1000, 1, tmp_path)
+    assert sum(kinds.values()) == 1000 and kinds.keys() == TEMPLATES.keys()
