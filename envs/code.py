@@ -73,7 +73,7 @@ class Code(Task):
         tests: float = 0.5,
         all_passed: float = 1.0,
         answer_format: float = 0.1,
-        sandbox: Kind = "auto",
+        sandbox: Kind = "bubblewrap",
         time_s: float = 5.0,
         memory_mib: int = 1024,
         max_tests: int | None = 20,

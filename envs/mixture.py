@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
+from grpo_rl.envs.rewards.combined import share_budgets
 from grpo_rl.envs.shares import check_scale, shares
 from grpo_rl.envs.task import plays_turns
 
@@ -295,6 +296,7 @@ class MixtureEnv(LLMEnv):
             check_scale(name, scale)
             if name not in envs:
                 raise ValueError(f"the scale of {name} is of no task of the mixture, which has {', '.join(envs)}")
+        share_budgets(env.task for env in envs.values())
         turns = {name: env for name, env in envs.items() if plays_turns(env.task)}
         made = (MixtureInTurns if turns else Mixture)({name: env.task for name, env in envs.items()}, scales)
         first = next(iter(envs.values()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns, raised
 
@@ -53,6 +54,11 @@ class WithRewards(Task):
     def scores_group(self) -> bool:
         """Tells whether the task's responses are scored in one call, or an added reward compares those of a group."""
         return self.task.scores_group or any(part.known.takes_lists for part in self._parts)
+
+    @property
+    def judges(self) -> list[Judge]:
+        """The language models among the added rewards."""
+        return [made for made in self._made if isinstance(made, Judge)]
 
     def without_rows(self) -> WithRewards:
         """A copy of both tasks, this one and the inner one, without data."""
@@ -224,6 +230,16 @@ def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: Co
     if not rewards:
         return task
     return (WithRewardsInTurns if plays_turns(task) else WithRewards)(task, rewards, count_tokens)
+
+
+def share_budgets(tasks: Iterable[Task]) -> None:
+    """Lets the judges of these tasks that have the same settings keep one budget."""
+    judges: list[Judge] = []
+    for task in tasks:
+        for judge in task.judges if isinstance(task, WithRewards) else ():
+            if (first := next((other for other in judges if other.settings == judge.settings), None)) is not None:
+                judge.share_budget(first)
+            judges.append(judge)
 
 
 def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:

@@ -58,6 +58,7 @@ class Judge:
     """A callable that gives each response to a question a value between 0 and 1, by a judge's score.
 
     Verdicts are cached on this machine by a digest of all that they depend on. Counts are of the run, over resumes.
+    The judges of a mixture's tasks that have the same settings share one budget.
 
     Args:
         url: of the endpoint, up to and with ``/v1``.
@@ -106,6 +107,8 @@ class Judge:
         output_price: float = 0.0,
         cached: bool = True,
     ) -> None:
+        self.settings = {name: value for name, value in locals().items() if name != "self"}
+        """All of them, as they were given or left out."""
         check_texts(url, model, rubric, auth_variable)
         check_numbers(
             {"low": low, "high": high, "input_price": input_price, "output_price": output_price},
@@ -131,7 +134,12 @@ class Judge:
         self._when_spent, self._prices = when_spent, (input_price, output_price)
         self._counting, self._until = threading.Lock(), math.inf
         self._client: JsonClient | None = None
-        self._counts = dict.fromkeys(COUNTS, 0.0)
+        self._counts, self._sharing = dict.fromkeys(COUNTS, 0.0), [self]
+
+    def share_budget(self, other: Judge) -> None:
+        """Keeps one budget with another judge: what either has used is used for both. Each counts its own."""
+        self._counting, self._sharing = other._counting, other._sharing
+        self._sharing.append(self)
 
     def check(self, in_turns: bool = False) -> None:
         """Looks for the key.
@@ -276,18 +284,19 @@ class Judge:
         """
         most = self._budgets["calls"]
         with self._counting:
-            if most is None or self._counts["calls"] < most:
+            if most is None or sum(judge._counts["calls"] for judge in self._sharing) < most:
                 self._counts["calls"] += 1
                 return
         raise self._spent(1) or AssertionError("as many were sent as may be")
 
     def _spent(self, calls: int) -> Spent | None:
         """The error that a budget does not reach for so many more requests; None where it does."""
-        counts = self.counts()
+        with self._counting:
+            total = {name: sum(judge._counts[name] for judge in self._sharing) for name in COUNTS}
         used = {
-            "calls": counts["judge/calls"] + calls,
-            "tokens": counts["judge/prompt_tokens"] + counts["judge/completion_tokens"],
-            "cost": counts["judge/cost"],
+            "calls": total["calls"] + calls,
+            "tokens": total["prompt_tokens"] + total["completion_tokens"],
+            "cost": total["cost"],
         }
         for name, most in self._budgets.items():
             if most is not None and (used[name] > most or (name != "calls" and used[name] >= most)):

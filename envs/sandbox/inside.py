@@ -11,6 +11,8 @@ import os
 import sys
 
 _PLAIN = (type(None), bool, int, float, str)
+_NUMBERS = {"Fraction": "fractions", "Decimal": "decimal"}
+"""Numbers of the standard library, by name, and their modules, which take time to import."""
 _LONGEST = 10**6
 
 
@@ -75,8 +77,10 @@ class Objects:
                 return {kind.__name__: [self.written(item) for item in value]}
         if isinstance(value, dict):
             return {"dict": [[self.written(key), self.written(item)] for key, item in value.items()]}
-        if isinstance(value, (complex, bytes)):
+        if type(value) in (complex, bytes):
             return {type(value).__name__: repr(value)}
+        if _NUMBERS.get(type(value).__name__) == type(value).__module__:
+            return {type(value).__name__: str(value)}
         if isinstance(value, Remote):
             return {"object": value._number}
         if self._give:
@@ -85,7 +89,7 @@ class Objects:
         return {"object": len(self.known) - 1}
 
     def read(self, value):
-        """The value of what :meth:`written` wrote."""
+        """The value of what :meth:`written` wrote, or a program in its place: of a type that is Python's own."""
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
@@ -93,6 +97,8 @@ class Objects:
             return self._give(content) if self._give else self.known[content]
         if kind == "dict":
             return {self.read(key): self.read(item) for key, item in content}
+        if kind in _NUMBERS:
+            return getattr(__import__(_NUMBERS[kind]), kind)(content)
         if kind in ("complex", "bytes"):
             import ast
 

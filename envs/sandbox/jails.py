@@ -1,4 +1,4 @@
-"""Command lines that put a Python interpreter into bubblewrap or nsjail, with the standard library and nothing else."""
+"""Command lines that put a Python interpreter into bubblewrap, with the standard library and nothing else."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-COMMANDS = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
-"""Sandboxes that are known, in the order in which they are looked for, and their commands."""
 _HOME = "/python"
 _NOBODY = "65534"
 
@@ -28,19 +25,15 @@ class Jail:
         words: the command, up to the interpreter.
         python: the interpreter, where it is inside.
         changes_user: the process begins as root and has to give that up; the kernel counts no threads of root's.
-        handle_option: word before each handle that is kept open; None: all that are given are.
     """
 
     words: tuple[str, ...]
     python: str
     changes_user: bool = False
-    handle_option: str | None = None
 
-    def command(self, handles: Sequence[int]) -> list[str]:
-        """The command that starts the interpreter with these handles open."""
-        option = self.handle_option
-        options = [word for handle in handles for word in (option, str(handle))] if option else []
-        return [*self.words, *options, *(["--"] if self.words else ()), self.python]
+    def command(self) -> list[str]:
+        """The command that starts the interpreter."""
+        return [*self.words, *(["--"] if self.words else ()), self.python]
 
     def user(self) -> int:
         """The user to become, one of its own for each process, as the kernel counts threads by user; 0: the same."""
@@ -52,19 +45,15 @@ def no_jail() -> Jail:
     return Jail((), _interpreter())
 
 
-def jails(name: str) -> list[Jail]:
-    """Ways to start Python in a sandbox, the best first; none where its command is missing.
+def jails() -> list[Jail]:
+    """Ways to start Python in bubblewrap, the best first; none where its command is missing.
 
-    >>> jails("nsjail") == [] or shutil.which("nsjail") is not None
+    >>> jails() == [] or shutil.which("bwrap") is not None
     True
     """
-    command = shutil.which(COMMANDS[name])
+    command = shutil.which("bwrap")
     if not command or sys.platform != "linux":
         return []
-    return _bubblewrap(command) if name == "bubblewrap" else _nsjail(command)
-
-
-def _bubblewrap(command: str) -> list[Jail]:
     words = [command, "--die-with-parent", "--new-session", "--chdir", "/", "--cap-drop", "ALL"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     # Folders that it makes by itself only their owner may enter, who is another one when the program runs.
@@ -80,19 +69,6 @@ def _bubblewrap(command: str) -> list[Jail]:
     if os.getuid():
         return [mapped]
     return [Jail((*words, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), python, changes_user=True), mapped]
-
-
-def _nsjail(command: str) -> list[Jail]:
-    words = [command, "--mode", "o", "--really_quiet", "--disable_proc", "--iface_no_lo", "--disable_rlimits"]
-    words += ["--time_limit", "0", "--cwd", "/", "--user", _NOBODY, "--group", _NOBODY]
-    for source, inside in _files():
-        words += ["--bindmount_ro", f"{source}:{inside}"]
-    for hidden in _hidden():
-        words += ["--mount", f"none:{hidden}:tmpfs:size=4096"]
-    words += ["--bindmount", "/dev/null"]
-    for name, value in ENVIRONMENT.items():
-        words += ["--env", f"{name}={value}"]
-    return [Jail(tuple(words), f"{_HOME}/bin/python3", handle_option="--pass_fd")]
 
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, get_args
 
-from grpo_rl.envs.sandbox.jails import COMMANDS, ENVIRONMENT, Jail, jails, no_jail
+from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
 from grpo_rl.envs.sandbox.seccomp import filter_of
 
-Kind = Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"]
+Kind = Literal["bubblewrap", "i_accept_no_sandbox"]
 UNPROTECTED = "i_accept_no_sandbox"
 _INSIDE = Path(__file__).with_name("inside.py")
-_CPU_SPENT = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
-"""Exit codes of a program that took its CPU seconds, and of a jail around it."""
+_CPU_SPENT = [code for number in (signal.SIGXCPU, signal.SIGKILL) for code in (-number, 128 + number)]
+"""Exit codes of a program that took its CPU seconds, and of a jail around it; the kernel kills what ignores the first
+signal."""
 _END_S = 1.0
 """Seconds in which a program ends after its tests."""
 _START_S = 5.0
@@ -98,7 +99,7 @@ class Sandbox:
     and handles of this process. Limits of the kernel bound its memory, time, threads and output.
 
     Args:
-        kind: ``auto`` takes bubblewrap, else nsjail; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
+        kind: ``bubblewrap``; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
             alone, and no limit of threads: programs can read, change and delete every file that this process can, and
             forge their verdicts.
         limits: of each program.
@@ -110,9 +111,11 @@ class Sandbox:
     '144\n'
     """
 
-    def __init__(self, kind: Kind = "auto", limits: Limits = Limits()) -> None:
+    def __init__(self, kind: Kind = "bubblewrap", limits: Limits = Limits()) -> None:
+        if kind not in get_args(Kind):
+            raise ValueError(f"env.sandbox={kind}; choose {' or '.join(get_args(Kind))}")
         self.limits = limits
-        self._jail = no_jail() if kind == UNPROTECTED else _checked_jail(kind)
+        self._jail = no_jail() if kind == UNPROTECTED else _checked_jail()
 
     @classmethod
     def _in(cls, jail: Jail, limits: Limits) -> Sandbox:
@@ -171,10 +174,10 @@ class Sandbox:
             try:
                 outcome = tests_process.ended(self._until(within_s))
                 # Its pipes are closed, and it ends by itself, if it has not: only then does its exit code tell why.
-                served = program_process.ended(time.monotonic() + _END_S)
+                program_process.ended(time.monotonic() + _END_S)
             finally:
                 program_process.kill()
-            outcome = replace(outcome, timed_out=outcome.timed_out or served.exit_code in _CPU_SPENT)
+            outcome = replace(outcome, timed_out=outcome.timed_out or program_process.cpu_spent)
             verdicts.seek(0)
             passed = set(verdicts.read(2**16).split())
             if b"broken" in passed:
@@ -193,7 +196,7 @@ class Sandbox:
             del resources["RLIMIT_NPROC"]
         settings = {"user": self._jail.user(), "resources": resources, "filter": _filter()}
         passed = [source.fileno(), *handles]
-        words = [*self._jail.command(passed), *("-s", "-S", "-P", "-B"), "-c", _INSIDE.read_text()]
+        words = [*self._jail.command(), *("-s", "-S", "-P", "-B"), "-c", _INSIDE.read_text()]
         process = subprocess.Popen(
             [*words, json.dumps([what, source.fileno(), list(handles), settings])],
             stdin=stdin or subprocess.DEVNULL,
@@ -212,6 +215,8 @@ class _Process:
 
     def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
         self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
+        self.cpu_spent = False
+        """Tells whether the process ended because it had taken its CPU seconds."""
 
     def ended(self, until: float) -> Outcome:
         """The end of the process, which is killed if it is still running at ``until``, by the monotonic clock."""
@@ -222,8 +227,8 @@ class _Process:
             late = True
         self.kill()
         code = self._process.returncode
-        timed_out = late or code in _CPU_SPENT
-        return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, timed_out)
+        self.cpu_spent = not late and code in _CPU_SPENT
+        return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, late or self.cpu_spent)
 
     def kill(self) -> None:
         """Ends it, with all that it has started."""
@@ -274,29 +279,25 @@ def _filter() -> str:
 
 
 @functools.cache
-def _checked_jail(kind: str) -> Jail:
-    """The first jail of this kind from which the probe can't do what it tries.
+def _checked_jail() -> Jail:
+    """The first jail from which the probe can't do what it tries.
 
     Raises:
         ValueError: there is none.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"env.sandbox={kind}; choose {', '.join(get_args(Kind))}")
-    names = tuple(COMMANDS) if kind == "auto" else (kind,)
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
         f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "
         f"env.sandbox={UNPROTECTED}"
     )
     failures = []
-    for name in names:
-        for jail in jails(name):
-            failure = _failure(jail)
-            if failure is None:
-                return jail
-            failures.append(f"{name}: {failure}")
-    found = "; ".join(failures) or f"{' and '.join(COMMANDS[name] for name in names)} not found"
-    raise ValueError(f"env.sandbox={kind}: programs can't be run in a sandbox here ({found}). {remedy}")
+    for jail in jails():
+        failure = _failure(jail)
+        if failure is None:
+            return jail
+        failures.append(failure)
+    found = "; ".join(failures) or "bwrap not found"
+    raise ValueError(f"env.sandbox=bubblewrap: programs can't be run in a sandbox here ({found}). {remedy}")
 
 
 def _failure(jail: Jail) -> str | None:

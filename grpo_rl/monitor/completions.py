@@ -114,14 +114,19 @@ class CompletionsLog:
         self.path = self._parts.folder
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def log(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    def log(self, step: int, rows: Sequence[dict[str, Any]], reward_parts: Sequence[str] = ()) -> None:
         """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them.
+
+        Args:
+            reward_parts: names that have a column whether or not the step has them, as a mixture's draws may not: a
+                folder is read with the columns of its first part.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
         # A measure may have no meaning for the responses of some groups.
-        parts = list(dict.fromkeys(name for row in rows for name in row if name.startswith(("reward_", "measure_"))))
+        found = (name for row in rows for name in row if name.startswith(("reward_", "measure_")))
+        parts = dict.fromkeys([*(f"reward_{name}" for name in reward_parts), *found])
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
         turns = [(TURN_ENDS, pa.list_(pa.int32()))] if rows and TURN_ENDS in rows[0] else []
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS, *turns])

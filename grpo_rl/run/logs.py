@@ -136,7 +136,7 @@ class RunLogs:
         if self.completions or self.loggers:
             rows = completion_rows(groups, env.decode, env.gold, turns=env.max_turns > 1)
             if self.completions:
-                self.completions.log(step, rows)
+                self.completions.log(step, rows, env.task.reward_parts)
             self.loggers.table(step, rows)
         if self.records:
             self.records.write(step, groups)

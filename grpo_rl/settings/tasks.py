@@ -142,9 +142,9 @@ class CodeReward(Section):
 class Code(Section):
     """Programs, judged by tests in a sandbox."""
 
-    sandbox: Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"] = required(
-        "where programs run: auto (bubblewrap, else nsjail) | bubblewrap | nsjail; i_accept_no_sandbox: they can read, "
-        "change and delete every file that you can, and forge their verdicts"
+    sandbox: Literal["bubblewrap", "i_accept_no_sandbox"] = required(
+        "where programs run: bubblewrap | i_accept_no_sandbox: they can read, change and delete every file that you "
+        "can, and forge their verdicts"
     )
     time_s: float = required("CPU seconds for one run of a program, in whole ones", at_least=0.1)
     memory_mib: int = required("memory of a program", at_least=64)

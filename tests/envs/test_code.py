@@ -13,7 +13,7 @@ from grpo_rl.envs.grading.program_tests import equal_outputs, program_of, read_t
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.envs.task import Unjudgeable
 
-SANDBOX = "auto" if jails("bubblewrap") else "i_accept_no_sandbox"
+SANDBOX = "bubblewrap" if jails() else "i_accept_no_sandbox"
 ECHO = {"question": "Print what you read.", "tests": [{"input": "a b", "output": "a b"}, {"input": "c", "output": "c"}]}
 FORMS = {
     "APPS": {"question": "q", "input_output": json.dumps({"inputs": ["1\n2", ["3", "4"]], "outputs": ["3", ["7"]]})},

@@ -73,6 +73,14 @@ def test_a_step_without_advantages_does_not_break_the_dataset(tmp_path):
     assert pd.read_parquet(log.path)["advantage"].isna().tolist() == [True, True, False, False]
 
 
+def test_parts_of_the_reward_that_a_step_lacks_have_their_columns_in_it(tmp_path):
+    log = CompletionsLog(tmp_path)
+    log.log(0, rows(0), ["correct", "format", "other"])
+    log.log(1, [row | {"reward_other": 7.0} for row in rows(1)], ["correct", "format", "other"])
+    table = pd.read_parquet(log.path)
+    assert table["reward_other"].tolist()[2:] == [7.0, 7.0] and table["reward_other"].isna().tolist()[:2] == [True] * 2
+
+
 def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
     log = CompletionsLog(tmp_path)
     for step in range(5):

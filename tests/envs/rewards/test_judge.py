@@ -395,6 +395,29 @@ def test_the_counts_of_a_mixtures_judge_have_its_task_in_their_names(server, tok
     assert own[0].reward_parts["a/judge"].tolist() == [2.0, 0.0]
 
 
+def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_and_count_their_own(server, tokenizer):
+    def begin():
+        same = {"budget_calls": 6, "cached": False}
+        envs = {"a": env_of(server, tokenizer, **same), "b": env_of(server, tokenizer, weight=1.0, **same)}
+        envs["other"] = env_of(server, tokenizer, low=-10, **same)
+        return MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)
+
+    responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
+    env, (a, b, other) = begin(), (0, 4, 8)  # the tasks' first rows
+    for row in (a, b, b + 1):
+        env.score(row, responses)
+    counted = {"judge/a/calls": 2, "judge/b/calls": 4}
+    resumed = begin()
+    resumed.set_extra_state(env.get_extra_state())
+    for mixture in (env, resumed):
+        assert counted.items() <= mixture.metrics().items()
+        for row in (a, b):
+            with pytest.raises(ScoreError, match="6 of budget_calls=6, and a group needs 2 more"):
+                mixture.score(row, responses)
+        assert [result.total for result in mixture.score(other, responses)] == [2.0, 1.0]
+    assert len(server.requests) == 6 + 2 * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -20,8 +20,7 @@ from grpo_rl.envs.sandbox import inside
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.envs.sandbox.sandbox import Limits, Sandbox
 
-KINDS = [name for name in ("bubblewrap", "nsjail") if jails(name)]
-needs_sandbox = pytest.mark.skipif(not KINDS, reason="needs bubblewrap or nsjail: apt-get install bubblewrap")
+needs_sandbox = pytest.mark.skipif(not jails(), reason="needs bubblewrap: apt-get install bubblewrap")
 LIMITS = Limits(memory_mib=256, cpu_s=1, wall_s=2, output_kib=256)
 END_S = LIMITS.until_killed_s + 30
 """Seconds in which a program has to end; those beyond its limit are for a machine that is busy."""
@@ -56,8 +55,8 @@ def attack(count: int, seed: int, folder: Path) -> Counter[str]:
     for name in ("notes.txt", "grader.py", f"{SECRET}.txt"):
         (folder / "canary" / name).write_text(f"{SECRET} {name}")
     before, project = fingerprint(folder / "canary"), fingerprint(Path(inside.__file__).parent)
-    sandbox, random, kinds, slowest = Sandbox(KINDS[0], LIMITS), Random(seed), Counter(), 0.0
-    task = Code([], sandbox=KINDS[0], time_s=1.0, memory_mib=256)
+    sandbox, random, kinds, slowest = Sandbox(limits=LIMITS), Random(seed), Counter(), 0.0
+    task = Code([], time_s=1.0, memory_mib=256)
     task._sandbox = sandbox
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
