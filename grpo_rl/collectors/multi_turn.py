@@ -176,7 +176,9 @@ def _replied(env: LLMEnv, trajectory: Trajectory) -> tuple[Messages, list[int]] 
     Called in a thread that may be left behind, so that neither costs the engine a moment; it changes no token.
     """
     reply = trajectory.dialog.reply(env.task, trajectory.row, env.max_turns)
-    return reply and (reply, env.encode_reply(reply, trajectory.ids[-1], trajectory.dialog.calls))
+    if reply is None:
+        return None
+    return reply, env.encode_reply(reply, trajectory.ids[-1], trajectory.dialog.calls)
 
 
 def _take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
