@@ -108,7 +108,7 @@ class Judge:
         cached: bool = True,
     ) -> None:
         self.settings = {name: value for name, value in locals().items() if name != "self"}
-        """All of them, as they were given or left out."""
+        """The settings by name, with the defaults of those that were left out."""
         check_texts(url, model, rubric, auth_variable)
         check_numbers(
             {"low": low, "high": high, "input_price": input_price, "output_price": output_price},
@@ -138,6 +138,8 @@ class Judge:
 
     def share_budget(self, other: Judge) -> None:
         """Keeps one budget with another judge: what either has used is used for both. Each counts its own."""
+        if self in other._sharing:
+            return
         self._counting, self._sharing = other._counting, other._sharing
         self._sharing.append(self)
 

@@ -79,7 +79,7 @@ class Objects:
             return {"dict": [[self.written(key), self.written(item)] for key, item in value.items()]}
         if type(value) in (complex, bytes):
             return {type(value).__name__: repr(value)}
-        if _NUMBERS.get(type(value).__name__) == type(value).__module__:
+        if type(value).__name__ in _NUMBERS and _NUMBERS[type(value).__name__] == type(value).__module__:
             return {type(value).__name__: str(value)}
         if isinstance(value, Remote):
             return {"object": value._number}
@@ -89,7 +89,7 @@ class Objects:
         return {"object": len(self.known) - 1}
 
     def read(self, value):
-        """The value of what :meth:`written` wrote, or a program in its place: of a type that is Python's own."""
+        """The value behind JSON that :meth:`written` wrote, or a program in its place; its type is Python's own."""
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()

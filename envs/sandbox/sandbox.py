@@ -216,7 +216,8 @@ class _Process:
     def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
         self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
         self.cpu_spent = False
-        """Tells whether the process ended because it had taken its CPU seconds."""
+        """Tells whether a signal ended the process that the limit of CPU time sends: SIGXCPU, or SIGKILL, which the kernel
+        sends where memory is short, too."""
 
     def ended(self, until: float) -> Outcome:
         """The end of the process, which is killed if it is still running at ``until``, by the monotonic clock."""

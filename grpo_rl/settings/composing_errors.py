@@ -65,18 +65,10 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         return f"a config file is no YAML: {_joined(error)}"
     if isinstance(error, UnicodeDecodeError):
         files = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
-        name = next((path.resolve() for path in files if not _is_utf8(path)), "a config file")
-        return f"{name} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
+        if name := next((path.resolve() for path in files if error.object in path.read_bytes()), None):
+            return f"{name} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
     return _joined(error) + cause
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _holder(name: str, folders: Iterable[Path]) -> str:

@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CASES = [*(("fsdp", variant) for variant in VARIANTS), ("ddp", "whole model"), ("ddp", "adapters")]
 SIZES = (4, 2)
 OF_SIZE = {4: CASES, 2: CASES[:1]}
-"""Trainings from the beginning; two processes go on with several of four, too."""
+"""The cases that so many processes train from the beginning; two also go on with checkpoints of four."""
 
 
 class Numbers(NamedTuple):

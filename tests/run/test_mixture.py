@@ -20,7 +20,7 @@ SOTA = Path(__file__).parents[2] / "sota"
 SCRIPT = SOTA / "grpo.py"
 NAMES = ("gsm8k", "halved", "again")
 ROWS = 6
-"""Of each task."""
+"""Rows of each task."""
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.nightly]
 
 

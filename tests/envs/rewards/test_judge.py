@@ -400,6 +400,7 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
         same = {"budget_calls": 6, "cached": False}
         envs = {"a": env_of(server, tokenizer, **same), "b": env_of(server, tokenizer, weight=1.0, **same)}
         envs["other"] = env_of(server, tokenizer, low=-10, **same)
+        MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)  # what another mixture of them has shared is shared once
         return MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)
 
     responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]

@@ -147,7 +147,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "class S(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\ndef solve(*a): return S('{n}')",
         "import fractions\nclass F(fractions.Fraction):\n    def __eq__(self, other): return True\ndef solve(*a): return F({n}, 7)",
         "import json, os\ndef solve(*a):\n    said = json.dumps({{'value': {{'Fraction': {{'object': 0}}, 'Decimal': 'Infinity'}}}}) + '\\n'\n    for fd in range(3, 64):\n        try:\n            os.write(fd, said.encode())\n        except OSError:\n            pass",
-        "import decimal\ndecimal.Decimal.__str__ = lambda self: '1e9'\ndef solve(*a): return type('Decimal', (), {{'__module__': 'decimal', '__str__': lambda self: 'NaN', '__eq__': lambda *a: True}})()",
+        "import decimal\ndef solve(*a): return type('Decimal', (), {{'__module__': 'decimal', '__str__': lambda self: 'NaN', '__eq__': lambda *a: True}})()",
         "import builtins\nbuiltins.isinstance = lambda *a: True\nbuiltins.type = lambda *a: int\ndef solve(*a): return print",
         "import sys\ndef solve(*a):\n    f = sys._getframe(1)\n    while f:\n        f.f_globals['solve'] = lambda *a: True\n        f = f.f_back\n    raise StopIteration",
         "import json, sys\njson.dumps = lambda value: '{{\"value\": true}}'\ndef solve(*a): return {n}",

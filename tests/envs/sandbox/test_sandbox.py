@@ -88,6 +88,8 @@ def test_functions_and_classes_are_tested_from_another_process_by_their_values_a
         "class Alike(Fraction):\n    def __eq__(self, other): return True\n"
         "def alike(): return Alike(1, 2)\n"
         "def posing(): return type('Fraction', (Alike,), {'__module__': 'fractions'})(1, 2)\n"
+        "class Nowhere(Counter):\n    __module__ = None\n"
+        "def nowhere(): return Nowhere(7)\n"
     )
     tests = {
         "c = Counter(3)\nassert c.up() == 4 and c.up() == 5 and c.n == 5": True,
@@ -103,6 +105,7 @@ def test_functions_and_classes_are_tested_from_another_process_by_their_values_a
         "assert posing() == 4": False,
         "assert type(posing()) is Fraction and posing() == 0.5": True,  # it is what it says, and no more
         "assert thing() == 1": False,
+        "assert nowhere().up() == 8": True,  # a reference, whatever its class says that it is of
         "assert thing()": False,
         "assert missing(1)": False,
         "assert len(twice([1, 2])) == 2": False,
