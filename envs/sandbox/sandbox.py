@@ -216,8 +216,8 @@ class _Process:
     def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
         self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
         self.cpu_spent = False
-        """Tells whether a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel sends
-        where memory is short, too."""
+        """Tells whether a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel also
+        sends where memory is short."""
 
     def ended(self, until: float) -> Outcome:
         """The end of the process, which is killed if it is still running at ``until``, by the monotonic clock."""
