@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,6 +124,11 @@ class LLMEnv(EnvBase):
         self.max_turns = max_turns if plays_turns(task) else 1
         self.guard = ScoreGuard(task, score_timeout_s, max_failed_fraction)
         self._make_specs()
+
+    @cached_property
+    def held_out_guard(self) -> ScoreGuard:
+        """The guard of agents' sessions about held-out rows: their failures are none of training."""
+        return self.guard.apart()
 
     # ---- plain methods: what reset and step are built on ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import queue
 import sys
@@ -108,6 +109,21 @@ class ScoreGuard:
         self.tell: Callable[[str], None] = _to_stderr
         """Gets the message of the first failure of each kind, and of every timeout, when it happens."""
         self._late: set[str] = set()
+        self._told: set[str] = set()
+
+    def apart(self) -> ScoreGuard:
+        """A guard that scores as this one, in turns with it and told alike, but counts for itself and has no limit."""
+        other = copy.copy(self)
+        other._max_failed, other.judged, other.failed, other.examples = 1.0, 0, Counter(), {}
+        other._late, other._told = set(), set()
+        other.tell = lambda text: self.tell(text)  # which may be replaced later
+        return other
+
+    def tell_once(self, kind: str, text: str) -> None:
+        """Tells the first text of each kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            self.tell(text)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.agent import TOLD
 from grpo_rl.envs.base import Failure, LLMEnv, Reward
 from grpo_rl.envs.chat import Dialog
+from grpo_rl.envs.guards.guard import ScoreGuard
 from grpo_rl.waits.registry import waiting
 
 Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
@@ -76,10 +77,19 @@ class AgentSessions:
         settings: of the agent.
         sampling: of each response, for all that requests leave open.
         max_model_len: most tokens of a prompt and its response.
+        guard: scores the sessions and counts their failures; that of training by default.
     """
 
-    def __init__(self, env: LLMEnv, settings: AgentSettings, sampling: Sampling, max_model_len: int) -> None:
+    def __init__(
+        self,
+        env: LLMEnv,
+        settings: AgentSettings,
+        sampling: Sampling,
+        max_model_len: int,
+        guard: ScoreGuard | None = None,
+    ) -> None:
         self._env, self._settings, self._max_model_len = env, settings, max_model_len
+        self._guard = guard or env.guard
         self._server = ChatServer(settings.model, env.tokenizer, sampling, takes_rewards=settings.tells)
         self._room = asyncio.Semaphore(settings.max_sessions)
         self._starting: asyncio.Task[None] | None = None
@@ -163,12 +173,12 @@ class AgentSessions:
             elif played.failure is None and self._settings.tells and played.told is None:
                 played.failure = Failure("error", f"the agent told no reward on {this}; POST it to /v1/reward")
             self._problems = played.session.problems | self._problems
-        self._env.guard.record([played.failure for played in sessions if played.failure])
+        self._guard.record([played.failure for played in sessions if played.failure])
         scored = iter(self._scored(row, where, [played for played in sessions if played.failure is None]))
         return [played.failure or next(scored) for played in sessions]
 
     def _scored(self, row: dict, where: str, sessions: Sequence[Played]) -> list[Reward | Failure]:
-        guard = self._env.guard
+        guard = self._guard
         if not self._settings.tells:
             return guard.score_dialogs(row, [played.dialog.messages for played in sessions], where)
         scored: list[Reward | Failure] = []
@@ -176,9 +186,13 @@ class AgentSessions:
             scored += guard.score_dialogs({**row, TOLD: played.told}, [played.dialog.messages], where)
         return scored
 
+    def told(self) -> dict[str, str]:
+        """Fields of requests that were left aside or replaced, and problems of sessions, by kind."""
+        return {note: f"In an agent's request, {note}" for note in list(self._server.notes)} | self._problems
+
     def events(self) -> list[str]:
-        """Fields of requests that were left aside or replaced, and problems of sessions, each told once."""
-        told = {note: f"In an agent's request, {note}" for note in list(self._server.notes)} | self._problems
+        """The texts of :meth:`told`, each kind once."""
+        told = self.told()
         new = [note for note in told if note not in self._noted]
         self._noted.update(new)
         return [told[note] for note in new]

@@ -51,12 +51,14 @@ def play_held_out(
 ) -> list[tuple[Played, Reward | Failure]]:
     """Sessions about held-out rows with their rewards, those about one row side by side.
 
-    They have an endpoint of their own: nothing of them is counted or trained on with the sessions of training.
+    They have an endpoint and a guard of their own: nothing of them is counted or trained on with the sessions of
+    training. Their problems are told once, where those of scorers are.
 
     Args:
         samples: sessions about each row.
     """
-    sessions, stepped = AgentSessions(env, settings, sampling, engine.max_model_len), SteppedEngine(engine)
+    guard, stepped = env.held_out_guard, SteppedEngine(engine)
+    sessions = AgentSessions(env, settings, sampling, engine.max_model_len, guard)
     named = [(f"held-out row {i}", row) for i, row in enumerate(rows)]
 
     async def all_rows() -> list[list[Played]]:
@@ -73,4 +75,6 @@ def play_held_out(
     found: list[tuple[Played, Reward | Failure]] = []
     for (where, row), own in zip(named, played, strict=True):
         found += zip(own, sessions.judge(row, where, own), strict=True)
+    for kind, text in sessions.told().items():
+        guard.tell_once(kind, text)
     return found

@@ -36,7 +36,10 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
         if "rows" not in task:
             raise ValueError(f"{where} lacks rows, the number of its held-out rows")
         if task["task"] == "agent":
-            raise ValueError(f"{where} is agent, which is evaluated where it is trained alone; name the scorer's task")
+            raise ValueError(
+                f"{where} is agent, which evaluate.tasks can't have: evaluate.rows evaluates an agent where it is trained; "
+                "name the scorer's task here"
+            )
         if task["task"] == "prompt_response" and not task.get("path"):
             raise ValueError(f"{where} lacks path, its prompts; prompt_response has none of its own")
         if task["task"] == "search_qa" and task.get("path") and not task.get("env", {}).get("corpus"):

@@ -153,7 +153,7 @@ def evaluate(
     With ``Sampling(temperature=0.0)`` responses are greedy, so that two evaluations differ by their weights alone and
     their rows pair up for `grpo_rl.intervals.paired_gain`. At other temperatures an engine in this process draws with
     ``seed``, the same in every evaluation, and its generators are put back behind it; engines in other processes draw
-    with their own.
+    with their own. Agents' calls come in the order of the clock, so their sessions draw otherwise in each evaluation.
 
     Args:
         env: prompts, replies and scores; the rows need not be its own.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -287,7 +288,40 @@ def test_held_out_rows_are_played_greedily_and_an_agent_that_fails_counts_as_a_s
         ("nan", "p", "", 0, False): 1,
     }  # fmt: skip
     assert found.metrics()["eval/failed"] == 2 and found.reward == 2.0 and engine.temperatures == {0.0}
-    assert env.guard.failed == {"error": 2} and "held-out row" in env.guard.examples["error"]
+    guard = env.held_out_guard
+    assert guard.failed == {"error": 2} and "held-out row" in guard.examples["error"] and not env.guard.counts["judged"]
+
+
+def test_held_out_agents_that_fail_never_end_the_training(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"))
+        if number:
+            raise AgentError("no")
+
+    env, told = LLMEnv(Length([{}]), tokenizer, 1, 2, max_failed_fraction=0.0), []
+    env.guard.tell = told.append
+    found = evaluate(env, Engine(tokenizer), [{}, {}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
+    assert found.metrics()["eval/failed"] == 2 and env.guard.counts == {"judged": 0}
+    assert len(told) == 1 and "the agent failed on held-out row" in told[0]
+
+
+def test_what_held_out_sessions_run_into_is_told_once(tokenizer):
+    async def script(number, call):
+        await call(("user", "p"), temperature=0.7, tools=[{"type": "function", "function": {"name": "f"}}])
+
+    def broken(tokenizer, tools):
+        class Parser:
+            def parse(self, text):
+                raise KeyError("no such thing")
+
+        return Parser()
+
+    env, told = LLMEnv(Length([{}]), tokenizer, 1, 2), []
+    agent = replace(settings_of(Scripted(script), env.task), make_parser=broken)
+    env.guard.tell = told.append
+    for _ in range(2):
+        evaluate(env, Engine(tokenizer), [{}, {}], GREEDY, agent=agent)
+    assert len(told) == 2 and "temperature=0.7 is replaced by the run's 0.0" in told[0] and "no such thing" in told[1]
 
 
 def test_several_sessions_about_a_held_out_row_stand_side_by_side(tokenizer):

@@ -428,5 +428,5 @@ def test_settings_of_an_agent_that_make_no_sense_are_refused(overrides, message)
     with pytest.raises(ValueError, match=re.escape(message)):
         Settings.read(config("env=agent", *overrides))
     Settings.read(config("env=agent", *AGENT))
-    with pytest.raises(ValueError, match="is agent, which is evaluated where it is trained alone"):
+    with pytest.raises(ValueError, match="is agent, which evaluate.tasks can't have: evaluate.rows evaluates"):
         Settings.read(config("evaluate.rows=5", "evaluate.tasks=[{task: agent, rows: 5}]"))
