@@ -228,7 +228,7 @@ def make(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool, num_envs: i
 
 
 def measured(decoder: Decoder, collect: Callable[[], list]) -> dict[str, float]:
-    """The figures of what ``collect`` does; checks that each conversation had all its results."""
+    """Measures what ``collect`` does; checks that each conversation had all its results."""
     busy_s, tokens, begun = decoder.busy_s, decoder.tokens, time.perf_counter()
     groups = collect()
     step_s = time.perf_counter() - begun
@@ -239,14 +239,14 @@ def measured(decoder: Decoder, collect: Callable[[], list]) -> dict[str, float]:
 
 
 def synchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
-    """One collection, from its first to its last conversation's end."""
+    """Measures one collection, from its first to its last conversation's end."""
     env, decoder = make(work, tokenizer, slow, work.conversations // work.repeats)
     collector = SyncCollector(env, decoder, Sampling(max_new_tokens=work.tokens[1]), sys.maxsize)
     return measured(decoder, lambda: collector.collect(work.repeats))
 
 
 def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
-    """Collections after the first."""
+    """Measures the collections after the first."""
     env, decoder = make(work, tokenizer, slow, work.conversations // work.repeats // 2)
     loop, engine, weights = LoopThread(), Served(decoder), Weights()
 

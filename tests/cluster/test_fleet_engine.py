@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -152,9 +153,8 @@ def test_prompts_are_taken_while_others_are_sampled_and_dropped_ones_are_forgott
     weights.push()
 
     engine.submit(5, [1], Sampling())
-    engine.step()
+    found = [request for request, _ in engine.step()]
     engine.submit(6, [2], Sampling())
-    found = [] if engine._submitted else [5]
     while engine._submitted:
         found += [request for request, _ in engine.step()]
     assert sorted(found) == [5, 6] and engine.step() == [] and engine.fleet.restarts == 1
@@ -163,6 +163,10 @@ def test_prompts_are_taken_while_others_are_sampled_and_dropped_ones_are_forgott
     engine.submit(8, [1], Sampling())
     engine.abort()
     assert engine.step() == []
+    until = time.monotonic() + 10
+    while (loads := [slot.load for slot in engine.fleet._slots]) != [0, 0] and time.monotonic() < until:
+        time.sleep(0.005)
+    assert loads == [0, 0], "an aborted response no longer counts as load"
 
 
 def test_the_only_engine_dies_and_the_next_one_goes_on(made, model):
