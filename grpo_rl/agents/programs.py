@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ class Agent(Protocol):
             AgentError: it failed, or was killed.
             TimeoutError: it was late, and was killed.
         """
+        ...
+
+    def for_now(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, sessions may be more than usual; idle processes beyond those that there were end with it."""
         ...
 
     def close(self) -> None:
@@ -101,6 +105,10 @@ class Program:
             end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             said = told.decode(errors="replace").strip()
             raise AgentError(f"it ended with {end}" + (f": …{said}" if said else ""))
+
+    def for_now(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: a program ends with its session."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Does nothing: a program ends with its session."""
@@ -171,6 +179,17 @@ class Function:
                 f"{self._name} returned a {type(result).__name__}; it must be a finite number, a text or None"
             )
         return result
+
+    @contextlib.contextmanager
+    def for_now(self) -> Iterator[None]:
+        """See :meth:`Agent.for_now`."""
+        before = len(self._idle) + len(self._busy)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(IndexError):  # sessions of training may take the last ones meanwhile
+                while len(self._idle) + len(self._busy) > before:
+                    self._idle.pop().close(now=True)
 
     def close(self) -> None:
         """See :meth:`Agent.close`."""

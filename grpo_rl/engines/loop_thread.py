@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from grpo_rl.waits.registry import waiting
 
 T = TypeVar("T")
+END_S = 5.0
+"""Seconds that what is cancelled has to end, such as programs that it has started."""
 
 
 class LoopThread:
@@ -38,7 +40,16 @@ class LoopThread:
             return self.start(coroutine).result()
 
     def close(self) -> None:
-        """Ends the thread; nothing that it runs goes on."""
+        """Ends the thread; what it still runs is cancelled first, and awaited for a moment."""
+        self.run(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=END_S)

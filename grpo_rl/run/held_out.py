@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,11 @@ class HeldOut:
         agent: AgentSettings | None = None,
     ) -> tuple[Evaluation, dict[str, list[float]]]:
         """The greedy evaluation of a task, and all scores of its rows."""
-        greedy, sampled = evaluate(env, engine, rows, self._sampling, agent=agent), None
-        if samples:
-            sampling = replace(self._sampling, temperature=self._plan.temperature)
-            sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, agent)
+        with agent.agent.for_now() if agent else nullcontext():
+            greedy, sampled = evaluate(env, engine, rows, self._sampling, agent=agent), None
+            if samples:
+                sampling = replace(self._sampling, temperature=self._plan.temperature)
+                sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, agent)
         return greedy, row_scores(greedy, sampled)
 
     def keep(self, folder: Path, step: int) -> None:

@@ -37,8 +37,8 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{where} lacks rows, the number of its held-out rows")
         if task["task"] == "agent":
             raise ValueError(
-                f"{where} is agent, which evaluate.tasks can't have: evaluate.rows evaluates an agent where it is trained; "
-                "name the scorer's task here"
+                f"{where} is agent, which evaluate.tasks can't have: evaluate.rows evaluates an agent where it is "
+                "trained; name the scorer's task here"
             )
         if task["task"] == "prompt_response" and not task.get("path"):
             raise ValueError(f"{where} lacks path, its prompts; prompt_response has none of its own")

@@ -35,6 +35,7 @@ from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.run.held_out import HeldOut
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import evaluate
 
@@ -396,6 +397,31 @@ def test_an_engine_that_fails_ends_the_evaluation(tokenizer):
         evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
 
 
+def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_rows_with_their_programs(
+    tokenizer, tmp_path
+):
+    program = Program(f"sh -c 'echo $$ > {tmp_path}/pid; exec sleep 60'", 50.0)
+
+    cancelled = []
+
+    class Breaks:
+        async def play(self, client, row):
+            if not row:
+                try:
+                    await program.play(client, row)
+                except asyncio.CancelledError:
+                    cancelled.append(row)
+                    raise
+            while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+                await asyncio.sleep(0.01)
+            raise TypeError("a mistake in the agent's adapter")
+
+    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
+    with pytest.raises(TypeError, match="a mistake"):
+        evaluate(env, Engine(tokenizer), [{}, {"x": 1}], GREEDY, agent=settings_of(Breaks(), env.task))
+    assert cancelled == [{}] and _ends(int((tmp_path / "pid").read_text()))
+
+
 PROGRAM = """
 import json, os, signal, sys, urllib.request
 row, base = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
@@ -512,6 +538,21 @@ def test_a_function_is_called_in_a_process_of_its_own_and_its_text_is_scored(tok
     assert len(agent._idle) == 1  # one process at a time is used again and again
     assert group.rewards.tolist() == [4.0, 4.0] and env.guard.failed == {"error": 1}
     assert "WorkerDied: the process of the call died, of SIGKILL" in env.guard.examples["error"]
+
+
+def test_an_evaluation_leaves_as_many_processes_as_it_found(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "kept_agent.py").write_text("def play(client, row):\n    return 'x'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    agent, env = Function("kept_agent:play", 20.0), LLMEnv(Length([{}]), tokenizer, 1, 2)
+    try:
+        asyncio.run(agent.play(CLIENT, {}))
+        (found,) = agent._idle
+        held_out = HeldOut(env, [{}, {}], GREEDY, agent=settings_of(agent, env.task))
+        with pytest.raises(ValueError, match="none of the 2 held-out responses"):  # it makes no call
+            held_out.evaluate(0, Engine(tokenizer), lambda work: work())
+        assert len(agent._idle) == 1 and not agent._busy and found._live
+    finally:
+        agent.close()
 
 
 def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_are_named(tmp_path, monkeypatch):

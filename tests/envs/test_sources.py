@@ -11,6 +11,7 @@ import re
 import pytest
 
 from grpo_rl.envs import countdown, gsm8k, ifeval, math, search_qa
+from grpo_rl.envs.agent import AgentEnv
 from grpo_rl.envs.calculator import load_rows as load_calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
@@ -246,3 +247,16 @@ def test_a_message_names_the_setting_that_the_rows_came_from(tmp_path):
         settings = Settings.read(compose_config("grpo_gsm8k", given + split))
         with pytest.raises(ValueError, match=re.escape(message.format(tmp_path))):
             gsm8k.load_rows(eval_source(settings), "test")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "path", "settings", "holds_out"),
+    [
+        ("calculator", "arithmetic", {}, True),
+        ("calculator", "mine.jsonl", {}, False),
+        ("verifiers", None, {"held_out": 0.1}, True),
+        (None, "arithmetic", {}, False),
+    ],
+)
+def test_an_agents_data_has_held_out_rows_where_its_scorers_has(scorer, path, settings, holds_out):
+    assert AgentEnv.holds_out(path, {"scorer": scorer, "scorer_settings": settings}) is holds_out
