@@ -100,8 +100,8 @@ class LLMEnv(EnvBase):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
         check_functions(task)
         self._servers: list[Server] = []
-        # Also of an environment that is forgotten without `close`, or that can't be built; whichever thread collects the
-        # garbage must not be held up. At the program's end the servers end themselves, and are waited for.
+        # Also of an environment that is forgotten without `close`, or that can't be built. The thread that collects the
+        # garbage must not be held up; at the program's end the servers end themselves, and are waited for.
         weakref.finalize(self, close_servers, self._servers, wait=False).atexit = False
         task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
