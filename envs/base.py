@@ -101,8 +101,9 @@ class LLMEnv(EnvBase):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
         check_functions(task)
         self._servers: list[Server] = []
-        # Also of an environment that is forgotten without `close`, or that can't be built.
-        weakref.finalize(self, close_servers, self._servers)
+        # Also of an environment that is forgotten without `close`, or that can't be built. The thread that collects the
+        # garbage must not be held up; at the program's end the servers end themselves, and are waited for.
+        weakref.finalize(self, close_servers, self._servers, wait=False).atexit = False
         task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
@@ -158,9 +159,12 @@ class LLMEnv(EnvBase):
         return self.guard.score_dialogs(data, dialogs, f"row {row}")
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Ends the processes of the servers of ``mcp``; a call that comes later starts one again."""
+        """Ends the servers of ``mcp``; calls that come later are refused."""
         close_servers(self._servers)
         super().close(raise_if_closed=raise_if_closed)
+
+    def __del__(self) -> None:
+        """Does nothing, where TorchRL's would close, and wait: the finalizer ends the servers."""
 
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.

@@ -53,7 +53,8 @@ class Server:
         # Reentrant, as an environment that is garbage closes its servers in whichever thread that is noticed.
         self._lock = threading.RLock()
         self._current: _Connection | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"MCP {self.name}", daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"MCP {self.name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -100,16 +101,43 @@ class Server:
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ("Error: " if result.is_error else "") + "\n".join(parts)
 
-    def close(self) -> None:
-        """Ends the server's process; the next call starts another one."""
+    def close(self, wait: bool = True) -> None:
+        """Ends the server's process and its thread for good: later calls are refused.
+
+        Args:
+            wait: until both are gone; else they go by themselves.
+        """
         with self._lock:
-            connection = self._current
-        if connection is not None:
-            self._end(connection)
+            if not self._closed:
+                self._closed = True
+                asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(END_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+        # Not before: a program that exits meanwhile has to wait for the process.
+        atexit.unregister(self.close)
+
+    async def _shut(self) -> None:
+        """Ends the connection, then calls that still wait, then the loop."""
+        if self._current is not None:
+            self._current.stop()
+            until = self._loop.time() + END_S
+            while not self._current.ended.is_set() and self._loop.time() < until:
+                await asyncio.sleep(0.01)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
+        self._loop.stop()
 
     def _connected(self) -> _Connection:
         """The connection that there is, or a new one; it is waited for outside the lock, which closing needs."""
         with self._lock:
+            self._check_open()
             if self._current is None or self._current.task.done():
                 self.starts += 1
                 self._current = _Connection(self.target, self._loop)
@@ -124,9 +152,12 @@ class Server:
     def _end(self, connection: _Connection) -> None:
         """Ends this connection: a call that failed late must not end the one that was started after it."""
         with self._lock:
+            if self._closed:
+                return  # which ends it as well
             if self._current is connection:
                 self._current = None
-        connection.end(wait=threading.current_thread() is not self._thread)
+            connection.stop()
+        connection.ended.wait(END_S)
 
     def _answers(self, connection: _Connection) -> bool:
         try:
@@ -136,12 +167,20 @@ class Server:
         return True
 
     def _wait(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._closed:
+                work.close()
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds)
         except TimeoutError:
             future.cancel()
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("it is closed")
 
 
 async def _all_tools(client: Any) -> list[Any]:
@@ -159,7 +198,7 @@ class _Connection:
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.started: Future[Any] = Future()
         self._target, self._loop = target, loop
-        self._stop, self._ended = asyncio.Event(), threading.Event()
+        self._stop, self.ended = asyncio.Event(), threading.Event()
         self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
 
     @property
@@ -167,14 +206,12 @@ class _Connection:
         """The client, once it is started."""
         return self.started.result(0)
 
-    def end(self, wait: bool = True) -> None:
-        """Ends it, also while it starts, and waits until the process is gone; the loop's own thread can't wait."""
+    def stop(self) -> None:
+        """Ends it, also while it starts; :attr:`ended` is set once the process is gone."""
         if self.started.done():
             self._loop.call_soon_threadsafe(self._stop.set)
         else:
             self.task.cancel()
-        if wait:
-            self._ended.wait(END_S)
 
     async def _hold(self) -> None:
         """Holds the connection open: it has to be closed by the coroutine that opened it."""
@@ -190,7 +227,7 @@ class _Connection:
             told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
             self.started.set_exception(told)
         finally:
-            self._ended.set()
+            self.ended.set()
 
 
 @contextlib.asynccontextmanager
@@ -336,7 +373,9 @@ def with_mcp(
     return other
 
 
-def close_servers(servers: Sequence[Server]) -> None:
-    """Ends the servers' processes."""
+def close_servers(servers: Sequence[Server], wait: bool = True) -> None:
+    """Ends the servers, all at the same time; see :meth:`Server.close`."""
     for server in servers:
+        server.close(wait=False)
+    for server in servers if wait else ():
         server.close()

@@ -104,10 +104,10 @@ def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
 
 def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
     ended = []
-    monkeypatch.setattr(Server, "close", lambda self: ended.append(self) or close(self))
+    monkeypatch.setattr(Server, "close", lambda self, **given: ended.append(self) or close(self, **given))
     with pytest.raises(ValueError, match="two tools have the name act, add, freeze, pid"):
         with_mcp(GSM8K([ROW]), [COMMAND, COMMAND])
-    assert len(ended) == 2 and all(server._current is None for server in ended)
+    assert len(set(ended)) == 2 and not any(server._thread.is_alive() for server in ended)
 
 
 def test_a_call_that_may_outlast_the_reply_is_refused():
@@ -195,24 +195,36 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer):
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, monkeypatch, forgotten):
     env = llm_env(GSM8K([ROW]), tokenizer)
-    pid = pid_of(env)
-    env.close()
-    assert ended(pid, 0.1)
-    again = pid_of(env)
-    del env
-    gc.collect()
-    assert again != pid and ended(again)
+    pid, server, task = pid_of(env), env._servers[0], env.task
+    waited = []
+    monkeypatch.setattr(server._thread, "join", lambda seconds=None: waited.append(seconds))
+    if forgotten:
+        del env
+        gc.collect()
+    else:
+        env.close()
+    assert bool(waited) is not forgotten
+    monkeypatch.undo()
+    server._thread.join(10.0)
+    assert ended(pid, 0.1) and not server._thread.is_alive() and server._loop.is_closed()
+    # A reply that was left behind starts no process that nobody ends.
+    assert results(task, ("pid", {})) == [
+        f"Error: RuntimeError: the MCP server {COMMAND} did not start: RuntimeError: it is closed"
+    ]
+    assert server.starts == 1
 
 
 def test_an_environment_that_can_not_be_built_ends_its_servers(tokenizer, monkeypatch):
     servers = []
-    monkeypatch.setattr(Server, "close", lambda self: servers.append(self) or close(self))
+    monkeypatch.setattr(Server, "close", lambda self, **given: servers.append(self) or close(self, **given))
     with pytest.raises(ValueError, match="env.rewards"):
         llm_env(GSM8K([ROW]), tokenizer, rewards={"nonsense": 1.0})
     gc.collect()
-    assert len(servers) == 1 and servers[0]._current is None
+    servers[0]._thread.join(10.0)
+    assert len(servers) == 1 and not servers[0]._thread.is_alive()
 
 
 def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
