@@ -53,6 +53,7 @@ def make_agent_task(
     agent: str | None = None,
     scorer: str | None = None,
     scorer_settings: Mapping[str, Any] = MappingProxyType({}),
+    pass_environment: Sequence[str] = (),
     deadline_s: float = 300,
     max_calls: int = 100,
     max_session_tokens: int = 100_000,

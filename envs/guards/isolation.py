@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -63,6 +63,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         memory_gib: memory that a worker may take beyond that of its imports (Linux; elsewhere there is no limit).
             A call that asks for more gets a MemoryError. None sets no limit.
         again: a call whose worker died is made a second time: the worker may have been killed before it.
+        environment: variables of the workers; None: those of this process.
 
     Raises:
         ValueError: the function can't be sent to another process, or a number makes no sense.
@@ -82,6 +83,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         deadline_s: float = 5.0,
         memory_gib: float | None = 4.0,
         again: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
@@ -91,7 +93,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             raise ValueError(f"deadline_s={deadline_s}; a call needs some seconds")
         if memory_gib is not None and not memory_gib > 0:
             raise ValueError(f"memory_gib={memory_gib}; a call needs some memory, and None sets no limit")
-        self.deadline_s, self._again = deadline_s, again
+        self.deadline_s, self._again, self._environment = deadline_s, again, environment
         self._set_up = pickle.dumps((_sendable(function), memory_gib))
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
         self._own = threading.local()  # each thread has a worker of its own
@@ -191,7 +193,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     def _own_worker(self) -> _Worker:
         worker = getattr(self._own, "worker", None)
         if worker is None:
-            worker = self._own.worker = _Worker()
+            worker = self._own.worker = _Worker(self._environment)
             self._live.add(worker)
             try:
                 if self._closed:  # close may have looked for workers to kill before this one was there
@@ -230,7 +232,7 @@ class _Results(list[Any]):
 class _Worker:
     """One process, and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None) -> None:
         self.pipe, theirs = Pipe()
         search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         with theirs:
@@ -239,6 +241,7 @@ class _Worker:
                 [sys.executable, "-c", _WORKER, search_path, str(handle), str(os.getpid())],
                 pass_fds=[handle],
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 start_new_session=True,  # a group of its own: Ctrl-C spares it, a kill takes its children too
             )
 

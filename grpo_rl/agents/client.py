@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.by_name import object_by_name
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,4 @@ class NamedFunction:
     name: str
 
     def __call__(self, client: dict[str, str], row: dict[str, Any]) -> object:
-        os.environ.update(without_proxy())
         return object_by_name(self.name, "env.agent")(Client(**client), row)
-
-
-def without_proxy() -> dict[str, str]:
-    """Variables that keep clients from sending the endpoint's calls, and the session's key, to a proxy."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = given if given == "*" or LOOPBACK in given.split(",") else f"{given},{LOOPBACK}".strip(",")
-    return {"no_proxy": hosts, "NO_PROXY": hosts}

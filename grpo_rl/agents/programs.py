@@ -9,16 +9,18 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from grpo_rl.agents.client import Client, NamedFunction, without_proxy
+from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
+from grpo_rl.agents.server import LOOPBACK
 from grpo_rl.by_name import object_by_name
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.guards.parent import ending_with_parent
+from grpo_rl.storage.masking import may_be_secret
 
 LAST_BYTES = 2000
 """Bytes of a program's messages that are kept for people: the last ones."""
@@ -49,6 +51,25 @@ class Agent(Protocol):
         ...
 
 
+def environment(passed: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that agents inherit: this process's without those that may be secret, and those that are passed.
+
+    Clients go to the endpoint past the proxies that the variables name, which must not read calls and the session's key.
+
+    Args:
+        passed: names of variables that agents inherit in any case.
+
+    Raises:
+        ValueError: one of them is not set.
+    """
+    if missing := [name for name in passed if name not in os.environ]:
+        raise ValueError(f"env.pass_environment names {missing[0]}, which is not set; export it, or leave it out")
+    kept = {name: value for name, value in os.environ.items() if name in passed or not may_be_secret(name, value)}
+    hosts = kept.get("no_proxy") or kept.get("NO_PROXY") or ""
+    hosts = hosts if hosts == "*" or LOOPBACK in hosts.split(",") else f"{hosts},{LOOPBACK}".strip(",")
+    return {**kept, "no_proxy": hosts, "NO_PROXY": hosts}
+
+
 class Program:
     """A program, started for each session.
 
@@ -59,12 +80,14 @@ class Program:
     Args:
         command: the program and its arguments, split as a shell does; no shell runs it.
         deadline_s: seconds of one session.
+        passed: see :func:`environment`.
 
     Raises:
-        ValueError: there is no such program, or the command's quotes don't match.
+        ValueError: there is no such program, the command's quotes don't match, or a variable that is passed is not set.
     """
 
-    def __init__(self, command: str, deadline_s: float) -> None:
+    def __init__(self, command: str, deadline_s: float, passed: Sequence[str] = ()) -> None:
+        self._environment = environment(passed)
         try:
             self._words, self._deadline_s = shlex.split(command), deadline_s
         except ValueError as error:
@@ -82,7 +105,7 @@ class Program:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **without_proxy(), **own},
+                env={**self._environment, **own},
                 start_new_session=True,  # a group of its own: what it starts is killed with it
             )
         except OSError as error:
@@ -135,12 +158,14 @@ class Function:
     Args:
         name: ``package.module:function``.
         deadline_s: seconds of one session.
+        passed: see :func:`environment`.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: there is no such function, or a variable that is passed is not set.
     """
 
-    def __init__(self, name: str, deadline_s: float) -> None:
+    def __init__(self, name: str, deadline_s: float, passed: Sequence[str] = ()) -> None:
+        self._environment = environment(passed)
         object_by_name(name, "env.agent")
         self._name, self._deadline_s, self._closed = name, deadline_s, False
         self._idle: list[IsolatedCalls] = []
@@ -203,6 +228,7 @@ class Function:
             raise AgentError("the run is over")
         # Without a second try: the session would hold the calls of both.
         settings: dict[str, Any] = {"deadline_s": self._deadline_s, "memory_gib": None, "again": False}
+        settings["environment"] = self._environment
         try:
             worker = self._idle.pop()  # training and evaluation, each with a thread, may play at the same time
         except IndexError:

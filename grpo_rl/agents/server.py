@@ -12,11 +12,11 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.client import LOOPBACK
 from grpo_rl.agents.recorder import Response, Session, SessionError
 from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling
 
+LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
 """Bytes of a request's body, unless another number is given."""
 CLOSE_S = 1.0

@@ -17,16 +17,16 @@ def make_agent(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> AgentS
     """The agent, which starts no process before its first session; None where ``env.dataset`` is another task.
 
     Raises:
-        ValueError: there is no such program, function or parser.
+        ValueError: there is no such program, function, parser or variable.
     """
     if settings.env.dataset != "agent":
         return None
     own = settings.env.task
     deadline_s = own["deadline_s"]
     if own["command"]:
-        agent = Program(own["command"], deadline_s)
+        agent = Program(own["command"], deadline_s, own["pass_environment"])
     else:
-        agent = Function(own["agent"], deadline_s)
+        agent = Function(own["agent"], deadline_s, own["pass_environment"])
     make_parser = tool_parser_of(settings)
     if settings.env.tool_parser is not None:
         make_parser(tokenizer, [])  # a wrong name is told before anything starts

@@ -209,6 +209,9 @@ class Agent(Section):
         "env.path, and the agent tells its reward"
     )
     scorer_settings: Mapping[str, Any] = required("settings of the scorer that differ from its own")
+    pass_environment: tuple[str, ...] = required(
+        "variables of the environment that an agent inherits though they look like secrets"
+    )
     deadline_s: float = required("seconds of one session; an agent that takes longer is killed", more_than=0)
     max_calls: int = required("calls of the policy in one session", at_least=1)
     max_session_tokens: int = required("tokens sampled in all calls of one session", at_least=1)

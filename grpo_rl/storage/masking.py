@@ -42,6 +42,15 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key))
 
 
+def may_be_secret(name: str, value: str) -> bool:
+    """Tells whether a variable of the environment may hold a secret: by its name, or as a URL with user or password.
+
+    >>> may_be_secret("WANDB_API_KEY", "x"), may_be_secret("http_proxy", "http://me:pw@host"), may_be_secret("HOME", "/")
+    (True, True, False)
+    """
+    return is_secret(name) or bool(_USERINFO.search(value))
+
+
 def _is_prose(key: str) -> bool:
     section, _, name = key.rpartition(".")
     return bool(_PROSE.fullmatch(name)) and not is_secret(section)

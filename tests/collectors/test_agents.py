@@ -476,6 +476,38 @@ def test_a_program_ends_with_the_trainer_and_calls_the_endpoint_without_a_proxy(
         asyncio.run(agent.play(CLIENT, {}))
 
 
+SEEN = """
+import os, sys
+NAMES = ["API_URL", "DATABASE", "OPENAI_API_KEY", "SEARCH_TOKEN", "WANDB_API_KEY"]
+
+def seen(client=None, row=None):
+    return " ".join(f"{name}={os.environ[name]}" for name in NAMES if name in os.environ)
+
+if __name__ == "__main__":
+    sys.exit(seen())
+"""
+
+
+def test_agents_inherit_no_variable_that_looks_like_a_secret_unless_it_is_passed(monkeypatch, tmp_path):
+    (tmp_path / "sees.py").write_text(SEEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("OPENAI_API_KEY", "SEARCH_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "own")
+    monkeypatch.setenv("DATABASE", "postgres://me:pw@host/db")
+    monkeypatch.setenv("API_URL", "https://host/v1")
+    program = Program(f"{sys.executable} -S {tmp_path / 'sees.py'}", 20.0, ["SEARCH_TOKEN"])
+    with pytest.raises(AgentError, match=r"…API_URL=https://host/v1 OPENAI_API_KEY=k SEARCH_TOKEN=own$"):
+        asyncio.run(program.play(CLIENT, {}))
+    function = Function("sees:seen", 20.0, ["SEARCH_TOKEN"])
+    try:
+        assert asyncio.run(function.play(CLIENT, {})) == "API_URL=https://host/v1 SEARCH_TOKEN=own"
+    finally:
+        function.close()
+    for make in (lambda: Program("true", 1.0, ["NOT_SET"]), lambda: Function("sees:seen", 1.0, ["NOT_SET"])):
+        with pytest.raises(ValueError, match="env.pass_environment names NOT_SET, which is not set"):
+            make()
+
+
 def test_a_call_that_is_left_when_the_sessions_are_over_ends():
     stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
     left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
