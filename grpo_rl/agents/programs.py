@@ -54,7 +54,7 @@ class Agent(Protocol):
 def environment(passed: Sequence[str] = ()) -> dict[str, str]:
     """The variables that agents inherit: this process's without those that may be secret, and those that are passed.
 
-    Clients go to the endpoint past the proxies that the variables name, which must not read calls and the session's key.
+    Clients go to the endpoint past the proxies of the variables, which must not read calls and the session's key.
 
     Args:
         passed: names of variables that agents inherit in any case.

@@ -45,7 +45,7 @@ def is_secret(key: str) -> bool:
 def may_be_secret(name: str, value: str) -> bool:
     """Tells whether a variable of the environment may hold a secret: by its name, or as a URL with user or password.
 
-    >>> may_be_secret("WANDB_API_KEY", "x"), may_be_secret("http_proxy", "http://me:pw@host"), may_be_secret("HOME", "/")
+    >>> may_be_secret("WANDB_API_KEY", "x"), may_be_secret("HTTP_PROXY", "http://me:pw@host"), may_be_secret("PWD", "/")
     (True, True, False)
     """
     return is_secret(name) or bool(_USERINFO.search(value))
