@@ -9,10 +9,10 @@ Then SIGINT ends the command, and what is still there counts as left over.
 
 A slope comes with a 95 % interval of `grpo_rl.intervals.trend`: neighbouring samples resemble one another. Something
 creeps if the whole interval is above zero, the last third of the samples lies above the second (a step up at the
-beginning is none), and memory has grown by more than 1 MiB. An entry of /dev/shm is the job's if one of its processes
-was seen to have it mapped or open, or if it is named by the number of one: those of other jobs do not count, nor does
-one that nobody had at a sample. Needs Linux. The exit code is 1 if something creeps, is left over, or the command ended
-by itself, or by another signal than SIGINT.
+beginning is none), and memory has grown by more than 1 MiB, a count by more than half of one. An entry of /dev/shm is
+the job's if one of its processes was seen to have it mapped or open, or if it is named by the number of one: those of
+other jobs do not count, nor does one that nobody had at a sample. Needs Linux. The exit code is 1 if something creeps,
+is left over, or the command ended by itself, or by another signal than SIGINT.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ WARM_UP = 0.2
 BLOCKS, FEWEST_BLOCKS = 10, 5
 UNITS = {"memory": "MiB", "shared memory": "MiB"}
 """Units of what is no count."""
-NEGLIGIBLE = {"memory": 1.0, "shared memory": 1.0}
-"""Rises over the whole time, in MiB, that are none: PSS also grows when others end that share a process's libraries."""
+NEGLIGIBLE_MIB, NEGLIGIBLE_COUNT = 1.0, 0.5
+"""Rises over the whole time that are none: PSS also grows when others end that share a process's libraries, and who has
+left one thing behind has one more, not half of one: what comes and goes is only seen more often."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -241,7 +242,8 @@ def judged(at: Sequence[float], samples: Sequence[dict[str, float]], seconds: fl
         hour = trend([at[i] / 3600 for i in kept], values.tolist(), blocks)
         _, second, last = (part.mean() for part in np.array_split(values, 3))
         rise = hour.mean * (at[kept[-1]] - at[kept[0]]) / 3600
-        creeps = hour.low > 0 and last > second and rise > NEGLIGIBLE.get(name, 0.0)
+        negligible = NEGLIGIBLE_MIB if name in UNITS else NEGLIGIBLE_COUNT
+        creeps = hour.low > 0 and last > second and rise > negligible
         found.append(Finding(name, float(values.mean()), hour, bool(creeps)))
     return found
 

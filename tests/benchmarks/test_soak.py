@@ -92,9 +92,15 @@ def test_noise_and_a_step_at_the_beginning_are_no_creep_and_a_slow_leak_in_noise
         "a step": 1000 + 50.0 * (at > 600),
         "a warm-up": 1000 * (1 - np.exp(-at / 30)),
         "a leak": 1000 + alike + at / 60,
+        "seen more often": (rng.random(len(at)) < 0.6 + at / 4500).astype(float),  # an entry that comes and goes
+        "one left behind every ten minutes": at // 600,
         "memory": 1000 + at / 1800,  # a MiB in half an hour, of which a fifth is not judged
     }
     samples = [{name: float(curve[i]) for name, curve in curves.items()} for i in range(len(at))]
     found = {finding.name: finding for finding in judged(at, samples, 1800.0)}
-    assert [name for name, finding in found.items() if finding.creeps] == ["a leak"]
+    assert [name for name, finding in found.items() if finding.creeps] == [
+        "a leak",
+        "one left behind every ten minutes",
+    ]
+    assert found["seen more often"].an_hour.low > 0, "it would have been taken for one"
     assert found["a leak"].an_hour.low < 60 < found["a leak"].an_hour.high
