@@ -149,7 +149,7 @@ BY_HAND = {
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
     "a list of pairs of whole numbers": "train.repeats_schedule",
     "a list of mappings": "env.examples evaluate.tasks",
-    "a list of texts": "sampling.stop",
+    "a list of texts": "sampling.stop env.pass_environment",
     "text or a list of names": "train_model.lora.targets logger.backend",
     "text, a list or a mapping": "env.reward",
     "a mapping": "env.mixture",
