@@ -228,9 +228,9 @@ def judged(at: Sequence[float], samples: Sequence[dict[str, float]], seconds: fl
     Raises:
         ValueError: there are too few samples.
 
-    >>> samples = [{"threads": 2.0 + i / 3600} for i in range(100)]
+    >>> samples = [{"threads": 2.0 + i / 60} for i in range(100)]
     >>> print(judged(range(100), samples, 100)[0])
-    threads: 2.0, +1 (+1 to +1) an hour: creeps
+    threads: 3.0, +60 (+60 to +60) an hour: creeps
     """
     kept = [i for i, second in enumerate(at) if second >= WARM_UP * seconds]
     blocks = min(BLOCKS, len(kept) // 2)
