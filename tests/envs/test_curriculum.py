@@ -85,7 +85,7 @@ class Growing(dict):
 
 
 def test_groups_may_be_noted_while_metrics_are_taken():
-    """As an asynchronous collection does, in the thread of its engines."""
+    """An asynchronous collection notes groups in the thread of its engines."""
     curriculum = Curriculum(Bounds(), Levels(1))
     for row in range(2):
         curriculum.note(row, [Reward({"right": 2.0})], 0)
