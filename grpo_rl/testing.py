@@ -170,6 +170,7 @@ def tiny_run(folder: str | Path) -> list[str]:
         "train.keep_checkpoints=0",
         "train.micro_batch_tokens=64",
         "train_model.compile=false",
+        "train_model.dtype=bfloat16",  # as on a GPU, whatever this CPU is fast at
         "inference_model.engine=transformers",
         "inference_model.max_model_len=64",
         "sampling.max_new_tokens=8",

@@ -130,7 +130,7 @@ def build_run(
             with logs.progress.start_phase(f"starting {name}"):
                 engine = make_engine()
         else:
-            engine = NullTransport(getattr(torch, settings.train_model.dtype), derived.pushes_adapters(settings))
+            engine = NullTransport(getattr(torch, derived.dtype(settings)), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
         own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None

@@ -28,6 +28,7 @@ from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
+from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 from grpo_rl.waits.registry import waiting
@@ -73,7 +74,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         policy = training.load_policy(settings, model, plan, ranks, logs)
         optimizer = training.make_optimizer(settings, policy, ranks, steps)
         stack.callback(optimizer.close)
-        nowhere = NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=False)
+        nowhere = NullTransport(getattr(torch, dtype(settings)), takes_adapters=False)
         max_tokens, count = settings.train.micro_batch_tokens, settings.train.gradient_accumulation_steps
         parts = CommonParts(
             env=rows,

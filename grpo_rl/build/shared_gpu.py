@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 
@@ -38,7 +39,7 @@ def check_shares(settings: Settings, model_folder: Path, devices: Devices, memor
         ValueError: as :func:`divide_memory`.
     """
     share, parameters = devices.engine_share, sum(p.numel() for p in skeleton(model_folder).parameters())
-    itemsize = getattr(torch, settings.train_model.dtype).itemsize
+    itemsize = getattr(torch, dtype(settings)).itemsize
     sides = {
         "the engine's weights": (itemsize * parameters, share, "raise"),
         "what training keeps between steps": (kept_bytes(settings, parameters), devices.training_share, "lower"),
@@ -57,7 +58,7 @@ def kept_bytes(settings: Settings, parameters: int) -> float:
 
     Adapters and quantised weights are left out; `grpo-rl plan` counts them.
     """
-    train, itemsize = settings.train_model, getattr(torch, settings.train_model.dtype).itemsize
+    train, itemsize = settings.train_model, getattr(torch, dtype(settings)).itemsize
     if train.cpu_offload or train.quantization:
         return 0.0
     if train.lora.rank:

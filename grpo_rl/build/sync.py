@@ -25,7 +25,7 @@ from grpo_rl.engines import capacity
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.loading import target_names
-from grpo_rl.settings.derived import adapters, pushes_adapters, responses_at_once
+from grpo_rl.settings.derived import adapters, dtype, pushes_adapters, responses_at_once
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
@@ -33,11 +33,11 @@ from grpo_rl.weights.push import WeightSync
 
 def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Engine:
     """Starts the engine of ``inference_model.engine``."""
-    model, dtype = settings.inference_model, settings.train_model.dtype
+    model = settings.inference_model
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
-        return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
+        return TransformersEngine(model_folder, model.max_model_len, dtype=dtype(settings), device=devices.inference[0])
     # What vLLM imports keeps the frames that it was imported from, and frames keep their callers with all variables:
     # this run's model would outlive the run. A thread's stack has nothing to keep.
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -53,7 +53,7 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "tensor_parallel_size": devices.tensor_parallel_size,
         "gpu_memory_utilization": model.gpu_memory_utilization,
         "enforce_eager": model.enforce_eager,
-        "dtype": settings.train_model.dtype,
+        "dtype": dtype(settings),
         "max_num_seqs": model.max_num_seqs or _sequences(settings, model_folder, devices),
         "adapter_rank": lora.rank if beside else 0,
         "adapter_targets": target_names(model_folder, lora) if beside else (),

@@ -21,6 +21,7 @@ from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
@@ -35,7 +36,7 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
     _check_finite(model_folder, ranks)
     return TrainPolicy.load(
         model_folder,
-        getattr(torch, settings.train_model.dtype),
+        getattr(torch, derived.dtype(settings)),
         devices.train[0],
         settings.sampling.temperature,
         settings.train_model.gradient_checkpointing,
@@ -52,6 +53,8 @@ def load_policy(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None, logs: RunLogs
 ) -> TrainPolicy:
     """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
+    if note := note_on_dtype(derived.dtype(settings), devices.train[0]):
+        logs.note(note)
     with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
@@ -63,6 +66,15 @@ def load_policy(
     if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
         logs.note(f"Nothing is compiled, and steps take longer: {why}")
     return policy
+
+
+def note_on_dtype(dtype: str, device: torch.device) -> str | None:
+    """A line on what the dtype has to do with this CPU, for the log; None where there is nothing to say."""
+    if device.type != "cpu" or not lacks_bfloat16():
+        return None
+    if dtype == "float32":
+        return "Weights are float32: this CPU has no fast products in bfloat16"
+    return "This CPU has no fast products in bfloat16: steps take many times as long as with train_model.dtype=float32"
 
 
 def make_reference(
@@ -84,7 +96,7 @@ def make_reference(
         reference = ReferencePolicy(policy.model, settings.sampling.temperature)
         reference.peers, reference.liger = peers, policy.liger
         return reference
-    dtype = getattr(torch, settings.train_model.dtype)
+    dtype = getattr(torch, derived.dtype(settings))
     folder = agreed(peers, lambda: resolve_model(settings.ref_model.name)) if settings.ref_model.name else model_folder
     if folder != model_folder:
         _check_finite(folder, peers)

@@ -14,6 +14,7 @@ from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario
+from grpo_rl.settings import derived
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 
@@ -25,7 +26,7 @@ def memory_findings(settings: Settings, model: PreTrainedModel, divides: bool = 
         divides: plans for all of the machine's GPUs where the settings name none; a run itself takes one to train.
     """
     with unfit("memory"):
-        dtype = settings.train_model.dtype
+        dtype = derived.dtype(settings)
         try:
             scenario = Scenario(settings, model.to(getattr(torch, dtype)), Cluster.parse("here", dtype))
             if divides:

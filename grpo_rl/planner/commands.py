@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_rl.planner.assumed import SAMPLE_SHARE, TAIL, TRAIN_SHARE
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
+from grpo_rl.settings.hardware import fastest_dtype
 from grpo_rl.settings.schema import Settings
 
 
@@ -91,6 +92,9 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
     # As the mode is chosen below; "here" is looked at later, as that needs torch.
     check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
+    cfg.train_model.dtype = cfg.train_model.dtype or (
+        fastest_dtype() if clusters[-1].startswith("here") else "bfloat16"
+    )
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
@@ -104,7 +108,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.planner.table import plan_view, simulation_view
     from grpo_rl.policies.loading import skeleton
 
-    model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
+    model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares, options.shared_tokens))
     plan = make_plan(scenario)

@@ -27,7 +27,7 @@ from grpo_rl.planner.memory import (
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
 from grpo_rl.policies.model_folder import local_folder
-from grpo_rl.settings.derived import adapters, responses_at_once
+from grpo_rl.settings.derived import adapters, dtype, responses_at_once
 from grpo_rl.settings.schema import Settings
 
 
@@ -92,7 +92,7 @@ class Scenario:
     def training(self) -> Training:
         train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or has_compiler("cpu")
         return Training(
-            masters=self.settings.train.mixed_precision and train.dtype != "float32",
+            masters=self.settings.train.mixed_precision and dtype(self.settings) != "float32",
             moments=2 if self.settings.optimizer.name == "adamw" else 0,
             checkpointing=train.gradient_checkpointing,
             fused=compiles and not train.quantization if train.compile is None else train.compile,

@@ -55,6 +55,11 @@ def eval_source(settings: Sections) -> Source:
     return Source(env.eval_path, split=env.eval_split, columns=env.columns, keys=KEYS_OF_EVAL)
 
 
+def dtype(settings: Sections) -> str:
+    """Name of the dtype of weights and activations; `Settings.read` has put this machine's in the place of null."""
+    return settings.train_model.dtype or "bfloat16"
+
+
 def group_sizes(settings: Sections) -> GroupSizes:
     """The group size of each step.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import os
 from pathlib import Path
 
 from grpo_rl.envs.sources import HUB_PREFIX, Source, format_of, is_hub_name
@@ -12,12 +11,11 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.model_folder import check_name
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.devices import check_on_cpu
+from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
 
 READ_AT_ONCE = 2**24
 """Bytes of a JSON file up to which its rows are read here, too: a wrong row is then found before torch is imported."""
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Files of the drivers of GPUs: NVIDIA's, that of Windows' Linux, and AMD's; without one there is no GPU."""
 
 
 def check_machine(settings: Settings, mode: str = "sync") -> None:
@@ -54,12 +52,6 @@ def check_engine(settings: Settings) -> None:
             "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
             "inference_model.engine=transformers"
         )
-
-
-def has_no_gpu() -> bool:
-    """Tells whether this machine certainly has no GPU, or hides all; False: torch has to be asked."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return hidden or not any(Path(name).exists() for name in GPU_FILES)
 
 
 def _check_resume(resume: str | None) -> None:

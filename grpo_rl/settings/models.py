@@ -51,7 +51,11 @@ class TrainModel(Section):
 
     num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", at_least=1)
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights and activations")
+    dtype: Literal["bfloat16", "float32"] | None = setting(
+        None,
+        "bfloat16 | float32; dtype of weights and activations; null: bfloat16, and float32 on a CPU without fast "
+        "products in bfloat16",
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     parallel: Literal["fsdp", "ddp"] | None = setting(
         None, "several processes train; fsdp: each holds a part of every weight | ddp: each holds all of them"

@@ -79,7 +79,7 @@ def one_layer(tmp_path_factory):
 
 
 def scenario_of(model, cluster, *overrides, mode="async", **lengths):
-    words = [f"model.name={LLAMA_70B}", f"mode={mode}", *overrides]
+    words = [f"model.name={LLAMA_70B}", f"mode={mode}", "train_model.dtype=bfloat16", *overrides]
     return Scenario(Settings.read(compose_config("grpo_gsm8k", words)), model, Cluster.parse(cluster), **lengths)
 
 

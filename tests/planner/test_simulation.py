@@ -32,7 +32,13 @@ def model():
 
 
 def scenario_of(model, *overrides, mode="async", response_tokens=None):
-    words = [f"model.name={LLAMA_70B}", f"mode={mode}", "+experiment=plan_70b_64gpus", *overrides]
+    words = [
+        f"model.name={LLAMA_70B}",
+        f"mode={mode}",
+        "train_model.dtype=bfloat16",
+        "+experiment=plan_70b_64gpus",
+        *overrides,
+    ]
     settings = Settings.read(compose_config("grpo_gsm8k", words))
     return Scenario(settings, model, Cluster.parse("64xH100"), response_tokens=response_tokens)
 

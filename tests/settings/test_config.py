@@ -144,7 +144,7 @@ BY_HAND = {
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
         env.corpus env.system_prompt env.completion_column env.tool_parser env.command env.agent env.scorer logger.name
         model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel
-        train_model.quantization env.url env.name""",
+        train_model.quantization train_model.dtype env.url env.name""",
     "a list of numbers": "optimizer.betas",
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
     "a list of pairs of whole numbers": "train.repeats_schedule",
