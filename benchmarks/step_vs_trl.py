@@ -134,6 +134,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
         f"train.optim_batch_size={work.responses}",
         f"sampling.max_new_tokens={work.response}",
         f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
+        "train_model.dtype=bfloat16",  # TRL's, too
         *([f"inference_model.gpu_memory_utilization={work.engine_share}"] if work.engine_share else []),
         *overrides,
     ]

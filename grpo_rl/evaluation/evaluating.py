@@ -29,6 +29,7 @@ from grpo_rl.evaluation.results import (
 )
 from grpo_rl.evaluation.sources import LocalSource, ServedSource
 from grpo_rl.settings.declaration import plain
+from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.evaluation import URL, EvalSettings
 from grpo_rl.settings.schema import Settings
 
@@ -50,6 +51,8 @@ def evaluate_model(
     """
     transformers_logging.disable_progress_bar()
     scoring = {key: value for key, value in plain(own).items() if key not in NOT_THE_SCORES}
+    if not URL.match(name):
+        scoring["dtype"] = dtype(next(iter(settings.values())))
     header = {"model": name, "settings": scoring, "overrides": list(rest)}
     done: dict[str, TaskResult] = {}
     if (folder / EVAL).exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_rl.planner.assumed import SAMPLE_SHARE, TAIL, TRAIN_SHARE
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
-from grpo_rl.settings.hardware import fastest_dtype
+from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.schema import Settings
 
 
@@ -93,7 +93,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # As the mode is chosen below; "here" is looked at later, as that needs torch.
     check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
     cfg.train_model.dtype = cfg.train_model.dtype or (
-        fastest_dtype() if clusters[-1].startswith("here") else "bfloat16"
+        default_dtype() if clusters[-1].startswith("here") else "bfloat16"
     )
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")

@@ -56,8 +56,9 @@ def eval_source(settings: Sections) -> Source:
 
 
 def dtype(settings: Sections) -> str:
-    """Name of the dtype of weights and activations; `Settings.read` has put this machine's in the place of null."""
-    return settings.train_model.dtype or "bfloat16"
+    """Name of the dtype of weights and activations."""
+    assert settings.train_model.dtype, "Settings.read replaces null"
+    return settings.train_model.dtype
 
 
 def group_sizes(settings: Sections) -> GroupSizes:

@@ -53,8 +53,8 @@ class TrainModel(Section):
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     dtype: Literal["bfloat16", "float32"] | None = setting(
         None,
-        "bfloat16 | float32; dtype of weights and activations; null: bfloat16, and float32 on a CPU without fast "
-        "products in bfloat16",
+        "bfloat16 | float32; dtype of weights and activations; null: bfloat16, or float32 on a CPU without fast "
+        "bfloat16 kernels (with ray.address always bfloat16)",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     parallel: Literal["fsdp", "ddp"] | None = setting(

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
-from grpo_rl.settings.hardware import fastest_dtype
+from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
@@ -53,7 +53,7 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         if settings.train_model.dtype is None:  # a cluster's nodes are not this machine
-            dtype = "bfloat16" if settings.ray.address is not None else fastest_dtype()
+            dtype = "bfloat16" if settings.ray.address is not None else default_dtype()
             settings = settings.with_values({"train_model.dtype": dtype})
         check_relations(settings)
         check_mixture(settings)

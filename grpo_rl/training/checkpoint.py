@@ -377,4 +377,6 @@ def check_config(saved: str, current: str) -> None:
         if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_differ)
     ]
     if different:
+        if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine
+            different.append(f"(set train_model.dtype={before['train_model.dtype']}, as when the run began)")
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))

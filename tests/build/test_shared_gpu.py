@@ -33,7 +33,9 @@ def folder(tmp_path_factory):
 
 
 def settings_of(folder, *words):
-    return Settings.read(compose_config("grpo_gsm8k", [f"model.name={folder}", "mode=async", *words]))
+    return Settings.read(
+        compose_config("grpo_gsm8k", [f"model.name={folder}", "mode=async", "train_model.dtype=bfloat16", *words])
+    )
 
 
 def plan_of(settings, visible=1):

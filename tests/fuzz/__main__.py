@@ -27,8 +27,9 @@ SHOWN = 5
 
 
 def input_of(target: fuzz_targets.Target, seeds: list, seed: int, number: int):
-    """The input of this number."""
-    return mutated(Random(f"{seed}/{target.name}/{number}"), seeds)
+    """The input of this number; the inputs from it on, where a call takes several."""
+    inputs = [mutated(Random(f"{seed}/{target.name}/{number + i}"), seeds) for i in range(target.at_once)]
+    return inputs if target.at_once > 1 else inputs[0]
 
 
 def import_late(target: fuzz_targets.Target, seeds: list, folder: Path) -> None:
@@ -50,13 +51,14 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
         seeds = list(target.seeds(Path(folder)))
         import_late(target, seeds, Path(folder))
         until, armed = time.monotonic() + seconds, float("-inf")
-        for number in range(first, count, step):
+        for number in range(first * target.at_once, count, step * target.at_once):
             if (now := time.monotonic()) > until:
                 break
             if now - armed > HANG_S / 60:  # a hang that no signal ends is told by its number, with the stack
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
                 armed = now
-            results.put(("at", number)) if done % 4096 == 0 else None
+            if done % (4096 * target.at_once) == 0:
+                results.put(("at", number))
             begun = target.clock()
             try:
                 fuzz_targets.run(target, input_of(target, seeds, seed, number), Path(folder))
@@ -64,7 +66,7 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
                 where = traceback.extract_tb(error.__cause__.__traceback__)[-1] if error.__cause__ else None
                 found.append((number, f"{type(error).__name__}: {error}"[:400], f"{where}" if where else ""))
             slowest = max(slowest, (target.clock() - begun, number))
-            done += 1
+            done += target.at_once
         faulthandler.cancel_dump_traceback_later()
         touched = canaries.touched(Path(folder))
         os.chdir("/")

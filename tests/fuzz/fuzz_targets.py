@@ -41,6 +41,7 @@ class Target:
         may_name_environment: allows the canary's value in results and messages: a config can read the environment.
         watched: False: another process does the work and watches it, and this one may start it anew.
         clock: seconds of the work; other processes have no part in this thread's CPU time.
+        at_once: inputs that `make fuzz` gives to one call, as a list, where a call costs much more than an input.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Target:
     may_name_environment: bool = False
     watched: bool = True
     clock: Callable[[], float] = time.thread_time
+    at_once: int = 1
 
 
 class Broken(AssertionError):
@@ -444,14 +446,16 @@ def _run_folder(text: str, folder: Path) -> Path:
     return run
 
 
-def _completions(text: str, folder: Path) -> Path:
-    """A run whose responses are the text."""
+def _completions(given: str | list[str], folder: Path) -> Path:
+    """A run whose responses are the text, or the texts: a group for each."""
     run = folder / "foreign_responses"
     (run / "completions.parquet").mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    text = text.encode("utf-8", "replace").decode()
-    row = {"step": 1, "group_id": 0, "prompt": text, "response": text, "gold": text, "reward": 1.0, "advantage": 0.5}
-    pq.write_table(pa.Table.from_pylist([row, row]), run / "completions.parquet" / "part-00000001.parquet")
+    rows, rest = [], {"step": 1, "reward": 1.0, "advantage": 0.5}
+    for group, text in enumerate([given] if isinstance(given, str) else given):
+        text = text.encode("utf-8", "replace").decode()
+        rows += [{"group_id": group, "prompt": text, "response": text, "gold": text, **rest}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), run / "completions.parquet" / "part-00000001.parquet")
     return run
 
 
@@ -587,7 +591,7 @@ TARGETS = [
     ),
     Target("report", _run_folder, _page, _corpus("report"), _no_foreign_markup, deadline_s=DEAR_S, examples=60),
     Target("report responses", _completions, _page, _corpus("responses"), _no_foreign_markup, deadline_s=DEAR_S,
-           examples=40),
+           examples=40, at_once=20),
     Target("model names", _as_is, _hub_name, _corpus("model names")),
     Target("model card", _as_is, _card, _corpus("model names"), _front_matter),
     Target("programs", _as_is, _program, _corpus("responses"), error=None, examples=60),

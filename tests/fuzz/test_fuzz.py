@@ -176,3 +176,19 @@ def test_only_an_input_that_hangs_ends_its_process():
 
 def test_the_last_message_of_a_process_that_has_just_ended_is_read():
     assert told_by(AT_THE_END).stdout == "done\n"
+
+
+SEVERAL = """
+target = fuzz_targets.Target("planted", lambda data, folder: data, print, lambda folder: ["abc"], error=None, at_once=3)
+fuzz_targets.BY_NAME = {"planted": target}
+print(fuzzer.input_of(target, ["abc"], seed=5, number=6))
+fuzzer.fuzz("planted", seed=5, count=9, processes=1, seconds=60)
+"""
+
+
+def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
+    told = told_by(SEVERAL).stdout.splitlines()
+    single = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(9)]
+    assert told[0] == repr(single[6:])
+    assert [repr(single[at : at + 3]) in told for at in (0, 3, 6)] == [True] * 3
+    assert told[-1].startswith("planted: 9 inputs in ")

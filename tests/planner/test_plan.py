@@ -78,8 +78,11 @@ def one_layer(tmp_path_factory):
     return folder
 
 
+BF16 = ["train_model.dtype=bfloat16"]  # whatever this machine is fast at
+
+
 def scenario_of(model, cluster, *overrides, mode="async", **lengths):
-    words = [f"model.name={LLAMA_70B}", f"mode={mode}", "train_model.dtype=bfloat16", *overrides]
+    words = [f"model.name={LLAMA_70B}", f"mode={mode}", *BF16, *overrides]
     return Scenario(Settings.read(compose_config("grpo_gsm8k", words)), model, Cluster.parse(cluster), **lengths)
 
 
@@ -628,7 +631,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
             assert Shape.of(skeleton(folder).bfloat16()).parameters == parameters
     mode = "sync" if "_5b" in recipe else "async"
-    cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}"])
+    cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}", *BF16])
     asked = Scenario(cfg := Settings.read(cfg), skeleton(folder).bfloat16(), Cluster.parse(cluster))
     plan = make_plan(asked)
     assert plan.fits, plan.missing
@@ -669,7 +672,7 @@ def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
 
 def test_without_gpus_everything_shares_the_cpu(model):
     cpu = Cluster(1, Device("CPU", 24, 0.8, 70, 70, 70, 1, "cpu"))
-    settings = Settings.read(compose_config("grpo_gsm8k", ["mode=sync"]))
+    settings = Settings.read(compose_config("grpo_gsm8k", ["mode=sync", *BF16]))
     plan = make_plan(Scenario(settings, model, cpu))
     assert plan.layout.colocated and not math.isinf(plan.missing["train"])
     # vLLM's cache is 2 GiB there, whatever the share of a GPU's memory.

@@ -33,6 +33,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export, export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training import checkpoint
 
@@ -251,7 +252,7 @@ def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is
     cpu = (torch.device("cpu"),)
     save_weights(tmp_path, head=torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match="not finite, in head"):
-        build.make_policy(compose_config("grpo_gsm8k", []), tmp_path, Devices(cpu, (), cpu))
+        build.make_policy(Settings.read(compose_config("grpo_gsm8k", [])), tmp_path, Devices(cpu, (), cpu))
 
 
 @pytest.fixture

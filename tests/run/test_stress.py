@@ -251,7 +251,7 @@ def test_the_example_of_the_troubleshooting_page_prints_what_it_says(capsys):
 
 @pytest.fixture
 def frozen():
-    """What earlier tests left is no longer listed among Python's objects, so its end changes no count."""
+    """Objects of earlier tests are frozen: `gc.get_objects` skips them, so freeing them changes no count."""
     gc.collect()
     gc.freeze()
     yield
@@ -259,7 +259,7 @@ def frozen():
 
 
 def held():
-    """Counts of what this process holds: objects since `frozen`, tensors and their bytes, open files, threads."""
+    """Counts of what this process holds: objects, tensors and bytes since `frozen`; all open files and threads."""
     gc.collect()
     objects = gc.get_objects()
     # Fake tensors, which compiling leaves behind in this process, hold no memory.
