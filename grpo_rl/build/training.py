@@ -73,9 +73,10 @@ def note_on_dtype(dtype: str, device: torch.device) -> str | None:
     if device.type != "cpu" or not lacks_bfloat16():
         return None
     if dtype == "float32":
-        return "Weights are float32; bfloat16 would be slower, as PyTorch has no fast kernels for it on this CPU"
+        return "Weights are float32: nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16"
     return (
-        "PyTorch has no fast bfloat16 kernels on this CPU: with train_model.dtype=float32 steps are many times faster"
+        "Nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16: train_model.dtype=float32 may be many "
+        "times faster"
     )
 
 

@@ -35,6 +35,7 @@ from grpo_rl.settings.schema import Settings
 
 NOT_THE_SCORES = ("out", "concurrency", "retries", "deadline_s", "tasks")
 """Settings that an evaluation may go on with otherwise."""
+DTYPE = "train_model.dtype="
 
 
 def evaluate_model(
@@ -52,13 +53,17 @@ def evaluate_model(
     transformers_logging.disable_progress_bar()
     scoring = {key: value for key, value in plain(own).items() if key not in NOT_THE_SCORES}
     if not URL.match(name):
-        scoring["dtype"] = dtype(next(iter(settings.values())))
-    header = {"model": name, "settings": scoring, "overrides": list(rest)}
+        scoring["dtype"] = dtype(next(iter(settings.values())))  # null depends on the machine
+    header = {"model": name, "settings": scoring, "overrides": [word for word in rest if not word.startswith(DTYPE)]}
     done: dict[str, TaskResult] = {}
     if (folder / EVAL).exists():
         stored, done = read_eval_file(folder)
         if stored != header:
-            raise ValueError(f"{folder} holds an evaluation of another model or with other settings; set another out=")
+            began = stored.get("settings", {}).get("dtype")
+            hint = f", or {DTYPE}{began}, as when it began" if began not in (None, scoring.get("dtype")) else ""
+            raise ValueError(
+                f"{folder} holds an evaluation of another model or with other settings; set another out={hint}"
+            )
     to_do = {task: settings[task] for task in own.tasks if task not in done}
     console, failed = Console(), []
     for task in (task for task in own.tasks if task in done):
@@ -107,7 +112,8 @@ def compare(first: Path, second: Path) -> int:
     (a, of_a), (b, of_b) = read_eval_file(first), read_eval_file(second)
     console = Console()
     if a["settings"] != b["settings"]:
-        other = [key for key in a["settings"] if a["settings"][key] != b["settings"].get(key)]
+        keys = sorted(a["settings"].keys() | b["settings"].keys())
+        other = [key for key in keys if a["settings"].get(key) != b["settings"].get(key)]
         console.print(f"Note: the evaluations differ in {', '.join(other)}")
     console.print(comparison_table((a["model"], b["model"]), of_a, of_b))
     return 0

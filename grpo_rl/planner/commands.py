@@ -92,9 +92,8 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
     # As the mode is chosen below; "here" is looked at later, as that needs torch.
     check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
-    cfg.train_model.dtype = cfg.train_model.dtype or (
-        default_dtype() if clusters[-1].startswith("here") else "bfloat16"
-    )
+    here = clusters[-1].startswith("here") and cfg.ray.address is None
+    cfg.train_model.dtype = cfg.train_model.dtype or (default_dtype() if here else "bfloat16")
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)

@@ -1,4 +1,4 @@
-"""Facts about this machine's hardware that need no import of torch."""
+"""Facts about this machine's hardware, and whether torch can use it, that need no import of torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def has_no_gpu() -> bool:
 
 
 def lacks_bfloat16() -> bool:
-    """Tells whether this is an x86 CPU without AVX-512, where PyTorch multiplies bfloat16 matrices in plain loops.
+    """Tells whether this is an x86 CPU without AVX-512; nearly all of these multiply bfloat16 matrices in plain loops.
 
-    On two AMD cores with AVX2 those do 1 GFLOP/s, and its float32 kernels 116. The few CPUs that have bfloat16 without
-    AVX-512 (AVX-NE-CONVERT) count as well: Linux does not list that flag.
+    On two AMD cores with AVX2 those loops do 1 GFLOP/s, and PyTorch's float32 kernels 116. The few that have bfloat16
+    without AVX-512 (AVX-NE-CONVERT) count as well: Linux does not list that flag.
     """
     try:
         text = CPU_FILE.read_text(errors="replace")

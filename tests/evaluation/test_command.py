@@ -149,6 +149,27 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
     assert read_eval_file(tmp_path / "a")[1]["gsm8k"].scores == {"reward": [0, 1, 1]}
 
 
+def test_a_comparison_names_the_settings_that_differ(tmp_path, capsys):
+    for name, own in (("a", {"rows": 3}), ("b", {"rows": 3, "dtype": "float32"})):
+        write_eval(tmp_path / name, {"model": "m", "settings": own}, result("abc", reward=[0, 1, 1]))
+    for pair in ("ab", "ba"):
+        assert main(["eval", "--compare", *(str(tmp_path / name) for name in pair)]) == 0
+        assert "Note: the evaluations differ in dtype\n" in capsys.readouterr().out
+
+
+def test_an_evaluation_goes_on_in_the_dtype_that_it_began_with(data, tmp_path, capsys):
+    """A model of one's own is in the machine's dtype, which another machine may not share."""
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+    words = ["eval", str(model), "tasks=[gsm8k]", f"path.gsm8k={data}", f"out={out}", "rows=2"]
+    words += ["inference_model.engine=transformers", "sampling.max_new_tokens=2"]
+    assert main([*words, "train_model.dtype=float32"]) == 0
+    assert json.loads((out / "eval.json").read_text())["settings"]["dtype"] == "float32"
+    assert main([*words, "train_model.dtype=bfloat16"]) == 2
+    assert "or train_model.dtype=float32, as when it began" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "train_model.dtype=float32"]) == 0
+    assert "is in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

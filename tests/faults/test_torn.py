@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize("each", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken(each):
     count = str(25 * each)
-    command = [sys.executable, str(FOLDER / "torn.py"), "--count", count, "--finish-every", "40"]
+    command = [sys.executable, str(FOLDER / "torn.py"), "--count", count, "--finish-every", "20"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith(f"{count} damaged runs") and ": 0 faults" in done.stdout

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -41,6 +42,16 @@ def import_late(target: fuzz_targets.Target, seeds: list, folder: Path) -> None:
             continue
 
 
+def breaks(target: fuzz_targets.Target, seeds: list, seed: int, number: int, folder: Path) -> tuple | None:
+    """The number, the error and its place where this call breaks; None if it does not."""
+    try:
+        fuzz_targets.run(target, input_of(target, seeds, seed, number), folder)
+    except Exception as error:
+        where = traceback.extract_tb(error.__cause__.__traceback__)[-1] if error.__cause__ else None
+        return number, f"{type(error).__name__}: {error}"[:400], f"{where}" if where else ""
+    return None
+
+
 def work(name: str, seed: int, first: int, step: int, count: int, seconds: float, results) -> None:
     """The inputs first, first + step, ... in a process and a folder of its own; tells the count and what broke."""
     target = fuzz_targets.BY_NAME[name]
@@ -60,11 +71,12 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
             if done % (4096 * target.at_once) == 0:
                 results.put(("at", number))
             begun = target.clock()
-            try:
-                fuzz_targets.run(target, input_of(target, seeds, seed, number), Path(folder))
-            except Exception as error:
-                where = traceback.extract_tb(error.__cause__.__traceback__)[-1] if error.__cause__ else None
-                found.append((number, f"{type(error).__name__}: {error}"[:400], f"{where}" if where else ""))
+            broken = breaks(target, seeds, seed, number, Path(folder))
+            if broken and target.at_once > 1:  # which of them do so alone? if none does, the whole call is told
+                alone, numbers = replace(target, at_once=1), range(number, number + target.at_once)
+                found += [told for n in numbers if (told := breaks(alone, seeds, seed, n, Path(folder)))] or [broken]
+            elif broken:
+                found.append(broken)
             slowest = max(slowest, (target.clock() - begun, number))
             done += target.at_once
         faulthandler.cancel_dump_traceback_later()
@@ -105,7 +117,7 @@ def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> in
             slowest = max(slowest, value[3])
             break
         else:
-            found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 after", ""))
+            found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 calls after", ""))
         worker.join()
     took = time.monotonic() - begun
     print(
@@ -136,7 +148,7 @@ def main() -> None:
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
             canaries.plant()
-            target, here = fuzz_targets.BY_NAME[names[0]], Path(folder)
+            target, here = replace(fuzz_targets.BY_NAME[names[0]], at_once=1), Path(folder)
             seeds = list(target.seeds(here))
             import_late(target, seeds, here)
             data = input_of(target, seeds, options.seed, options.only)

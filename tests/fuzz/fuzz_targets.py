@@ -22,7 +22,7 @@ import yaml
 from fuzz_inputs import CORPUS, as_bytes
 
 CHEAP_S, DEAR_S = 2.0, 10.0
-"""CPU seconds that one input may take. Most take milliseconds; the square of a long text's length takes minutes."""
+"""CPU seconds that one call may take. Most take milliseconds; the square of a long text's length takes minutes."""
 BESIDE_S = 20.0
 """Seconds by the clock where another process does the work: its deadline, again alone, and the start of another."""
 
@@ -465,6 +465,17 @@ def _page(run: Path) -> str:
     return page.assemble(page.SECTIONS, page.build(page.SECTIONS, run))
 
 
+def _page_of_responses(run: Path) -> str:
+    """The page of a run, all of whose responses have to be on it."""
+    from grpo_rl.report import page
+
+    data = page.build(page.SECTIONS, run)
+    written = pq.read_metadata(run / "completions.parquet" / "part-00000001.parquet").num_rows
+    shown = json.loads(data["responses"]).get("shown_responses")
+    assert shown == written, f"{shown} of {written} responses are shown: {data['responses'][:200]}"
+    return page.assemble(page.SECTIONS, data)
+
+
 class _Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -590,8 +601,8 @@ TARGETS = [
         for part in ("lineage", "lineage_answers")
     ),
     Target("report", _run_folder, _page, _corpus("report"), _no_foreign_markup, deadline_s=DEAR_S, examples=60),
-    Target("report responses", _completions, _page, _corpus("responses"), _no_foreign_markup, deadline_s=DEAR_S,
-           examples=40, at_once=20),
+    Target("report responses", _completions, _page_of_responses, _corpus("responses"), _no_foreign_markup,
+           deadline_s=DEAR_S, examples=40, at_once=20),
     Target("model names", _as_is, _hub_name, _corpus("model names")),
     Target("model card", _as_is, _card, _corpus("model names"), _front_matter),
     Target("programs", _as_is, _program, _corpus("responses"), error=None, examples=60),
