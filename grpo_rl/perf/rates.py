@@ -76,7 +76,10 @@ def measure_rates(dtype: torch.dtype, device: torch.device | str = "cpu", second
     for size in sizes:  # where the best lies depends on caches and cores
         # Random numbers: a GPU draws less power, and is faster, on constants.
         factor = torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)
-        flops_per_s.append(2 * size**3 / _best_s(functools.partial(torch.mm, factor, factor), device, part_s))
+        took_s = _best_s(functools.partial(torch.mm, factor, factor), device, part_s)
+        flops_per_s.append(2 * size**3 / took_s)
+        if 8 * took_s > seconds:  # the next product; of bfloat16 in plain loops it would take a minute
+            break
     memory = torch.ones(PROBE_BYTES // 4, device=device)
     bytes_per_s = memory.nbytes / _best_s(memory.sum, device, part_s)
     del factor, memory
