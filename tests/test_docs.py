@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
+from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.monitor.loggers import check_loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.testing import run_script
@@ -125,16 +126,17 @@ OWN = [
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 
+MARKS = {
+    "agents.md": pytest.mark.nightly,  # the endpoint and its agents have tests of their own in make test
+    "code.md": pytest.mark.skipif(not jails(), reason="needs bubblewrap: apt-get install bubblewrap"),
+}
+
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("page", "command"),
-    [
-        # The endpoint and its agents have tests of their own in make test.
-        pytest.param(*own, id=f"{own[0]}-{i}", marks=[pytest.mark.nightly] if own[0] == "agents.md" else [])
-        for i, own in enumerate(OWN)
-    ],
+    [pytest.param(*own, id=f"{own[0]}-{i}", marks=MARKS.get(own[0], ())) for i, own in enumerate(OWN)],
 )
 def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it_shows(
     page, command, tiny_run, tmp_path, monkeypatch, own_cache

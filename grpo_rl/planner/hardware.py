@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
+from grpo_rl.settings.hardware import default_dtype
+
 if TYPE_CHECKING:
     from grpo_rl.perf.rates import Rates
 
@@ -132,6 +134,15 @@ def _number(key: str, value: str) -> float | int:
         return int(value) if key == "node" else float(value)
     except ValueError:
         raise ValueError(f"cluster: {key}={value!r} is no number") from None
+
+
+def dtype_on(cluster: str, ray_address: str | None) -> str:
+    """Name of the dtype that a run takes there by itself.
+
+    >>> dtype_on("8xH100", None)
+    'bfloat16'
+    """
+    return default_dtype() if cluster.startswith("here") and ray_address is None else "bfloat16"
 
 
 def known_device(name: str) -> Device | None:

@@ -15,13 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
-from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
-from grpo_rl.settings.sections import Env, Sections, declarations
+from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
 from grpo_rl.settings.tasks import TASKS
 from grpo_rl.storage.masking import masked
 from grpo_rl.training.former_settings import IGNORED, REMOVED
@@ -52,9 +51,8 @@ class Settings(Sections):
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
-        if settings.train_model.dtype is None:  # a cluster's nodes are not this machine
-            dtype = "bfloat16" if settings.ray.address is not None else default_dtype()
-            settings = settings.with_values({"train_model.dtype": dtype})
+        if settings.train_model.dtype is None:
+            settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
         check_relations(settings)
         check_mixture(settings)
         check_agent(settings)

@@ -161,7 +161,8 @@ def test_an_evaluation_goes_on_in_the_dtype_that_it_began_with(data, tmp_path, c
     """A model of one's own is in the machine's dtype, which another machine may not share."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out"
     words = ["eval", str(model), "tasks=[gsm8k]", f"path.gsm8k={data}", f"out={out}", "rows=2"]
-    words += ["inference_model.engine=transformers", "sampling.max_new_tokens=2"]
+    words += ["max_new_tokens=2", "max_model_len=512", "engine=transformers", "env.system_prompt=null"]
+    words += ["env.examples=[]"]
     assert main([*words, "train_model.dtype=float32"]) == 0
     assert json.loads((out / "eval.json").read_text())["settings"]["dtype"] == "float32"
     assert main([*words, "train_model.dtype=bfloat16"]) == 2

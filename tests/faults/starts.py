@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kill_points import Point, arm, points
+from kill_points import Point, arm, folder_of_library, points
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS, REPEATS = 3, 2, 4
@@ -195,7 +195,7 @@ def _be_the_run(
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.environ |= {"WORLD_SIZE": str(mode.processes), "LOCAL_WORLD_SIZE": str(mode.processes)}
-        if "LD_PRELOAD" in os.environ:
+        if folder_of_library():  # vLLM preloads others
             arm(folder, at, tally if at is None else None, witness)
         sys.argv = [str(ROOT / "sota" / mode.script), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -213,7 +213,7 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
             raise OSError("no tokenizer on this machine")
 
     monkeypatch.setattr(build, "_check_reference", check)
-    cfg = compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"])
+    cfg = Settings.read(compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"]))
     cpu = (torch.device("cpu"),)
 
     def work(rank):

@@ -19,8 +19,11 @@ from transformers import (
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.fingerprint import digest
 from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
+
+packs_bfloat16 = pytest.mark.skipif(lacks_bfloat16(), reason="vLLM packs no bfloat16 weight on a CPU without AVX-512")
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of a GPU's engine are not packed")
@@ -149,6 +152,7 @@ def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
         engine.engine.close()
 
 
+@packs_bfloat16
 @pytest.mark.slow
 def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_digests(saved, monkeypatch):
     from grpo_rl.engines.vllm import held
@@ -241,6 +245,7 @@ def altering(name, update):
     return altered
 
 
+@packs_bfloat16
 def test_a_layer_that_keeps_its_weight_beside_the_packed_one_answers_for_the_packed_one():
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
