@@ -1,7 +1,7 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
-# make test-faults: 250 kills of runs and 1,000 damaged copies of runs, a quarter of an hour; KILLS=1000 for more.
+# make test-faults: 250 kills of runs and 1,000 damaged copies of runs; KILLS=1000 for more.
 # make docs: the site, in site/; every warning and broken link is an error.
 # make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
@@ -40,7 +40,7 @@ help:
 	@echo "make test-slow   install, then the tests marked nightly, too long for make test (15 minutes on 2 CPU cores)"
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
-	@echo "make test-faults   install, then 250 kills of runs and 1,000 damaged copies of runs, a quarter of an hour; KILLS=1000 for more"
+	@echo "make test-faults   install, then 250 kills of runs and 1,000 damaged copies of runs; KILLS=1000 for more"
 	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"
 	@echo "make audit   known vulnerabilities of what pip install grpo-rl[cpu] resolves to; needs the network"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
