@@ -36,6 +36,7 @@ FACTS = (
     "train.micro_batch_tokens",
     "train.optim_batch_size",
     "train.reward_clip",
+    "train_model.dtype",
     "train_model.gradient_checkpointing",
 )
 """The settings that advisories go by, or name with their values."""

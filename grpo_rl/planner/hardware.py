@@ -142,7 +142,7 @@ def dtype_on(cluster: str, ray_address: str | None) -> str:
     >>> dtype_on("8xH100", None)
     'bfloat16'
     """
-    return default_dtype() if cluster.startswith("here") and ray_address is None else "bfloat16"
+    return default_dtype(ray_address) if cluster.startswith("here") else "bfloat16"
 
 
 def known_device(name: str) -> Device | None:

@@ -35,9 +35,13 @@ def lacks_bfloat16() -> bool:
     return flags is not None and "avx512bw" not in flags[1].split()
 
 
-def default_dtype() -> str:
-    """Name of the dtype for training on this machine: bfloat16, or float32 on a CPU without fast bfloat16 kernels."""
-    return "float32" if has_no_gpu() and lacks_bfloat16() else "bfloat16"
+def default_dtype(ray_address: str | None = None) -> str:
+    """Name of the dtype for training: bfloat16, or float32 on a CPU without fast kernels for it.
+
+    Args:
+        ray_address: of the cluster that trains; None: this machine.
+    """
+    return "float32" if ray_address is None and has_no_gpu() and lacks_bfloat16() else "bfloat16"
 
 
 def _torch_is_for_cpus() -> bool:

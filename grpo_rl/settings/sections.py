@@ -351,5 +351,5 @@ def declarations(dataset: str | None) -> dict[str, Any]:
 
 
 def machine_dtype(settings: Sections) -> str:
-    """Name of the dtype that ``train_model.dtype=null`` stands for: this machine's, but of a cluster bfloat16."""
-    return default_dtype() if settings.ray.address is None else "bfloat16"
+    """Name of the dtype that ``train_model.dtype=null`` stands for."""
+    return default_dtype(settings.ray.address)

@@ -116,7 +116,7 @@ def test_no_hostile_text_hangs_or_crashes_the_judge():
 
 
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_10_000_hostile_texts_are_judged_in_a_minute():
     texts = hostile_texts(10_000, seed=1)
     start = time.monotonic()

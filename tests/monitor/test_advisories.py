@@ -34,7 +34,7 @@ SETTINGS = {
         "optim_batch_size": 128,
         "reward_clip": None,
     },
-    "train_model": {"gradient_checkpointing": False},
+    "train_model": {"dtype": "bfloat16", "gradient_checkpointing": False},
 }
 FROM = 21
 """The step at which a planted trouble begins, if it does not last from the first step on."""
@@ -416,6 +416,14 @@ def test_troubles_of_the_machine_are_told_in_sft_too():
     assert [a.name for a in advisories_of(bad, facts())] == ["bad_steps"]
     (full,) = advisories_of(imitation({}, memory__peak_gib=at(77.5), memory__limit_gib=at(79.2)), facts())
     assert full.name == "memory_full" and "inference_model" not in full.setting
+
+
+@pytest.mark.parametrize("trouble", ["mismatch_rises", "bad_steps"])
+def test_float32_is_advised_only_where_it_is_not_float32_already(trouble):
+    rows, changed, *_ = SICK[trouble]
+    for dtype, advised in (("bfloat16", True), ("float32", False)):
+        (found,) = advisories_of(rows, facts(**changed, train_model__dtype=dtype))
+        assert ("train_model.dtype=float32" in found.setting) == advised
 
 
 @pytest.mark.parametrize("trouble", ["zero_rewards", "no_variance", "no_gradient", "entropy_collapse"])

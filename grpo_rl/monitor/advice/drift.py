@@ -42,11 +42,11 @@ def mismatch_rises(history: History, facts: Facts) -> Finding | None:
     if not last or middle(last) < max(HIGH_MISMATCH, DOUBLED * middle(first)):
         return None
     seen = f"mismatch/mean, of sampler and trainer, went from {middle(first):.2g} to {middle(last):.2g} nats a token"
-    remedy = (
-        f"loss.correction=truncate, {times(facts, 'optimizer.lr', 0.5)}, or train_model.dtype=float32 to find the cause"
-    )
+    remedies = ["loss.correction=truncate", times(facts, "optimizer.lr", 0.5)]
+    if facts.get("train_model.dtype") != "float32":
+        remedies.append("train_model.dtype=float32 to find the cause")
     begin, end = span(history.last("mismatch/mean", 2 * WINDOW), lambda value: value >= HIGH_MISMATCH)
-    return Finding(seen, remedy, begin, end)
+    return Finding(seen, ", or ".join(remedies), begin, end)
 
 
 def off_policy(history: History, facts: Facts) -> Finding | None:

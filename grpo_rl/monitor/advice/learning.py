@@ -242,8 +242,10 @@ def bad_steps(history: History, facts: Facts) -> Finding | None:
     if left_out < BAD_STEPS or len(grown) < BAD_STEPS:
         return None
     seen = f"{left_out:.0f} optimizer steps of the last {len(counts) - 1} steps were left out, as they are not finite"
-    remedy = f"{times(facts, 'optimizer.lr', 0.1)}, a higher optimizer.warmup_steps, or train_model.dtype=float32"
-    return Finding(seen, remedy, grown[0], grown[-1])
+    remedies = [times(facts, "optimizer.lr", 0.1), "a higher optimizer.warmup_steps"]
+    if facts.get("train_model.dtype") != "float32":
+        remedies.append("train_model.dtype=float32")
+    return Finding(seen, ", or ".join(remedies), grown[0], grown[-1])
 
 
 def held_out_loss_rises(history: History, facts: Facts) -> Finding | None:
