@@ -92,7 +92,9 @@ docs: $(DEV)
 	@echo "site/index.html"
 
 test-slow: $(DEV)
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m nightly $$(grep -rl --include=*.py mark.nightly tests) $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "nightly and not alone" \
+		$$(grep -rl --include=*.py mark.nightly tests) $(ARGS)
+	.venv/bin/python -m pytest -m "nightly and alone" $$(grep -rl --include=*.py mark.alone tests) $(ARGS)
 
 test-models: $(DEV)
 	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)

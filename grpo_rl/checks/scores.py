@@ -77,7 +77,7 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
     else:
         seen, bound = mismatch.metrics(), settings.mismatch.bound
         if not math.isfinite(seen["mismatch/mean"]):  # which a run leaves to its optimizer step
-            text = "log-probs are not finite; try train_model.dtype=float32"
+            text = "log-probs are not finite; try train_model.dtype=float32 where it is another"
             yield Finding("FIX", "sampler, trainer", text)
             return
         text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
@@ -112,5 +112,5 @@ def _gradient(parts: Trial) -> Finding:
     norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm().item()
     if broken := [name for name, gradient in gradients.items() if not gradient.isfinite().all()]:
         told = f"{len(broken)} of {len(gradients)} tensors are not finite, {broken[0]} first"
-        return Finding("FIX", "gradient", f"{told}; try train_model.dtype=float32")
+        return Finding("FIX", "gradient", f"{told}; try train_model.dtype=float32 where it is another")
     return Finding("OK", "gradient", f"of a micro-batch of these responses: finite, norm {norm:.2g}")

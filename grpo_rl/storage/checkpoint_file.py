@@ -114,4 +114,4 @@ def read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # torch raises RuntimeError, UnpicklingError, EOFError or KeyError, depending on where the file is broken.
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error) or f"torch.load can't read it ({type(error).__name__})") from error

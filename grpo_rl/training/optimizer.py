@@ -23,7 +23,8 @@ LARGEST_SQUARE_ROOT = 1e19
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors in AdamW's state that have the shape of a weight."""
 REMEDY = (
-    "Lower optimizer.lr (in GRPO or loss.clip_high), raise optimizer.warmup_steps, or set train_model.dtype=float32."
+    "Lower optimizer.lr (in GRPO or loss.clip_high), raise optimizer.warmup_steps, or set train_model.dtype=float32 "
+    "where it is another."
 )
 
 

@@ -359,10 +359,11 @@ def _checkpoints(folder: Path) -> list[bytes]:
     whole = path.read_bytes()
     torch.save({"step": 3, "weights": torch.ones(2)}, path)
     plain = path.read_bytes()
+    endless = plain.replace(b"u.PK", b"K1PK")  # for which torch's error has no text
     torch.save({"step": 3, "bad": Planted()}, path)
     planted = path.read_bytes()
     torch.save({"step": 3, "bad": Planted()}, path, _use_new_zipfile_serialization=False)
-    return [whole, plain, planted, path.read_bytes()]
+    return [whole, plain, endless, planted, path.read_bytes()]
 
 
 def _checkpoint(path: Path) -> Any:

@@ -419,7 +419,7 @@ def test_troubles_of_the_machine_are_told_in_sft_too():
 
 
 @pytest.mark.parametrize("trouble", ["mismatch_rises", "bad_steps"])
-def test_float32_is_advised_only_where_it_is_not_float32_already(trouble):
+def test_a_run_in_float32_is_not_advised_to_use_float32(trouble):
     rows, changed, *_ = SICK[trouble]
     for dtype, advised in (("bfloat16", True), ("float32", False)):
         (found,) = advisories_of(rows, facts(**changed, train_model__dtype=dtype))

@@ -308,9 +308,13 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
         metrics.log(step, record.metrics(sampled_tokens=5, step_s=1.0))
         if leak:
             kept.append(torch.ones(3))
-    # What libraries and threads of earlier tests take and free falls into a few windows; a leak grows in each.
+    # Caches of libraries and threads of earlier tests change the counts in a few windows only; a leak adds to most: one
+    # object or more every second step is found.
     grown = {name: median(b[name] - a[name] for a, b in pairwise(counts)) for name in counts[0]}
-    assert (grown["objects"] >= WINDOW) == bool(leak), grown
-    assert (grown["tensors"] >= WINDOW) == bool(leak), grown
-    assert (grown["bytes"] >= WINDOW * torch.ones(3).nbytes) == bool(leak), grown
-    assert all(counts[-1][name] <= counts[0][name] for name in ("files", "threads")), counts
+    bound = WINDOW / 2
+    assert (grown["objects"] >= bound) == bool(leak), (grown, counts)
+    assert (grown["tensors"] >= bound) == bool(leak), (grown, counts)
+    assert (grown["bytes"] >= bound * torch.ones(3).nbytes) == bool(leak), (grown, counts)
+    for name in ("files", "threads"):
+        first, last = ([count[name] for count in part] for part in (counts[:3], counts[-3:]))
+        assert min(last) <= max(first), counts

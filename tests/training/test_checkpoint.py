@@ -247,6 +247,14 @@ def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
         checkpoint.load(broken)
 
 
+def test_a_file_whose_pickle_has_no_end_is_refused_in_words(tmp_path):
+    path = tmp_path / "checkpoint_1.pt"
+    torch.save({"step": 1}, path)
+    path.write_bytes(path.read_bytes().replace(b"s.PK", b"K1PK"))  # torch's EOFError has no text
+    with pytest.raises(ValueError, match="can't read it"):
+        checkpoint_file.read(path)
+
+
 def test_another_config_is_refused_with_the_keys_that_differ():
     saved = {"optimizer": {"lr": 1e-5}, "logger": {"mode": "online"}, "resume": None}
     current = {"optimizer": {"lr": 1e-4}, "logger": {"mode": "offline"}, "resume": "auto"}

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from grpo_rl.monitor.advice.history import WINDOW, Facts, Finding, History, change, mean, middle, rises, span, times
+from grpo_rl.monitor.advice.history import (
+    WINDOW,
+    Facts,
+    Finding,
+    History,
+    change,
+    in_float32,
+    mean,
+    middle,
+    rises,
+    span,
+    times,
+)
 
 FAR_KL, RUNAWAY_KL, TARGETS = 0.2, 5.0, 3.0
 """KL to the reference in nats a token: bounds of what grows without raising the reward, and of what is too far at all;
@@ -43,7 +55,7 @@ def mismatch_rises(history: History, facts: Facts) -> Finding | None:
         return None
     seen = f"mismatch/mean, of sampler and trainer, went from {middle(first):.2g} to {middle(last):.2g} nats a token"
     remedies = ["loss.correction=truncate", times(facts, "optimizer.lr", 0.5)]
-    if facts.get("train_model.dtype") != "float32":
+    if not in_float32(facts):
         remedies.append("train_model.dtype=float32 to find the cause")
     begin, end = span(history.last("mismatch/mean", 2 * WINDOW), lambda value: value >= HIGH_MISMATCH)
     return Finding(seen, ", or ".join(remedies), begin, end)

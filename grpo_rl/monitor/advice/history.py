@@ -166,6 +166,11 @@ def groups_of(facts: Facts) -> int:
     return max(int(facts.get("env.num_envs") or 1), 1)
 
 
+def in_float32(facts: Facts) -> bool:
+    """Tells whether the weights are float32 already."""
+    return facts.get("train_model.dtype") == "float32"
+
+
 def share_steps(facts: Facts, least: int) -> int:
     """Steps, ``least`` or more, that have groups enough for a share to be judged."""
     return min(max(least, math.ceil(FEW_GROUPS / groups_of(facts))), 2 * WINDOW)

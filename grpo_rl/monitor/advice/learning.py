@@ -20,6 +20,7 @@ from grpo_rl.monitor.advice.history import (
     change,
     falling,
     groups_of,
+    in_float32,
     mean,
     mean_reward,
     middle,
@@ -243,7 +244,7 @@ def bad_steps(history: History, facts: Facts) -> Finding | None:
         return None
     seen = f"{left_out:.0f} optimizer steps of the last {len(counts) - 1} steps were left out, as they are not finite"
     remedies = [times(facts, "optimizer.lr", 0.1), "a higher optimizer.warmup_steps"]
-    if facts.get("train_model.dtype") != "float32":
+    if not in_float32(facts):
         remedies.append("train_model.dtype=float32")
     return Finding(seen, ", or ".join(remedies), grown[0], grown[-1])
 
