@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -142,6 +142,7 @@ def is_running(run_dir: Path) -> bool | None:
     return True
 
 
+@cache  # one look into the packages' metadata takes longer than the rest of a small page
 def versions() -> dict[str, str]:
     """Versions of what a run depends on, as installed here; ``summary.json`` keeps those the run was made with."""
     found = {}
