@@ -197,7 +197,7 @@ def _checked(row: dict, where: str) -> dict:
 
 def _solution(row: dict) -> str | None:
     value = next((row[name] for name in SOLUTIONS if row.get(name)), None)
-    if row.get("canonical_solution") == value and isinstance(row.get("prompt"), str) and value:
+    if isinstance(value, str) and row.get("canonical_solution") == value and isinstance(row.get("prompt"), str):
         return row["prompt"] + value
     if value is not None and value == row.get("solutions") and isinstance(value, str):  # APPS has JSON in it
         try:

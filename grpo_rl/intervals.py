@@ -10,6 +10,8 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+ROUNDING = 1e-6
+"""Numbers that differ by no more than this share of the rewards' range are equal: they may have been float32."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,6 @@ def trend(at: Sequence[float], values: Sequence[float], blocks: int = 10) -> Est
 def _half_width(numbers: np.ndarray, span: float) -> float:
     """Half the width of the interval of a mean; ``span`` is how far a number may lie from others that are all equal."""
     rows, tail = len(numbers), (1 - LEVEL) / 2
-    if np.ptp(numbers) == 0:
+    if np.ptp(numbers) <= ROUNDING * span:
         return span * (1 - tail ** (1 / rows))
     return float(stats.t.ppf(1 - tail, rows - 1) * numbers.std(ddof=1) / math.sqrt(rows))

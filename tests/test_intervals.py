@@ -41,6 +41,16 @@ def test_where_no_row_changes_the_interval_is_what_no_change_in_n_rows_leaves_po
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_rounding_makes_no_difference_between_rows_that_gain_the_same(dtype):
+    before, after = (np.array(x, dtype=dtype).tolist() for x in ([1.0, 0.0] * 10, [1.1, 0.1] * 10))
+    gain, exact = paired_gain(before, after), paired_gain([1.0, 0.0] * 10, [1.5, 0.5] * 10)
+    assert gain.mean == pytest.approx(0.1, rel=1e-6)
+    assert gain.high - gain.mean == pytest.approx((exact.high - 0.5) * 1.1 / 1.5)  # the ranges are 1.1 and 1.5
+    assert gain.verdict == "no difference shown"
+
+
+@pytest.mark.filterwarnings("error")
 def test_rewards_that_are_all_equal_are_not_taken_for_certain():
     gain = paired_gain([0.0] * 50, [0.0] * 50)
     assert 0 < gain.high == pytest.approx(1 - 0.025 ** (1 / 50))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
@@ -32,6 +33,7 @@ from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.evaluation import URL, EvalSettings
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.masking import masked, masked_override, masked_text
 
 NOT_THE_SCORES = ("out", "concurrency", "retries", "deadline_s", "tasks")
 """Settings that an evaluation may go on with otherwise."""
@@ -54,7 +56,11 @@ def evaluate_model(
     scoring = {key: value for key, value in plain(own).items() if key not in NOT_THE_SCORES}
     if not URL.match(name):
         scoring["dtype"] = dtype(next(iter(settings.values())))  # null depends on the machine
-    header = {"model": name, "settings": scoring, "overrides": [word for word in rest if not word.startswith(DTYPE)]}
+    header = {
+        "model": masked_text(name),  # a URL may have a password
+        "settings": masked(scoring),
+        "overrides": [masked_override(word) for word in rest if not word.startswith(DTYPE)],
+    }
     done: dict[str, TaskResult] = {}
     if (folder / EVAL).exists():
         stored, done = read_eval_file(folder)
@@ -69,15 +75,11 @@ def evaluate_model(
     for task in (task for task in own.tasks if task in done):
         console.print(f"{task}: is in {folder} already")
     with ExitStack() as stack:
-        if to_do and URL.match(name):
-            key = os.environ.get("OPENAI_API_KEY")
-            endpoint = Endpoint(name, key, own.served, own.concurrency, own.retries, own.deadline_s)
-            source = ServedSource(endpoint, to_do, own.rows)
-        elif to_do:
-            source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
         if to_do:
-            stack.callback(source.close)
-            source.start()
+            try:
+                source = _started(name, own, to_do, stack)
+            except (EndpointError, EngineDeadError, OutOfMemoryError) as error:
+                raise ValueError(str(error)) from error
         for task in to_do:
             start = time.perf_counter()
             try:
@@ -103,6 +105,22 @@ def evaluate_model(
     return int(bool(failed))
 
 
+def _started(
+    name: str, own: EvalSettings, to_do: Mapping[str, Settings], stack: ExitStack
+) -> LocalSource | ServedSource:
+    """What samples from the model; it ends with the stack."""
+    source: LocalSource | ServedSource
+    if URL.match(name):
+        key = os.environ.get("OPENAI_API_KEY")
+        endpoint = Endpoint(name, key, own.served, own.concurrency, own.retries, own.deadline_s)
+        source = ServedSource(endpoint, to_do, own.rows)
+    else:
+        source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
+    stack.callback(source.close)
+    source.start()
+    return source
+
+
 def compare(first: Path, second: Path) -> int:
     """Prints the paired comparison of two evaluations.
 
@@ -111,9 +129,17 @@ def compare(first: Path, second: Path) -> int:
     """
     (a, of_a), (b, of_b) = read_eval_file(first), read_eval_file(second)
     console = Console()
-    if a["settings"] != b["settings"]:
-        keys = sorted(a["settings"].keys() | b["settings"].keys())
-        other = [key for key in keys if a["settings"].get(key) != b["settings"].get(key)]
+    if other := [*_other(a["settings"], b["settings"]), *_other(*map(_overridden, (a, b)))]:
         console.print(f"Note: the evaluations differ in {', '.join(other)}")
     console.print(comparison_table((a["model"], b["model"]), of_a, of_b))
     return 0
+
+
+def _overridden(header: Mapping[str, Any]) -> dict[str, str]:
+    """The overrides of training's settings that an evaluation was made with; the last of a key counts."""
+    words = (word.lstrip("+").partition("=") for word in header.get("overrides", []))
+    return {key: value for key, _, value in words}
+
+
+def _other(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]

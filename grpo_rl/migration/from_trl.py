@@ -283,12 +283,18 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
 
 
 def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
-    dtype = (fields.get("model_init_kwargs") or {}).get("dtype") or fields.get("dtype") or "bfloat16"
+    given = fields.get("model_init_kwargs") or {}
+    default = "float32" if fields.get("bf16") is False else "bfloat16"  # without autocast, TRL computes in float32
+    dtype = str(given.get("dtype") or given.get("torch_dtype") or fields.get("dtype") or default).removeprefix("torch.")
     if fields.get("fp16") or dtype == "float16":
         raise ValueError(
             "fp16 is not trained here: its gradients overflow without a loss scale; set bf16 in TRL's config"
         )
-    made.put("train_model.dtype", dtype if dtype in ("bfloat16", "float32") else "bfloat16")
+    made.put("train_model.dtype", dtype if dtype in ("bfloat16", "float32") else default)
+    if dtype not in ("bfloat16", "float32"):
+        made.differs("dtype", dtype, f"{default} is used; train_model.dtype is bfloat16 or float32")
+    for name in sorted({*given} - {"dtype", "torch_dtype"}):
+        made.differs("model_init_kwargs", {name: given[name]}, "models are loaded by model.name alone")
     if fields.get("use_peft"):
         made.put("train_model.lora.rank", fields.get("lora_r", 16))
         made.put("train_model.lora.alpha", fields.get("lora_alpha", 32))

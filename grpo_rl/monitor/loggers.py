@@ -288,7 +288,7 @@ class _Attempts:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._failures += 1
-        self._not_before = self._clock() + min(2.0**self._failures, LONGEST_WAIT_S)
+        self._not_before = self._clock() + min(2.0 ** min(self._failures, 10), LONGEST_WAIT_S)
         if not self._told:
             self._told = True
             self._say(

@@ -255,7 +255,7 @@ SECTIONS = [
         "Runs",
         build,
         "Gain: from before training to its end. Difference: the held-out rewards at the end against those of the first "
-        "run, row by row (paired bootstrap).",
+        "run, row by row (paired, Student's t).",
     ),
     Section("sweep", "Settings against gain", sweep, "A mark is a run's gain, its line the 95 % interval."),
     Section("charts", "Curves", curves, "One metric a chart, a line a run. Point to read values, drag to zoom."),

@@ -258,8 +258,8 @@ def _progress(names: Sequence[str]) -> Iterator[Chart]:
     updates = {"train/optimizer_steps": "optimizer steps", "train/micro_batches": "micro-batches"}
     yield Chart(group, "Updates of a step", updates, "Optimizer steps, and the micro-batches that they are made of.", 0)
     yield Chart(
-        group, "Tokens of a micro-batch", {"train/micro_batch_tokens": "most"},
-        "The largest one's tokens, prompts counted once; optimizer and memory see no more at a time.", 0,
+        group, "Tokens of a micro-batch", {"train/micro_batch_tokens": "mean"},
+        "Tokens of responses that are trained on, on average; prompts come on top.", 0,
     )  # fmt: skip
     short = {"train/out_of_memory": "training, in the step", "engine/out_of_memory": "engine, so far"}
     yield Chart(group, "Memory ran out", short, "Each time it went on with less at a time, at the same gradient.", 0)

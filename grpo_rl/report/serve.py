@@ -129,8 +129,9 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
     try:
         return Server((LOOPBACK, port), Handler)
-    except OSError as error:
-        raise ValueError(f"port {port} can't be used ({error.strerror}); leave --port out for a free one") from error
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"port {port} can't be used ({why}); leave --port out for a free one") from error
 
 
 def _version(text: str) -> str:

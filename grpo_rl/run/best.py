@@ -120,5 +120,6 @@ def _trend(evaluations: Sequence[Sequence[float]] | np.ndarray) -> Gain:
     1.0
     """
     at = np.arange(len(evaluations)) - (len(evaluations) - 1) / 2
-    slopes = at @ np.asarray(evaluations, dtype=float) / (at @ at)
+    changes = np.asarray(evaluations, dtype=float) - np.asarray(evaluations[0], dtype=float)  # where none, exactly 0
+    slopes = at @ changes / (at @ at)
     return paired_gain(np.zeros(len(slopes)).tolist(), slopes.tolist())

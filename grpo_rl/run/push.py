@@ -28,6 +28,7 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"push-to-hub takes no overrides such as {overrides[0]}")
     # Imported late: who asks for help does not wait for it.
+    import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -60,6 +61,10 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:
         raise ValueError(f"the hub refuses ({error}); log in with `hf auth login`, or set HF_TOKEN") from error
+    except httpx2.HTTPError as error:
+        raise ValueError(
+            f"the hub can't be reached ({error or type(error).__name__}); repeat the command when it can"
+        ) from error
     print(f"{total:10.2f} MB in all: {done}")
     return 0
 

@@ -185,6 +185,12 @@ def test_a_row_that_can_t_be_judged_is_named_before_the_run(row, complaint, tmp_
         load_rows(tmp_path / "rows.jsonl")
 
 
+def test_a_solution_that_is_no_text_is_no_solution(tmp_path):
+    row = {"prompt": "def f(x):\n", "canonical_solution": [{"input": "1"}], "test_list": ["assert f(1) == 2"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert load_rows(tmp_path / "rows.jsonl")[0]["solution"] is None
+
+
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [({"time_s": 0}, "env.time_s=0"), ({"memory_mib": 1}, "at least 64"), ({"tests": "x"}, "env.reward.tests='x'")],

@@ -195,6 +195,7 @@ def test_an_evaluation_goes_on_in_the_dtype_that_it_began_with(data, tmp_path, c
         (["m", "tasks=[no_such:Task]"], "there is no module no_such"),
         (["m", "tasks=[a:Task]", "path.Tusk=x"], "unknown task 'Tusk'; did you mean Task"),
         (["m", "tasks=[a:Task,b:Task]"], "tasks names Task twice"),
+        (["http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"], "127.0.0.1:9"),
         (["--compare", "no/such", "other"], "no/such can't be read"),
         (["--compare", "a", "b", "tasks=[gsm8k]"], "--compare takes two evaluations alone"),
         (["http://127.0.0.1:9/v1", "tasks=[calculator]", "path.calculator=arithmetic", "served=x"], "several turns"),
@@ -211,7 +212,7 @@ class Echo(Task):
 
     reward_parts = ("echo",)
 
-    def __init__(self, rows, weight: float = 1.0):
+    def __init__(self, rows, weight: float = 1.0, api_key: str = ""):
         self.rows, self.weight = rows, weight
 
     def prompt(self, row):
@@ -228,6 +229,17 @@ def test_a_task_of_ones_own_is_evaluated_with_its_settings(server, tmp_path):
     assert main(["eval", server.url, *words, f"out={tmp_path / 'out'}"]) == 0
     stored = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert stored["tasks"][f"{__name__}:Echo"]["scores"]["reward"]["mean"] == 1.5
+
+
+def test_a_comparison_names_the_overrides_that_differ_and_no_secret_is_stored(server, tmp_path, capsys):
+    (tmp_path / "words.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
+    server.respond = lambda body: "day"
+    words = [f"tasks=[{__name__}:Echo]", f"path.Echo={tmp_path / 'words.jsonl'}"]
+    for name, own in (("a", "env.weight=3"), ("b", "env.api_key=hidden")):
+        assert main(["eval", server.url, *words, own, f"out={tmp_path / name}"]) == 0
+    assert "hidden" not in (tmp_path / "b" / "eval.json").read_text()
+    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "Note: the evaluations differ in env.api_key, env.weight" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_revision_in_an_evaluation_is_of_the_rows_that_it_reads():

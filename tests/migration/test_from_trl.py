@@ -190,11 +190,21 @@ def test_what_has_no_counterpart_is_the_files_first_comment(configs):
         ({"steps_per_generation": 4}, ("env", "num_envs"), 4),  # 8 x 4 responses, groups of 8
         ({"save_steps": 0.5, "max_steps": 10}, ("train", "checkpoint_frequency"), 5),
         ({"use_peft": True}, ("train_model", "lora"), LORA),
+        ({"bf16": True}, ("train_model", "dtype"), "bfloat16"),
+        ({"bf16": False}, ("train_model", "dtype"), "float32"),
+        ({"model_init_kwargs": {"torch_dtype": "float32"}}, ("train_model", "dtype"), "float32"),
+        ({"model_init_kwargs": {"dtype": "torch.bfloat16"}}, ("train_model", "dtype"), "bfloat16"),
     ],
 )  # fmt: skip
 def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
     made = convert(fields).config
     assert made[key[0]][key[1]] == value
+
+
+def test_a_dtype_and_arguments_of_the_model_that_have_no_counterpart_are_named():
+    made = convert({"dtype": "auto", "model_init_kwargs": {"revision": "abc", "torch_dtype": None}})
+    said = "\n".join(made.differences)
+    assert "dtype='auto': bfloat16 is used" in said and "model_init_kwargs={'revision': 'abc'}" in said
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,20 @@ def test_a_logger_that_fails_is_named_once_gets_what_it_missed_and_ends_no_run(t
     assert "can't be closed" in said[1] and "lacks 1 rows of metrics and 1 tables" in said[2]
 
 
+def test_a_logger_that_is_away_for_weeks_ends_no_run(tmp_path):
+    now = [0.0]
+    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, lambda text: None, clock=lambda: now[0])
+    Flaky.last.away = True
+    log(loggers, tmp_path, [(1, {"x": 1.0})])
+    for _ in range(1100):  # 2.0**1024 is beyond a float
+        now[0] += 300.0
+        loggers.log(2, {"x": 2.0})
+    Flaky.last.away = False
+    now[0] += 300.0
+    log(loggers, tmp_path, [(3, {"x": 3.0})])
+    assert Flaky.last.got[-1] == (3, {"x": 3.0})
+
+
 def test_what_a_logger_missed_comes_from_the_file_some_rows_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_rl.monitor.loggers.CATCH_UP", 4)
     now = [0.0]

@@ -164,6 +164,8 @@ def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
     live = serve.LivePage(dict, str, lambda: 0)
     with serve.make_server(live) as server, pytest.raises(ValueError, match="leave --port out"):
         serve.make_server(live, server.server_address[1])
+    with pytest.raises(ValueError, match="port 70000 can't be used .*0-65535.*leave --port out"):
+        serve.make_server(live, 70000)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,16 @@ def test_a_flat_run_is_stopped_after_patience_or_little_later():
     assert sum(stop is not None for stop in stops) > 0.97 * 200
 
 
+@pytest.mark.parametrize("patience", range(2, 11))
+def test_a_run_in_which_nothing_changes_is_stopped_whatever_its_scores_are(patience):
+    tracker = BestTracker(patience)
+    scores = np.random.default_rng(patience).choice([0, 0.1, 1 / 3, 0.6, 2 / 3, 1.1], ROWS).tolist()
+    for step in range(patience + 1):
+        assert not tracker.stop_reason
+        tracker.add(step, scores)
+    assert tracker.stop_reason
+
+
 def test_a_run_that_still_improves_is_not_stopped():
     # From 29 % by 3 points an evaluation, well below the 9 points that two evaluations of 100 rows can tell apart.
     assert sum(stopped_at(0.03, 14, seed) is not None for seed in range(200)) <= 0.03 * 200

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import httpx2
 import pytest
 from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
@@ -254,6 +255,14 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypa
     api.repo_info.side_effect = RepositoryNotFoundError("404", response=MagicMock())
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
     assert api.create_repo.call_args.kwargs["private"]
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line(run_folder, monkeypatch, capsys):
+    api = MagicMock()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    api.upload_folder.side_effect = httpx2.ConnectError("no route to host")
+    assert main(["push-to-hub", str(run_folder), "org/name"]) == 2
+    assert "the hub can't be reached (no route to host)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
