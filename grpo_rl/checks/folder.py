@@ -186,10 +186,12 @@ def disk(case: Case) -> Iterator[Finding]:
     room = needed_room(settings, size)
     if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
         room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
-    place = place_of(_folder_or_own(case))
-    free = shutil.disk_usage(place).free
+    folder = _folder_or_own(case)
+    place = place_of(folder)
+    free, lacking = shutil.disk_usage(place).free, room.lacking(folder)
     text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room}"
-    if free >= room.needed:
+    text += "" if lacking == room.needed else f", of which {lacking / 2**30:.1f} GiB are still to be written"
+    if free >= lacking:
         yield Finding("OK", "disk", text)
     else:
         remedy = "free some space, set hydra.run.dir, or keep fewer (train.keep_checkpoints)"

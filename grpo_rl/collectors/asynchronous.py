@@ -137,6 +137,7 @@ class AsyncCollector:
                 "resampled": self._scheduler.resampled,
                 "replaced": self._engines.replaced,
                 "open": groups,
+                "alike": [dict(vars(group)) for group in self._zero_variance],
                 "agents": self._agents.state() if self._agents else {},
             }
 
@@ -157,6 +158,7 @@ class AsyncCollector:
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))
                 for saved in state["open"]
             )
+            self._zero_variance = [Group(**saved) for saved in state.get("alike", [])]  # older checkpoints have none
 
         self._engines.run(restore())
 

@@ -305,9 +305,7 @@ def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
     elif fields.get("load_in_8bit"):
         made.differs("load_in_8bit", True, "int8 is for CPUs here; load_in_4bit is train_model.quantization=nf4")
     if fields.get("use_liger_kernel"):
-        made.differs(
-            "use_liger_kernel", True, "train_model.head=liger, with the extra liger-kernel[cutedsl], on Hopper"
-        )
+        made.differs("use_liger_kernel", True, "train_model.head=liger, with liger-kernel[cutedsl], on Hopper")
 
 
 def _convert_engine(made: Converted, fields: Mapping[str, Any]) -> None:

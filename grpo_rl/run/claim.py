@@ -21,6 +21,9 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
 
+BEGAN_FROM = ".began_from"
+"""The file that names the checkpoint of elsewhere that a folder's run began from."""
+
 
 @dataclass
 class Claim:
@@ -67,9 +70,9 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
     place = Path(resume).absolute()  # not resolved: a link belongs to the folder that it lies in
     if place.is_file() or (checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS)):
         holder = place.parent if place.is_file() else place
-        inside = holder.name == CHECKPOINTS
-        folder = holder.parent if inside else own
-        return Claim(folder, _locked(folder), place, inside=inside)
+        if holder.name == CHECKPOINTS:
+            return Claim(holder.parent, _locked(holder.parent), place, inside=True)
+        return _from_elsewhere(own, place, frequency)
     is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
     if not is_run and place.resolve() != own.resolve():
         return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
@@ -98,6 +101,31 @@ def _new(own: Path) -> Claim:
     return Claim(own, lock, again=again, notes=[f"The run in {own} had trained nothing, and begins again"] * again)
 
 
+def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
+    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    lock = _locked(own)
+    try:
+        if (began := _began_from(own)) and place in (began, began.parent):
+            return _in_folder(own, lock, True, frequency)
+        if checkpoint.checkpoints(own / CHECKPOINTS) or (own / SUMMARY).exists() or checkpoint.last_logged(own):
+            raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
+        return Claim(own, lock, place, again=(own / METRICS_FILE).exists())
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _began_from(folder: Path) -> Path | None:
+    try:
+        return Path((folder / BEGAN_FROM).read_text())
+    except OSError:
+        return None
+
+
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
     """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
 
@@ -108,7 +136,10 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
         return _over(place, lock)
-    last = checkpoint.last_logged(place)
+    if began := _began_from(place):
+        note = f"The run in {place} was cut off before its first checkpoint, and begins again from {began}"
+        return Claim(place, lock, began, again=(place / METRICS_FILE).exists(), notes=[note])
+    last, frequency = checkpoint.last_logged(place), _own_frequency(place, frequency)
     # A step is logged before its checkpoint is written.
     if (frequency and last > frequency) or (place / SUMMARY).exists():
         raise ValueError(
@@ -117,6 +148,14 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
         )
     notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
     return Claim(place, lock, again=True, notes=notes)
+
+
+def _own_frequency(place: Path, frequency: int) -> int:
+    """The steps between checkpoints of the folder's run, which this start may change; as given if unknown."""
+    try:
+        return int(yaml.safe_load((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return frequency
 
 
 def _over(place: Path, lock: FolderLock) -> Claim:

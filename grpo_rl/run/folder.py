@@ -17,7 +17,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import claim, is_finished, set_logs_aside
+from grpo_rl.run.claim import BEGAN_FROM, claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
@@ -45,6 +45,11 @@ class Room:
     def needed(self) -> float:
         """The bytes of all of them."""
         return self.checkpoint_bytes * self.checkpoints + self.model_bytes * self.models
+
+    def lacking(self, folder: Path) -> float:
+        """The bytes that the run still has to write into its folder: checkpoints that it has are some of these."""
+        there = min(len(checkpoint.checkpoints(folder / checkpoint.CHECKPOINTS)), self.checkpoints - 1)
+        return self.needed - there * self.checkpoint_bytes
 
     def __str__(self) -> str:
         model = "the exported model" if self.models == 1 else f"{self.models} exported models"
@@ -128,7 +133,8 @@ class RunFolder:
             raise RunIsOver
         self.restored = None
         if resume is not None:
-            self.restored = checkpoint.restore(resume, self.shared if self.inside else None, self._ranks)
+            path, state = checkpoint.restore(resume, self.shared if self.inside else None, self._ranks)
+            self.restored = path, checkpoint.with_own_rng(state, self._ranks)
         agreed(self._ranks, lambda: self._check(room) if self.rank_zero else None)
         if not self.rank_zero:
             self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -165,10 +171,13 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-        free = shutil.disk_usage(folder).free
-        if free < room.needed:
+        lacking = room.lacking(folder)
+        # `checkpoints` may be a link to a larger disk.
+        free = shutil.disk_usage(self.checkpoints if self.checkpoints.exists() else folder).free
+        if free < lacking:
+            there = "" if lacking == room.needed else f", of which {lacking / 2**30:.1f} GiB are still to be written"
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room}; free some space or set hydra.run.dir"
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room}{there}; free some space or set hydra.run.dir"
             )
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
@@ -271,6 +280,8 @@ class RunFolder:
         """
         if self._saved is None or self._saved[0] != step:
             parts = state()
+            if self._ranks:  # dropout draws on each of them, and rank zero's generators sample as well
+                parts["rng_of_ranks"] = self._ranks.gather(parts.get("rng"))
             path = self.checkpoints / checkpoint.PATTERN.format(step=step)
             metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
 
@@ -308,6 +319,10 @@ class RunFolder:
             overrides = self._own / ".hydra" / OVERRIDES
             if overrides.exists():
                 write_whole(self.path / OVERRIDES, overrides.read_bytes())
+            if not self.restored:
+                (self.path / BEGAN_FROM).unlink(missing_ok=True)
+            elif not self.inside:
+                write_whole(self.path / BEGAN_FROM, str(self.restored[0].absolute()))
         if self._again:
             set_logs_aside(self.path)
         if not self.resumes:

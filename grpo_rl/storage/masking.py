@@ -21,9 +21,14 @@ _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|s
 # Bounded, as a text may be long: open repeats would take the square of its length.
 _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[/?#])[^\s"']{1,199})(?=@)""")
 """User and password: as in any URL, or with a password whose signs should have been percent-encoded."""
+_NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
-    r"""((?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100})["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
+    rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
+    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})\s{{1,9}}(?=[^\s-])"""
+    r"""|\b(Bearer|Authorization["']?\s{0,9}[:=]\s{0,9}["']?Basic)\s{1,9}(?=\S)""",
+    re.IGNORECASE,
 )
+"""What a secret follows: a name with a sign between, an option of a command, or the scheme of an HTTP header."""
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
@@ -123,6 +128,8 @@ def masked_text(text: str) -> str:
 
     >>> masked_text("HF_TOKEN=hf_abc grpo-rl logger.settings.uri=postgres://me:pw@db/x?password=1")
     'HF_TOKEN=*** grpo-rl logger.settings.uri=postgres://***@db/x?password=***'
+    >>> masked_text("server --api-key abc --max-tokens 64, and -H 'Authorization: Bearer def'")
+    "server --api-key *** --max-tokens 64, and -H 'Authorization: Bearer ***'"
     >>> masked_text("api_keys=[abc, 'd]ef'] and password='g h'")
     'api_keys=*** and password=***'
     """
@@ -132,9 +139,9 @@ def masked_text(text: str) -> str:
 def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     text, at, parts = _USERINFO.sub(MASK, text), 0, []
     while name := _NAME.search(text, at):
-        end = _end_of_value(text, name.end(), plain)
+        end = _end_of_value(text, name.end(), plain if name[1] else _WORD)
         value = text[name.end() : end]
-        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[1]))
+        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[name.lastindex or 1]))
         parts += [text[at : name.end()], value if stays else MASK]
         at = end
     return "".join([*parts, text[at:]])

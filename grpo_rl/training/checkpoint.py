@@ -109,7 +109,13 @@ def set_rng_state(state: dict) -> None:
     name, numbers, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(numbers, dtype=np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])  # there may be fewer than before
+
+
+def with_own_rng(state: dict, ranks: Ranks | None) -> dict:
+    """A checkpoint's state with that of this rank's generators; with rank zero's where other ranks wrote it."""
+    everyones = state.get("rng_of_ranks") or []  # earlier versions had none
+    return {**state, "rng": everyones[ranks.rank]} if ranks and len(everyones) == ranks.size else state
 
 
 def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:

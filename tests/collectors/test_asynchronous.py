@@ -193,6 +193,28 @@ def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
     assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
 
 
+def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokenizer, loop):
+    first, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
+    sampled = []
+    while not (state := first.state())["alike"]:
+        assert first.collect(3)
+        sampled += first.sampled
+        weights.push()
+        loop.run(asyncio.sleep(0.1))  # others are sampled meanwhile
+    first.close()
+    second, engine, weights = made(
+        tokenizer, loop, rows=3, total=18, drops_zero_variance=True, version=weights.version, collected=first.collected
+    )
+    engine.version = weights.version
+    second.restore(state)
+    while second.collect(3):
+        sampled += second.sampled
+        weights.push()
+    sampled += second.sampled
+    second.close()
+    assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
+
+
 def test_too_many_failures_end_the_run_in_the_thread_that_waits(tokenizer, loop):
     collector, _, weights = made(tokenizer, loop, rows=4, total=600, max_failed_fraction=0.0)
     with pytest.raises(ScoreError, match="ZeroDivisionError"):

@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -245,3 +246,16 @@ def test_the_printed_remedy_for_metrics_that_are_damaged_everywhere_works(tmp_pa
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 2]
     with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train) as again:  # it was killed, and starts anew
         assert again.step == 2
+
+
+def test_checkpoints_that_a_run_has_already_need_no_room_when_it_resumes(tmp_path, monkeypatch):
+    run, room = tmp_path / "run", Room(3, 1000, 500)  # 3,500 bytes in all
+    evaluated_run(run)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1500))
+    with RunFolder(run, str(run), "{}", "", room, Train(total_dialog_turns=99)) as opened:
+        assert opened.step == 2
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1499))
+    with pytest.raises(ValueError, match="of which 0.0 GiB are still to be written; free some space"):
+        RunFolder(run, str(run), "{}", "", room, Train(total_dialog_turns=99))
+    with pytest.raises(ValueError, match="free, and 3 checkpoints and the exported model take about 0.0 GiB; free"):
+        RunFolder(tmp_path / "new", None, "{}", "", room, Train(total_dialog_turns=99))

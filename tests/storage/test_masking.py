@@ -104,3 +104,29 @@ def test_a_long_text_takes_no_more_than_its_length(text):
     begun = time.process_time()
     masked_text(text * 100_000)
     assert time.process_time() - begun < 10  # the square of the length would take hours
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("server --api-key abc123", "server --api-key ***"),
+        ("server --token 'abc 123' --port 80", "server --token *** --port 80"),
+        ("server -password abc123", "server -password ***"),
+        (
+            "npx mcp-remote URL --header 'Authorization: Bearer abc123'",
+            "npx mcp-remote URL --header 'Authorization: Bearer ***'",
+        ),
+        ("curl -H 'Authorization: Basic abc123' x", "curl -H 'Authorization: Basic ***' x"),
+    ],
+)
+def test_a_secret_that_follows_an_option_is_masked_in_every_form_of_a_setting(text, hidden):
+    assert masked_text(text) == hidden and masked({"command": text}) == {"command": hidden}
+    assert masked_override(f'env.mcp=["{text}", "other"]') == f'env.mcp=["{hidden}", "other"]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["run --max-tokens 64", "run --tokenizer gpt2", "a --keys-only --fast", "Basic arithmetic", "a token-budget of 5"],
+)
+def test_options_and_words_without_a_secret_stay(text):
+    assert masked_text(text) == text

@@ -20,6 +20,7 @@ import textwrap
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.run.claim import claim, set_logs_aside
+from grpo_rl.run.claim import BEGAN_FROM, claim, set_logs_aside
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.masking import masked
@@ -53,6 +54,14 @@ def test_random_state_is_restored_for_torch_python_and_numpy():
 
 @pytest.mark.nightly
 @pytest.mark.slow
+def test_each_rank_goes_on_with_its_own_random_state_unless_there_are_more_or_fewer():
+    state = {"rng": {"torch": 0}, "rng_of_ranks": [{"torch": 0}, {"torch": 1}]}
+    second_of = {size: SimpleNamespace(rank=1, size=size) for size in (2, 3)}
+    assert checkpoint.with_own_rng(state, second_of[2])["rng"] == {"torch": 1}
+    assert checkpoint.with_own_rng(state, second_of[3]) == checkpoint.with_own_rng(state, None) == state
+    assert checkpoint.with_own_rng({"rng": 0}, second_of[2]) == {"rng": 0}  # of an earlier version
+
+
 def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
     """A child process is killed with SIGKILL while it writes; this one loads what is left."""
     checkpoint.save(tmp_path, 1, {"step": 1, "data": torch.ones(10)})
@@ -205,6 +214,39 @@ def test_a_run_whose_checkpoints_are_gone_is_never_begun_again(tmp_path):
     (run / "model").mkdir()
     over = claimed(str(run), tmp_path)
     assert over.over and not over.again and "is finished" in over.notes[0]
+
+
+def test_the_steps_between_checkpoints_are_those_of_the_run_that_was_cut_off(tmp_path):
+    run = tmp_path / "run"
+    for step in range(16):
+        MetricsLog(run).log(step, {})
+    (run / "config.yaml").write_text("train:\n  checkpoint_frequency: 20\n")
+    assert claimed(str(run), tmp_path, frequency=5).again  # its first checkpoint was due at step 20
+    (run / "config.yaml").write_text("train:\n  checkpoint_frequency: 5\n")
+    for frequency in (0, 100):  # and these are lost
+        with pytest.raises(ValueError, match="got to step 15, and its checkpoints are gone"):
+            claimed(str(run), tmp_path, frequency=frequency)
+
+
+def test_a_checkpoint_of_elsewhere_takes_no_other_runs_folder_and_the_same_command_goes_on(tmp_path):
+    backup, own = tmp_path / "backup" / "checkpoint_000002.pt", tmp_path / "new"
+    checkpoint.save(backup.parent, 2, {"step": 2, "config": "{}"})
+    first = claimed(str(backup), tmp_path)
+    assert (first.folder, first.resume, first.inside, first.again) == (own, backup, False, False)
+    MetricsLog(own).log(3, {})
+    (own / BEGAN_FROM).write_text(str(backup))
+    for resume in (backup, backup.parent, own):  # it was cut off before its first checkpoint
+        again = claimed(str(resume), tmp_path)
+        assert (again.folder, again.resume, again.inside, again.again) == (own, backup, False, True)
+        assert f"begins again from {backup}" in again.notes[0]
+    checkpoint.save(own / "checkpoints", 3, {"step": 3, "config": "{}"})
+    for resume in (backup, own):
+        on = claimed(str(resume), tmp_path)
+        assert (on.folder, on.resume, on.inside) == (own, own, True)
+    (own / BEGAN_FROM).unlink()
+    for _ in range(2):  # and the refusal holds no lock
+        with pytest.raises(ValueError, match="new already holds a run; go on with it"):
+            claimed(str(backup), tmp_path)
 
 
 def test_auto_leaves_a_finished_run_that_keeps_no_checkpoint_as_it_is(tmp_path):
