@@ -204,7 +204,8 @@ class TrainPolicy:
     def _scored(self, groups: Sequence[Group], max_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies of each group's response tokens, on the CPU."""
         if not self._has_compiled:
-            self.score([FIRST_GROUP])  # the same kernels whatever comes first
+            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run that is resumed draws dropout here
+                self.score([FIRST_GROUP])  # the same kernels whatever comes first
             self._has_compiled = True
         by_id = {}
         micros, _ = micro_batches_of(self.peers, groups, max_tokens)

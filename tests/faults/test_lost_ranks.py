@@ -177,3 +177,15 @@ def test_a_frozen_rank_is_named_in_time_and_the_run_goes_on_without_its_process(
     assert "has given no sign of life for 5 s" in line and "in phase train of step 3 since" in line
     assert DEADLINE_S - 1 < when - run.witness["at"] < DEADLINE_S + 5
     assert read_summary(the_run(run.folder))["restarts"] == 1
+
+
+def test_ranks_with_dropout_resume_as_if_they_had_not_been_cut_off(words, tmp_path):
+    words = [*words, "train_model.parallel=ddp", "train_model.lora.rank=2", "train_model.lora.dropout=0.3"]
+    launch = ["--standalone", "--nproc-per-node=2", "--max-restarts=0"]
+    whole = torchrun(tmp_path / "whole", [*words, "train.checkpoint_frequency=1", "train.keep_checkpoints=0"], launch)
+    assert whole.code == 0, whole.said[-3000:]
+    cut = Path(shutil.copytree(the_run(whole.folder), tmp_path / "cut"))
+    start = cut / "checkpoints" / "checkpoint_000002.pt"
+    again = torchrun(tmp_path / "again", [*words, "train.checkpoint_frequency=1", f"resume={start}"], launch)
+    assert again.code == 0, again.said[-3000:]
+    assert numbers(cut) == numbers(the_run(whole.folder))

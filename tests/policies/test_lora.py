@@ -135,6 +135,16 @@ def test_drawing_the_adapters_start_leaves_the_random_state_alone(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_first_scores_of_a_process_drop_what_later_ones_would(folder):
+    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=2, dropout=0.5))
+    randomize(policy.model)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append([group.old_log_probs for group in policy.add_log_probs(GROUPS, 64)])
+    assert all(map(torch.equal, *found))
+
+
 def test_only_adapters_are_stepped_and_updates_too_small_for_bf16_add_up(folder):
     policy = TrainPolicy.load(folder, torch.bfloat16, lora=LoRA(rank=4))
     randomize(policy.model)
