@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from grpo_rl.envs.episodes import Episodes
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec, task_spec
 from grpo_rl.envs.tables import load_rows
@@ -31,6 +32,7 @@ class Told(Task):
     """
 
     reward_parts = ("agent",)
+    one_by_one = True  # a session's reward stands in its own copy of the row
 
     def __init__(self, rows: Sequence[dict]) -> None:
         self.rows = rows
@@ -66,9 +68,18 @@ def make_agent_task(
         scorer_settings: its own.
 
     The others are read by what plays the sessions (`grpo_rl.collectors.agents`).
+
+    Raises:
+        ValueError: the scorer rewards the steps of an episode.
     """
     spec = replace(_spec(scorer), load_rows=lambda *_, **__: rows)
-    return spec.make_task(**scorer_settings)
+    task = spec.make_task(**scorer_settings)
+    if isinstance(task, Episodes):
+        raise ValueError(
+            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
+            "message; leave env.scorer out and let the agent tell its reward"
+        )
+    return task
 
 
 def _load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:

@@ -23,7 +23,7 @@ from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
-from grpo_rl.envs.tools.schemas import tool_schemas
+from grpo_rl.envs.tools.schemas import checked_calls, tool_schemas
 
 __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
@@ -218,11 +218,18 @@ class LLMEnv(EnvBase):
 
         Args:
             row: that the conversation is about; a mixture has its task read the turn.
+
+        A turn at which the parser fails is text without calls; the first failure is told.
         """
         if self._tool_parser is not None:
-            text, calls = self._tool_parser.parse(decode_turn(self.tokenizer, list(map(int, ids))))
-            if calls:
-                return text, calls
+            turn = decode_turn(self.tokenizer, list(map(int, ids)))
+            try:
+                text, calls = self._tool_parser.parse(turn)
+                if calls:
+                    return text or "", checked_calls(calls)
+            except Exception as error:  # untrusted text in the user's code: what it can't read is text
+                why = f"{type(error).__name__}: {error}"
+                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {why}")
         return self.decode(ids), []
 
     def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:

@@ -72,6 +72,9 @@ class Task(ABC):
     None leaves it to the task which of its user's code, if any, goes to one."""
     reply_role: str = "tool"
     """The role of the messages of :meth:`reply`, which the chat template has to know."""
+    one_by_one: bool = False
+    """True: each response is scored in a call by itself, though the task has one turn, so that an added reward sees no
+    group."""
     tools: Sequence[Any] = ()
     """The functions that the policy can call, or their JSON schemas, as the chat template shows them."""
 

@@ -68,7 +68,7 @@ class Classifier:
         self._device: Any = "cpu"
         self._model: Any = None
 
-    def check(self, in_turns: bool = False) -> None:
+    def check(self, one_by_one: bool = False) -> None:
         """Does nothing: the model is looked for when it is loaded, by :meth:`place`."""
 
     def ready(self, deadline_s: float) -> None:

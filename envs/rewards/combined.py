@@ -34,7 +34,8 @@ class WithRewards(Task):
 
     Raises:
         ValueError: a reward or setting makes no sense, has the name of a part of the task, needs a part or a counter
-            that is not there, or compares the responses of a group in a task of several turns, scored one by one.
+            that is not there, or compares the responses of a group where they are scored one by one: in a task of
+            several turns, and where an agent tells its reward.
     """
 
     def __init__(self, task: Task, rewards: Mapping[str, Any], count_tokens: CountTokens | None = None) -> None:
@@ -42,7 +43,7 @@ class WithRewards(Task):
         self._parts = sorted(read_parts(rewards), key=lambda part: "correct" in part.known.inputs)
         self._count_tokens = count_tokens
         self.task, self.rows, self.isolated, self.reply_role = task, task.rows, task.isolated, task.reply_role
-        self.tools = task.tools
+        self.tools, self.one_by_one = task.tools, task.one_by_one
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}
@@ -187,6 +188,7 @@ class WithRewards(Task):
 
     def _check(self, part: Part) -> None:
         where, name = f"env.rewards.{part.name}", type(self.task).__name__
+        one_by_one = plays_turns(self.task) or self.task.one_by_one
         if part.known.made:
             if self.isolated:
                 raise ValueError(
@@ -194,7 +196,7 @@ class WithRewards(Task):
                 )
             made: Any = part.known.function
             try:
-                made.check(in_turns=plays_turns(self.task))
+                made.check(one_by_one=one_by_one)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         if part.name in self.task.reward_parts:
@@ -203,8 +205,11 @@ class WithRewards(Task):
             raise ValueError(f"{where} counts tokens; give a counter of tokens, or set {where}.unit=characters")
         if "gold" in part.known.inputs and len(self.rows) and all(self.task.gold(row) is None for row in self.rows):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
-        if part.known.whole_group and plays_turns(self.task):
-            raise ValueError(f"{where} compares the responses of a group; {name} is scored one by one, so leave it out")
+        if part.known.whole_group and one_by_one:
+            remedy = ", or set env.scorer" if self.task.one_by_one else ""
+            raise ValueError(
+                f"{where} compares the responses of a group; {name} is scored one by one, so leave it out{remedy}"
+            )
 
 
 class WithRewardsInTurns(WithRewards):

@@ -16,6 +16,8 @@ FOR_NOW = (408, 409, 425, 429, 500, 502, 503, 504)
 """Status codes of requests that may succeed later."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 EXCERPT = 300
+MOST_BYTES, PIECE = 1 << 26, 1 << 16
+"""The largest response, and how much is read at once."""
 
 
 class EndpointError(RuntimeError):
@@ -36,7 +38,8 @@ class JsonClient:
         url: before the paths of requests.
         key: sent as bearer token, without space around it; None or empty: none is sent.
         retries: further tries of a request that failed for now, with growing waits; ``Retry-After`` is honoured.
-        deadline_s: seconds of one try.
+        deadline_s: seconds of one try, whose response has to be complete by then; one that stops in the middle may be
+            waited for as long once more, until it is given up.
         clock: seconds, for deadlines of whole requests.
 
     Raises:
@@ -77,7 +80,7 @@ class JsonClient:
             on_try: called before each try; what it raises ends the request.
 
         Raises:
-            ValueError: the server refuses the request, or responds with no JSON.
+            ValueError: the server refuses the request, responds with no JSON, or with more than 64 MiB.
             EndpointError: all tries failed, or the time is over.
         """
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
@@ -86,13 +89,17 @@ class JsonClient:
             raise EndpointError(f"{self.url}{path} is not asked: no time is left for it")
         for attempt in range(self._retries + 1):
             on_try()
-            asked_for_s = None
+            asked_for_s, left_s = None, self._left(until)
+            ends = self._clock() + left_s
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
-                with self._open(request, timeout=self._left(until)) as response:
-                    return json.loads(response.read())
+                with self._open(request, timeout=left_s) as response:
+                    body_read = self._read(response, ends, MOST_BYTES + 1)
+                if len(body_read) > MOST_BYTES:
+                    raise ValueError(f"{self.url}{path} responds with more than {MOST_BYTES >> 20} MiB")
+                return json.loads(body_read)
             except urllib.error.HTTPError as error:
-                why = f"HTTP {error.code}: {self._excerpt(error)}"
+                why = f"HTTP {error.code}: {self._excerpt(error, ends)}"
                 if error.code not in FOR_NOW:
                     raise ValueError(f"{self.url}{path} refuses: {why}") from None
                 asked_for_s = _seconds(error.headers.get("Retry-After"))
@@ -100,25 +107,46 @@ class JsonClient:
                 raise ValueError(f"{self.url}{path} responds with no JSON: {error}") from None
             except (OSError, http.client.HTTPException) as error:  # refused, reset, cut off, or over its deadline
                 why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-            if attempt < self._retries and (until is None or self._clock() < until):
-                with self._counting:
-                    self.retried += 1
-                # Jitter: requests that failed together do not come back together.
-                wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5)
-                wait_s = min(wait_s if asked_for_s is None else asked_for_s, LONGEST_WAIT_S)
-                self._sleep(wait_s if until is None else min(wait_s, max(until - self._clock(), 0.0)))
-            else:
+            if attempt == self._retries:
                 break
+            # Jitter: requests that failed together do not come back together.
+            wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5)
+            wait_s = min(wait_s if asked_for_s is None else asked_for_s, LONGEST_WAIT_S)
+            self._sleep(wait_s if until is None else min(wait_s, max(until - self._clock(), 0.0)))
+            if until is not None and self._clock() >= until:  # another try would be paid for, and cut off at once
+                break
+            with self._counting:
+                self.retried += 1
         raise EndpointError(f"{self.url}{path} failed in {attempt + 1} tries; the last: {why}")
 
     def _left(self, until: float | None) -> float:
         """Seconds of the next try: at least a few milliseconds, as 0 would mean none to a socket."""
         return self._deadline_s if until is None else min(self._deadline_s, max(until - self._clock(), 0.005))
 
-    def _excerpt(self, error: urllib.error.HTTPError) -> str:
+    def _read(self, response: Any, ends: float, most: int) -> bytes:
+        """The body, or its first ``most`` bytes.
+
+        A socket's timeout begins anew with each byte that comes, so that the whole try has one of its own.
+
+        Raises:
+            TimeoutError: it is not complete when the clock is at ``ends``.
+            IncompleteRead: the server ended it too early.
+        """
+        body, whole = bytearray(), response.length  # None: in chunks, or up to the connection's end
+        while len(body) < (most if whole is None else min(whole, most)):
+            if self._clock() > ends:
+                raise TimeoutError(f"{len(body)} bytes of the response came in time")
+            if not (piece := response.read1(PIECE)):
+                break
+            body += piece
+        if whole is not None and len(body) < min(whole, most):
+            raise http.client.IncompleteRead(bytes(body), whole - len(body))
+        return bytes(body[:most])
+
+    def _excerpt(self, error: urllib.error.HTTPError, ends: float) -> str:
         """The beginning of the server's message, without the key: some servers repeat what they were sent."""
         try:
-            text = error.read().decode(errors="replace")
+            text = self._read(error, ends, PIECE).decode(errors="replace")
         except (OSError, http.client.HTTPException):
             text = ""
         text = text.replace(self._key, "[key]") if self._key else text

@@ -72,7 +72,7 @@ class Judge:
         max_tokens: of the judge's reply.
         concurrency: requests at the same time.
         retries: further tries of a request that failed for now.
-        deadline_s: seconds that one try waits for data; no try begins at the end of the scorer's deadline.
+        deadline_s: seconds of one try; no try begins at the end of the scorer's deadline.
         budget_calls: requests of the run, repeated ones included, after which it has no judge; None: any number.
         budget_tokens: tokens of requests and replies, likewise; the endpoint has to give its ``usage``.
         budget_cost: their price, likewise.
@@ -143,21 +143,22 @@ class Judge:
         self._counting, self._sharing = other._counting, other._sharing
         self._sharing.append(self)
 
-    def check(self, in_turns: bool = False) -> None:
+    def check(self, one_by_one: bool = False) -> None:
         """Looks for the key.
 
         Args:
-            in_turns: whether conversations of several turns are judged, one after the other.
+            one_by_one: whether the responses of a group are judged one after the other, as conversations of several
+                turns are, and sessions whose agent tells its reward.
 
         Raises:
             ValueError: the environment variable that should have it is not set, or holds no key; or ``drop`` would pay
                 a part of a group.
         """
         budgets = [f"budget_{name}" for name, most in self._budgets.items() if most is not None]
-        if in_turns and budgets and self._when_spent == "drop":
+        if one_by_one and budgets and self._when_spent == "drop":
             raise ValueError(
-                f"when_spent=drop leaves out whole groups, and conversations of several turns are judged one by one; "
-                f"set when_spent=stop, or leave {budgets[0]} out"
+                "when_spent=drop leaves out whole groups, and sessions whose agent tells its reward and conversations "
+                f"of several turns are judged one by one; set when_spent=stop, or leave {budgets[0]} out"
             )
         if self._variable and not os.environ.get(self._variable, "").strip():
             # The name is not repeated: it may be the key itself.

@@ -11,8 +11,10 @@ import atexit
 import contextlib
 import copy
 import ipaddress
+import math
 import shlex
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +30,8 @@ ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
 END_S = 10.0
 """Seconds in which a server's process has to be gone, once it is ended."""
+SPARE_S = 0.5
+"""Seconds before a call's deadline at which its failure is told, so that it comes in time."""
 KEYS = ("command", "url", "timeout_s", "on_failure")
 ON_FAILURE = ("tell", "drop")
 
@@ -83,20 +87,24 @@ class Server:
             Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
             RuntimeError: it did, and the policy is to be told.
         """
-        refused = Dropped if self.drops else RuntimeError
+        refused, until = Dropped if self.drops else RuntimeError, time.monotonic() + self.deadline_s - SPARE_S
         # A foreign process: it may not start, die in the middle, hang, or send what is no message.
         try:
-            connection = self._connected()
+            connection = self._connected(until)
         except Exception as error:
             raise refused(f"the MCP server {self.name} did not start: {_words(error)}") from error
+        seconds = min(self.timeout_s, until - time.monotonic())
+        if seconds <= 0:  # nobody would read the result
+            raise refused(f"the MCP server {self.name} started too late for the call")
         try:
-            result = self._wait(connection.client.call_tool(name, arguments), self.timeout_s)
+            result = self._wait(connection.client.call_tool(name, arguments), seconds)
         except Exception as error:
             late = isinstance(error, TimeoutError)
-            why = f"gave no result within {self.timeout_s:g} s" if late else f"failed: {_words(error)}"
-            if not self._answers(connection):
+            why = f"gave no result within {seconds:g} s" if late else f"failed: {_words(error)}"
+            # A start that took most of the time leaves too little of it to tell a slow tool from a server that hangs.
+            if not (late and until - time.monotonic() < ANSWER_S) and not self._answers(connection):
                 why += ", and is connected to again" if isinstance(self.target, str) else ", and is restarted"
-                self._end(connection)
+                self._end(connection, min(END_S, until - time.monotonic()))
             raise refused(f"the MCP server {self.name} {why}") from error
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ("Error: " if result.is_error else "") + "\n".join(parts)
@@ -134,22 +142,29 @@ class Server:
             await asyncio.wait(left, timeout=1.0)
         self._loop.stop()
 
-    def _connected(self) -> _Connection:
-        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs."""
+    def _connected(self, until: float = math.inf) -> _Connection:
+        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs.
+
+        Raises:
+            TimeoutError: it has not started by then; it goes on to start for later calls, up to :data:`START_S`.
+        """
         with self._lock:
             self._check_open()
             if self._current is None or self._current.task.done():
                 self.starts += 1
                 self._current = _Connection(self.target, self._loop)
             connection = self._current
+        given_up, waited_s = connection.begun + START_S, until - time.monotonic()
         try:
-            connection.started.result(START_S)
-        except Exception:
-            self._end(connection)
+            connection.started.result(max(min(waited_s, given_up - time.monotonic()), 0.0))
+        except Exception as error:
+            if not connection.started.done() and until < given_up:
+                raise TimeoutError(f"it needs longer than {waited_s:.1f} s") from error
+            self._end(connection, min(END_S, until - time.monotonic()))
             raise
         return connection
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: _Connection, seconds: float = END_S) -> None:
         """Ends this connection: a call that failed late must not end the one that was started after it."""
         with self._lock:
             if self._closed:
@@ -157,7 +172,7 @@ class Server:
             if self._current is connection:
                 self._current = None
             connection.stop()
-        connection.ended.wait(END_S)
+        connection.ended.wait(max(seconds, 0.0))
 
     def _answers(self, connection: _Connection) -> bool:
         try:
@@ -197,6 +212,7 @@ class _Connection:
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.started: Future[Any] = Future()
+        self.begun = time.monotonic()
         self._target, self._loop = target, loop
         self._stop, self.ended = asyncio.Event(), threading.Event()
         self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)

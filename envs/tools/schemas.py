@@ -110,6 +110,20 @@ def _no_json(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
+def checked_calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
+    """The calls that a parser found, if all have OpenAI's form.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not named or not isinstance(function.get("arguments"), (str, Mapping)):
+            raise ValueError(f"{call!r:.80} is no call; it must have a function with a name and arguments")
+    return [dict(call) for call in calls]
+
+
 def read_arguments(text: Any) -> dict[str, Any] | None:
     """The arguments of a call, which a model wrote; None where they are no JSON object.
 

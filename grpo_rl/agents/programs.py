@@ -24,6 +24,7 @@ from grpo_rl.storage.masking import may_be_secret
 
 LAST_BYTES = 2000
 """Bytes of a program's messages that are kept for people: the last ones."""
+STDIN, STDERR = 0, 2
 
 
 class AgentError(Exception):
@@ -99,8 +100,10 @@ class Program:
         """See :meth:`Agent.play`."""
         told_row = json.dumps(row, default=str).encode()
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
+        loop = asyncio.get_running_loop()
         try:
-            process = await asyncio.create_subprocess_exec(
+            process, heard = await loop.subprocess_exec(
+                _Heard,
                 *ending_with_parent(self._words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -110,23 +113,26 @@ class Program:
             )
         except OSError as error:
             raise AgentError(f"{self._words[0]} can't be started: {error}") from error
-        told = bytearray()
-        listening = asyncio.ensure_future(_listen(process, told))
-        telling = asyncio.ensure_future(_tell(process, told_row))
+        stdin = process.get_pipe_transport(STDIN)
+        assert isinstance(stdin, asyncio.WriteTransport)
         try:
-            async with asyncio.timeout(self._deadline_s):
-                code = await process.wait()
-        except TimeoutError:
-            raise TimeoutError(f"it was not done within {self._deadline_s:g} s") from None
+            stdin.write(told_row)  # which a program need not read
+            stdin.close()
+            # Not asyncio's Process.wait(), which also waits for the pipes: what it has started may hold them open.
+            done, _ = await asyncio.wait({heard.exited}, timeout=self._deadline_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            telling.cancel()
-            await asyncio.wait({listening}, timeout=1.0)
-            listening.cancel()
-        if code:
+                os.killpg(process.get_pid(), signal.SIGKILL)
+            # What was written before the end may still be on its way.
+            await asyncio.wait({heard.exited, heard.silent}, timeout=1.0)
+            if stdin.get_write_buffer_size():
+                stdin.abort()
+            process.close()
+        if not done:
+            raise TimeoutError(f"it was not done within {self._deadline_s:g} s")
+        if code := process.get_returncode():
             end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            said = told.decode(errors="replace").strip()
+            said = heard.said.decode(errors="replace").strip()
             raise AgentError(f"it ended with {end}" + (f": …{said}" if said else ""))
 
     def for_now(self) -> contextlib.AbstractContextManager[None]:
@@ -137,19 +143,26 @@ class Program:
         """Does nothing: a program ends with its session."""
 
 
-async def _tell(process: asyncio.subprocess.Process, row: bytes) -> None:
-    assert process.stdin
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its row
-        process.stdin.write(row)
-        await process.stdin.drain()
-    process.stdin.close()
+class _Heard(asyncio.SubprocessProtocol):
+    """What is heard of a program: the last of what it says on stderr, its exit, and that nobody can say more."""
 
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.said = bytearray()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.silent: asyncio.Future[None] = loop.create_future()
 
-async def _listen(process: asyncio.subprocess.Process, told: bytearray) -> None:
-    assert process.stderr
-    while part := await process.stderr.read(1 << 16):
-        told += part
-        del told[:-LAST_BYTES]
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.said += data
+        del self.said[:-LAST_BYTES]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == STDERR and not self.silent.done():
+            self.silent.set_result(None)
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
 
 
 class Function:

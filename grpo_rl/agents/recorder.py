@@ -179,7 +179,7 @@ class Session:
         self._parsers: dict[bytes, ToolParser] = {}
         self._asked: set[bytes] = set()
         self._parents: set[int] = set()
-        self._reserved = 0
+        self._reserved, self._given_back = 0, asyncio.Event()
 
     async def ask(
         self, messages: Sequence[Any], tools: Sequence[Any] = (), n: int = 1, sampling: Sampling | None = None
@@ -189,6 +189,9 @@ class Session:
         Args:
             tools: descriptions of functions, in OpenAI's format.
             sampling: of each response; its ``max_new_tokens`` is shortened to what context and session have left.
+
+        A call under way holds as many tokens as it may sample. One that these leave too few waits until it is known how
+        many were sampled.
 
         Raises:
             SessionError: the session has ended, or a limit is reached.
@@ -205,13 +208,14 @@ class Session:
         else:
             prompt = [*parent.prompt_ids, *parent.ids, *new_ids]
         parser = self._parser(tools, history[0])
-        sampling = self._within(sampling or Sampling(), len(prompt), n)
+        sampling = await self._within(sampling or Sampling(), len(prompt), n)
         self._reserved += n * sampling.max_new_tokens
         self.counts["calls"] += 1
         try:
             sampled = await _side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
         finally:
             self._reserved -= n * sampling.max_new_tokens
+            self._given_back.set()  # who waits goes on once this call's tokens are counted: nothing is awaited before
         if self.ended:
             raise SessionError("session_ended", "the session ended while this call was sampled")
         self._count(parent, history[-1], n)
@@ -280,17 +284,25 @@ class Session:
         if self.counts["calls"] >= self._limits.calls:
             raise SessionError("session_limit", f"the session has made all of its {self._limits.calls} calls")
 
-    def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
-        """The settings, shortened to the tokens that are left."""
+    async def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
+        """The settings, shortened to the tokens that are left when no other call holds some of those that are asked."""
         if not 0 < prompt < self._max_model_len:
             raise SessionError(
                 "context_length_exceeded",
                 f"the messages have {prompt} tokens, and the context is {self._max_model_len} with the response",
             )
-        left = (self._limits.tokens - self.counts["tokens"] - self._reserved) // n
-        if left < 1:
-            raise SessionError("session_limit", f"the session has sampled all of its {self._limits.tokens} tokens")
-        most = min(sampling.max_new_tokens, self._max_model_len - prompt, left)
+        wanted = min(sampling.max_new_tokens, self._max_model_len - prompt)
+        while True:
+            unused = self._limits.tokens - self.counts["tokens"]
+            if unused < n:
+                raise SessionError("session_limit", f"the session has sampled all of its {self._limits.tokens} tokens")
+            left = (unused - self._reserved) // n
+            if left >= wanted or not self._reserved:
+                break
+            self._given_back.clear()
+            await self._given_back.wait()
+            self._check_open()
+        most = min(wanted, left)
         return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
 
     def _seeded(self, sampling: Sampling, i: int) -> Sampling:

@@ -17,6 +17,7 @@ from grpo_rl.envs.agent import TOLD
 from grpo_rl.envs.base import Failure, LLMEnv, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import ScoreGuard
+from grpo_rl.envs.task import Messages, last_said, plays_turns
 from grpo_rl.waits.registry import waiting
 
 Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
@@ -180,11 +181,19 @@ class AgentSessions:
     def _scored(self, row: dict, where: str, sessions: Sequence[Played]) -> list[Reward | Failure]:
         guard = self._guard
         if not self._settings.tells:
-            return guard.score_dialogs(row, [played.dialog.messages for played in sessions], where)
+            return guard.score_dialogs(row, [self._judged(row, played) for played in sessions], where)
         scored: list[Reward | Failure] = []
         for played in sessions:
             scored += guard.score_dialogs({**row, TOLD: played.told}, [played.dialog.messages], where)
         return scored
+
+    def _judged(self, row: dict, played: Played) -> Messages:
+        """What the scorer reads of a session: its final message."""
+        messages, task = played.dialog.messages, self._env.task
+        if not plays_turns(task):
+            return messages
+        # Such a task looks for the policy's turns behind its own prompt, which no agent's conversation begins with.
+        return [*task.prompt(row), {"role": "assistant", "content": last_said(messages)}]
 
     def told(self) -> dict[str, str]:
         """Fields of requests that were left aside or replaced, and problems of sessions, by kind."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.sections import Sections
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import MIXTURE, TASKS
+
+EPISODES = ("openenv", "verifiers")
+"""Tasks that reward the steps of an episode, which an agent's session is not."""
 
 
 def check_agent(settings: Sections) -> None:
     """Refuses settings of an agent that contradict each other.
 
     Raises:
-        ValueError: there is no agent, or two; or no rows; or the scorer is no task; or a curriculum is asked for.
+        ValueError: there is no agent, or two; or no rows; or the scorer is no task, or one of episodes; or a
+            curriculum is asked for.
     """
     if settings.env.dataset != "agent":
         return
@@ -22,9 +26,14 @@ def check_agent(settings: Sections) -> None:
             "package.module:function"
         )
     scorer = own["scorer"]
-    if scorer is not None and not is_name(scorer) and (scorer not in TASKS or scorer == "agent"):
-        names = " | ".join(name for name in TASKS if name != "agent")
-        raise ValueError(f"env.scorer={scorer}; it must be {names} | package.module:Class, or null")
+    if scorer in EPISODES:
+        raise ValueError(
+            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
+            f"message; leave env.scorer out and let the agent tell its reward, or train with env.dataset={scorer}"
+        )
+    names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
+    if scorer is not None and not is_name(scorer) and scorer not in names:
+        raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
     if scorer is None and not settings.env.path:
         raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
     if settings.env.curriculum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import hypothesis.strategies as st
@@ -145,6 +146,46 @@ def test_limits_refuse_calls_and_shorten_responses(play, tokenizer):
         played.session.counts["calls"] = 0
         played.ask([user("p" * (MAX_MODEL_LEN - 1))])
     assert refused.value.code == "context_length_exceeded"
+
+
+def at_once(played, *calls, until=lambda: None):
+    """The outcomes of several calls at the same time; the engine waits until all of them have been made."""
+
+    async def run():
+        made, was = asyncio.Event(), played.session._sample
+
+        async def sample(prompt, sampling):
+            await made.wait()
+            return await was(prompt, sampling)
+
+        played.session._sample = sample
+        asks = [asyncio.ensure_future(played.session.ask([user(text)], n=n)) for text, n in calls]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        until()
+        made.set()
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    return asyncio.run(asyncio.wait_for(run(), 10.0))
+
+
+def test_a_call_is_neither_refused_nor_shortened_for_tokens_that_others_hold_and_do_not_sample(play, tokenizer):
+    played = play("ab", "c", "d", "efgh", "ij", limits=Limits(tokens=500))
+    found = at_once(played, ("p", 1), ("q", 2), ("r", 1), ("s", 1))  # each response may have 256 tokens
+    assert [[one.message["content"] for one in got] for got in found] == [["ab"], ["c", "d"], ["efgh"], ["ij"]]
+    # 500 tokens: the first has its 256; the two of the second half of 497 each; what is left is more than 256.
+    assert [sampling.max_new_tokens for *_, sampling in played.seen] == [256, 248, 248, 256, 256]
+    assert played.session.counts["calls"] == 4 and played.session._reserved == 0
+
+
+def test_a_call_that_waits_is_refused_where_the_tokens_or_calls_are_used_up_or_the_session_ends(play, tokenizer):
+    def errors(limits, until=lambda played: None):
+        played = play("abc", "d", limits=limits)
+        return str(at_once(played, ("p", 1), ("q", 1), ("r", 1), until=lambda: until(played))[-1])
+
+    assert errors(Limits(tokens=6)) == "the session has sampled all of its 6 tokens"
+    assert errors(Limits(tokens=9, calls=2)) == "the session has made all of its 2 calls"
+    assert errors(Limits(tokens=9), lambda played: setattr(played.session, "ended", True)) == "this session has ended"
 
 
 def test_what_comes_after_the_end_is_not_recorded(play, tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -35,6 +36,9 @@ from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.search_qa import SearchQA
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import evaluate
@@ -212,6 +216,27 @@ def test_an_agent_tells_its_reward_by_a_call_or_as_its_result(tokenizer):
     assert group.rewards.tolist() == [2.0, 0.5, 0.25] and list(group.reward_parts) == ["agent"]
     assert env.guard.failed == {"error": 3}
     assert "told no reward on row 0, session 2" in env.guard.examples["error"]
+
+
+RHONE = Document("Rhone", "It flows through Lyon.")
+
+
+@pytest.mark.parametrize(
+    ("task", "right"),
+    [
+        (Calculator([{"question": "6 times 7?", "answer": "#### 42"}]), "<answer>42</answer>"),
+        (SearchQA([{"question": "Which town?", "answer": "Lyon", "documents": []}], SearchIndex([RHONE])), "Lyon"),
+    ],
+)
+def test_a_task_with_a_tool_scores_the_final_message_of_a_session(tokenizer, task, right):
+    async def script(number, call):
+        said = await call(("user", "p"))
+        await call(("user", "p"), ("assistant", said), ("user", "q"))
+        return right if number == 1 else None
+
+    (group,), *_ = collected(tokenizer, Scripted(script), task)
+    plain = task.score(task.rows[0], right).total
+    assert group.rewards.tolist() == [0.0, plain, 0.0] and plain > 0
 
 
 def test_where_fewer_than_two_sessions_are_left_the_next_row_is_taken(tokenizer):
@@ -462,6 +487,22 @@ def test_a_program_that_is_late_is_killed_with_what_it_started(tokenizer, tmp_pa
 
 
 CLIENT = Client("u", "k", "m")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_session_ends_with_its_program_though_a_process_that_it_started_holds_its_messages_open(tmp_path, code):
+    agent = Program(f"sh -c 'sleep 60 & echo $! > {tmp_path}/pid; echo no such file >&2; exit {code}'", 30.0)
+    failed = pytest.raises(AgentError, match="it ended with exit code 3: …no such file$")
+    begun = time.monotonic()
+    with failed if code else contextlib.nullcontext():
+        asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that nobody reads is too large for the pipe
+    assert time.monotonic() - begun < 10 and _ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_program_reads_its_whole_row(tmp_path):
+    agent = Program(f"{sys.executable} -S -c 'import sys; sys.exit(len(sys.stdin.read()) % 251)'", 30.0)
+    with pytest.raises(AgentError, match=f"exit code {(10**6 + 9) % 251}$"):  # {"x": ""} has nine characters
+        asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))
 
 
 def test_a_program_ends_with_the_trainer_and_calls_the_endpoint_without_a_proxy(monkeypatch, tmp_path):

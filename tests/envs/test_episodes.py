@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from grpo_rl.envs import episodes
+from grpo_rl.envs.agent import make_agent_task
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.testing import check_task
 
@@ -123,3 +124,8 @@ def test_an_episode_is_closed_where_its_environment_fails(name):
 @pytest.mark.slow
 def test_a_stepped_environment_keeps_a_tasks_promises():
     check_task(Count([{"goal": 5}, {"goal": 7}]), responses=["1", "2", "7", "no number"])
+
+
+def test_episodes_do_not_score_the_sessions_of_an_agent():
+    with pytest.raises(ValueError, match="test_episodes:Count rewards the steps of an episode"):
+        make_agent_task([{"goal": 5}], scorer="tests.envs.test_episodes:Count")

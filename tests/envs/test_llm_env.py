@@ -290,3 +290,36 @@ def test_a_template_that_refuses_a_role_says_what_to_set(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match=r"System role not supported.*env\.system_prompt=null"):
         LLMEnv(Letters(), tokenizer, 1, 2).next_prompts()
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "spell", "arguments": "{}"}}
+
+
+class Spelling(Letters):
+    tools = ({"name": "spell", "description": "Spells.", "parameters": {"type": "object", "properties": {}}},)
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        return [{"role": "tool", "content": "ok"}] if messages[-1].get("tool_calls") else None
+
+
+class OwnParser:
+    """Fails at "boom", finds no text beside the calls of "none", and a call without a function in "odd"."""
+
+    def __init__(self, tokenizer, schemas): ...
+
+    def parse(self, text):
+        if text == "boom":
+            raise KeyError("name")
+        calls = {"none": [CALL], "odd": [{"type": "function"}], "named": [CALL | {"function": {"name": "spell"}}]}
+        return (None if text == "none" else text), calls.get(text, [])
+
+
+def test_a_turn_that_a_parser_of_ones_own_fails_at_is_text_and_the_first_failure_is_told(tokenizer):
+    env, told = LLMEnv(Spelling(), tokenizer, 2, 2, tool_parser=OwnParser, max_failed_fraction=0.0), []
+    env.guard.tell = told.append
+    texts = ["boom", "none", "odd", "named"]
+    first = env.step(responding(tokenizer, texts)(env.reset()))["next"]
+    assert first["done"].flatten().tolist() == [True, False, True, True]  # calls alone are replied to
+    assert column(first.unsqueeze(1), keys.REWARD_PARTS + ("letters",))[::2] == [[4.0], [3.0]]
+    assert env._dialogs[1].text == "spell({})\n\nok"
+    assert told == ["The parser of env.tool_parser failed, on boom: KeyError: 'name'"]

@@ -421,6 +421,9 @@ AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
         (["env.command=x"], "env.dataset=agent has no rows of its own; set env.path, or env.scorer"),
         ([*AGENT, "env.scorer=agent"], "env.scorer=agent; it must be gsm8k |"),
         ([*AGENT, "env.scorer=gsm9k"], "env.scorer=gsm9k; it must be gsm8k |"),
+        ([*AGENT, "env.scorer=mixture"], "env.scorer=mixture; it must be gsm8k |"),
+        ([*AGENT, "env.scorer=openenv"], "env.scorer=openenv rewards the steps of an episode"),
+        ([*AGENT, "env.scorer=verifiers"], "env.scorer=verifiers rewards the steps of an episode"),
         ([*AGENT, "env.max_calls=0"], "env.max_calls is 0; it must be 1 or more"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.combined import WithRewards, token_counter, with_rewards
@@ -165,6 +166,11 @@ def test_a_task_of_several_turns_stays_one():
         (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
         (Guess, {"soft_overlong_punishment": {"max_len": 9, "cache": 3}}, "counts tokens; .*unit=characters"),
         (GuessAgain, {"length": {"correct": "hit"}}, "compares the responses of a group; GuessAgain is scored one"),
+        (
+            lambda: Told([{}]),
+            {"length": {"correct": "agent"}},
+            "length compares the responses of a group; Told is scored one by one, so leave it out, or set env.scorer",
+        ),
     ],
 )
 def test_what_a_task_cannot_offer_is_named(task, config, message):

@@ -15,6 +15,7 @@ import pytest
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge, verdict_cache
@@ -314,9 +315,10 @@ def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, r
     assert len(server.requests) == 3 == env.metrics()["judge/calls"]
 
 
-def test_a_part_is_not_left_out_of_conversations_which_are_judged_one_by_one(server, tokenizer):
+@pytest.mark.parametrize("task", [Turns, lambda: Told([{}])])
+def test_a_part_is_not_left_out_of_what_is_judged_one_by_one(server, tokenizer, task):
     with pytest.raises(ValueError, match="conversations of several turns are judged one by one; set when_spent=stop"):
-        env_of(server, tokenizer, Turns, when_spent="drop", budget_calls=5)
+        env_of(server, tokenizer, task, when_spent="drop", budget_calls=5)
 
 
 @pytest.mark.parametrize("budget", [{"budget_tokens": 10}, {"budget_cost": 1.0, "input_price": 1.0}])

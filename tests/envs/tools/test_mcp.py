@@ -27,7 +27,7 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
 from grpo_rl.envs.tools import mcp
-from grpo_rl.envs.tools.functions import Dropped
+from grpo_rl.envs.tools.functions import Dropped, run_calls
 from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
@@ -120,6 +120,42 @@ def test_on_failure_drop_takes_the_conversation_out():
     with pytest.raises(Dropped, match="the MCP server .* failed"):
         results(task, ("act", {"how": "die"}))
     task._of["add"].close()
+
+
+def test_a_server_that_starts_slowly_drops_the_conversation_in_time_and_is_called_no_more_for_it(monkeypatch):
+    server, called, wait = (
+        Server({"command": f"sh -c 'sleep 0.5; exec {COMMAND}'", "on_failure": "drop"}),
+        [],
+        Server._wait,
+    )
+    monkeypatch.setattr(Server, "_wait", lambda self, work, s: called.append(work.__name__) or wait(self, work, s))
+    calls = [{"id": "x", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}]
+    schemas = [{"function": {"name": "add"}}]
+    monkeypatch.setattr(server, "deadline_s", 0.8)
+    with pytest.raises(Dropped, match=r"did not start: TimeoutError: it needs longer than 0\.3 s"):
+        run_calls(calls, schemas, server.call, seconds=lambda name: server.deadline_s)
+    monkeypatch.setattr(server, "deadline_s", 22.0)
+    (result,) = run_calls(calls, schemas, server.call, seconds=lambda name: server.deadline_s)
+    assert result["content"] == "3" and called == ["call_tool"] and server.starts == 1  # the start went on
+    server.close()
+
+
+def test_a_start_that_hangs_is_ended_by_a_later_call_and_begun_anew(tmp_path):
+    pids = tmp_path / "pids"
+    server = Server(shlex.join(["sh", "-c", f"echo $$ >> {pids}; cat > {os.devnull}"]))
+    server.deadline_s = 0.6
+
+    def call():
+        with pytest.raises(RuntimeError, match="did not start: TimeoutError"):
+            server.call("add", {})
+        return server.starts
+
+    assert [call(), call()] == [1, 1]
+    while not pids.exists() or not pids.read_text():
+        time.sleep(0.01)
+    server._current.begun -= mcp.START_S
+    assert [call(), call()] == [1, 2] and ended(int(pids.read_text().split()[0]))
+    server.close()
 
 
 @pytest.mark.parametrize(

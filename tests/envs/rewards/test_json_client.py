@@ -1,0 +1,101 @@
+"""Requests against a server on loopback that sends its responses in pieces, too late, cut off, or without an end."""
+
+from __future__ import annotations
+
+import contextlib
+import socketserver
+import threading
+import time
+
+import pytest
+
+from grpo_rl.envs.rewards import json_client
+from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
+
+OK = b"HTTP/1.1 200 OK\r\n"
+BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 30\r\nContent-Length: 4\r\n\r\nbusy"
+CHUNKED = OK + b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n5\r\n": 1}\r\n0\r\n\r\n'
+
+
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        length = 0
+        while (line := self.rfile.readline()) not in (b"\r\n", b""):
+            length = int(line.split()[1]) if line.lower().startswith(b"content-length:") else length
+        self.rfile.read(length)
+        self.server.asked += 1
+        with contextlib.suppress(OSError):  # the client has left
+            for piece in self.server.pieces():
+                self.wfile.write(piece)
+                self.wfile.flush()
+
+
+@pytest.fixture
+def server():
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.block_on_close, server.asked = True, False, 0
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def trickling(head, seconds=0.05, pieces=200):
+    yield head
+    for _ in range(pieces):
+        time.sleep(seconds)
+        yield b" "
+
+
+@pytest.mark.parametrize("head", [OK, b"HTTP/1.1 400 Bad\r\n"])
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 200\r\n"])
+def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(server, head, length):
+    server.pieces = lambda: trickling(head + length + b"\r\n")
+    begun, failed = time.monotonic(), "refuses: HTTP 400" if b"400" in head else "1 tries; the last: TimeoutError"
+    with pytest.raises((EndpointError, ValueError), match=failed):
+        JsonClient(server.url, retries=0, deadline_s=0.3).ask("/x", {})
+    assert time.monotonic() - begun < 3  # all of it takes ten seconds
+
+
+def test_a_try_that_is_cut_at_the_end_of_the_whole_request_is_the_last(server):
+    server.pieces = lambda: trickling(OK + b"\r\n")
+    client = JsonClient(server.url, deadline_s=60.0)
+    with pytest.raises(EndpointError, match="in 1 tries; the last: TimeoutError"):
+        client.ask("/x", {}, until=time.monotonic() + 0.3)
+    assert server.asked == 1 and client.retried == 0
+
+
+def test_a_wait_up_to_the_end_of_the_whole_request_is_followed_by_no_try(server):
+    server.pieces, now, tries = lambda: [BUSY], [0.0], []
+    client = JsonClient(server.url, sleep=lambda s: now.__setitem__(0, now[0] + s), clock=lambda: now[0])
+    with pytest.raises(EndpointError, match="in 1 tries; the last: HTTP 503: busy"):
+        client.ask("/x", {}, until=5.0, on_try=lambda: tries.append(now[0]))
+    assert tries == [0.0] and server.asked == 1 and client.retried == 0
+    with pytest.raises(EndpointError, match="in 2 tries"):
+        client.ask("/x", {}, until=40.0)
+    assert server.asked == 3 and client.retried == 1
+
+
+def test_a_response_that_is_cut_off_is_asked_for_again_and_one_in_chunks_is_read(server):
+    pieces = iter([[OK + b'Content-Length: 90\r\n\r\n{"a": 1}'], [CHUNKED[:-20]], [CHUNKED]])
+    server.pieces = lambda: next(pieces)
+    client = JsonClient(server.url, sleep=lambda _: None)
+    assert client.ask("/x") == {"a": 1} and client.retried == 2
+
+
+def test_a_server_that_keeps_its_connection_is_not_waited_for_behind_its_response(server):
+    def pieces():
+        yield OK + b'Content-Length: 8\r\n\r\n{"a": 1}'
+        time.sleep(3)
+
+    server.pieces, begun = pieces, time.monotonic()
+    assert JsonClient(server.url).ask("/x") == {"a": 1} and time.monotonic() - begun < 2
+
+
+def test_a_response_that_is_too_large_is_refused(server, monkeypatch):
+    monkeypatch.setattr(json_client, "MOST_BYTES", 1 << 20)
+    server.pieces = lambda: [OK + b"\r\n"] + [b" " * (1 << 16)] * 200
+    with pytest.raises(ValueError, match="responds with more than 1 MiB"):
+        JsonClient(server.url).ask("/x")
+    assert server.asked == 1
