@@ -46,7 +46,9 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_types(given: Mapping[str, Any]) -> None:
-    """Refuses values of another type than TRL's default has; null and a name of an earlier version are let through.
+    """Refuses values of another type than TRL's default has, and integers of more than 15 digits.
+
+    Null, and a name of an earlier version, are let through.
 
     Raises:
         ValueError: names the field, and what TRL takes there.
@@ -61,6 +63,8 @@ def check_types(given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is {value!r}; TRL takes {'a number' if is_number else f'such as {default!r}'} there"
             )
+        if isinstance(value, int) and abs(value) >= 10**15:  # which a float can't always hold
+            raise ValueError(f"{name} has {len(str(abs(value)))} digits; no run gets so far")
 
 
 def _number(value: Any) -> Any:

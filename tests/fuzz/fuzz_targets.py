@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -277,9 +278,13 @@ def _in_chat(text: str) -> str:
     return templated(_tokenizer(), [{"role": "user", "content": text}], tokenize=False)
 
 
-def _without_powers(text: str, folder: Path) -> str:
-    """The template without powers, which can take hours: how long a template takes is not promised."""
-    return text.replace("**", "*")
+def _soon_read(text: str, folder: Path) -> str:
+    """The template without powers, which can take hours, and with at most 50 signs in a row.
+
+    How long a template takes is not promised: for Jinja itself 200 signs in a row are 3 s, and the time grows with the
+    cube.
+    """
+    return re.sub(r"([-+])\1{50,}", lambda run: run[0][:50], text.replace("**", "*"))
 
 
 def _by_template(template: str) -> Any:
@@ -584,7 +589,7 @@ TARGETS = [
     Target("math verdicts", _as_is, _guarded, _corpus("math"), _is_verdict, error=None, deadline_s=BESIDE_S,
            examples=60, watched=False, clock=time.monotonic),
     Target("chat", _as_is, _in_chat, _corpus("responses"), error=None),
-    Target("chat templates", _without_powers, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
+    Target("chat templates", _soon_read, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
     Target("agent requests", lambda text, _: text.encode(errors="replace"), _agents_request,
            _corpus("agent requests"), _is_request, examples=60),
     Target("overrides", _override_words, _composed, _corpus("overrides"), _is_settings, deadline_s=DEAR_S, examples=40,

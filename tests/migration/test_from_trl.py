@@ -261,10 +261,12 @@ def test_a_scripts_data_keep_subset_and_split(tmp_path):
     assert unknown == ["load_dataset(trust=x): not taken over"]
 
 
-@pytest.mark.parametrize("fields", [{"learning_rate": "fast"}, {"loss_type": ["a"]}, {"max_steps": True}])
-def test_a_value_of_a_wrong_type_is_named(fields):
+@pytest.mark.parametrize(
+    "fields", [{"learning_rate": "fast"}, {"loss_type": ["a"]}, {"max_steps": True}, {"max_steps": 10**400}]
+)
+def test_a_value_of_a_wrong_type_or_size_is_named(fields):
     (name,) = fields
-    with pytest.raises(ValueError, match=f"^{name} is "):
+    with pytest.raises(ValueError, match=f"^{name} (is|has) "):
         convert(fields)
 
 
