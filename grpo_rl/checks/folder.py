@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.in_turn import Case
+from grpo_rl.report.files import began_from
 from grpo_rl.run.lock import LOCK, FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole
 
@@ -66,7 +67,7 @@ def run_folder(case: Case) -> Iterator[Finding]:
         yield Finding("FIX", about, str(error))
         return
     place = place_of(folder)
-    if case.settings and not case.settings.resume and _trained(folder):
+    if case.settings and folder == case.folder and _trained(folder) and not _goes_on(folder, case.settings.resume):
         text = f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
         yield Finding("FIX", about, text)
         return
@@ -94,6 +95,14 @@ def run_folder(case: Case) -> Iterator[Finding]:
         text += ": slow, and every step waits for its log; a local disk is faster"
     good = held is not None and not lock.warning and seconds <= SLOW_S
     yield Finding("OK" if good else "note", about, text)
+
+
+def _goes_on(folder: Path, resume: str | None) -> bool:
+    """Tells whether ``resume`` is the folder's own run, or the checkpoint of elsewhere that this began from."""
+    if resume in (None, "auto"):
+        return resume == "auto"
+    place, began = Path(resume).absolute(), began_from(folder)
+    return place == folder.absolute() or (began is not None and place in (began[0], began[0].parent))
 
 
 def _trained(folder: Path) -> bool:
@@ -189,8 +198,7 @@ def disk(case: Case) -> Iterator[Finding]:
     folder = _folder_or_own(case)
     place = place_of(folder)
     free, lacking = shutil.disk_usage(place).free, room.lacking(folder)
-    text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room}"
-    text += "" if lacking == room.needed else f", of which {lacking / 2**30:.1f} GiB are still to be written"
+    text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room.described(lacking)}"
     if free >= lacking:
         yield Finding("OK", "disk", text)
     else:

@@ -137,7 +137,7 @@ class AsyncCollector:
                 "resampled": self._scheduler.resampled,
                 "replaced": self._engines.replaced,
                 "open": groups,
-                "alike": [dict(vars(group)) for group in self._zero_variance],
+                "zero_variance": [dict(vars(group)) for group in self._zero_variance],
                 "agents": self._agents.state() if self._agents else {},
             }
 
@@ -158,7 +158,8 @@ class AsyncCollector:
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))
                 for saved in state["open"]
             )
-            self._zero_variance = [Group(**saved) for saved in state.get("alike", [])]  # older checkpoints have none
+            # Older checkpoints have none.
+            self._zero_variance = [Group(**saved) for saved in state.get("zero_variance", [])]
 
         self._engines.run(restore())
 

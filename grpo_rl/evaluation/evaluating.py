@@ -58,8 +58,8 @@ def evaluate_model(
         scoring["dtype"] = dtype(next(iter(settings.values())))  # null depends on the machine
     header = {
         "model": masked_text(name),  # a URL may have a password
-        "settings": masked(scoring),
-        "overrides": [masked_override(word) for word in rest if not word.startswith(DTYPE)],
+        "settings": masked(scoring, told_apart=True),
+        "overrides": [_masked_word(word) for word in rest if not word.startswith(DTYPE)],
     }
     done: dict[str, TaskResult] = {}
     if (folder / EVAL).exists():
@@ -133,6 +133,12 @@ def compare(first: Path, second: Path) -> int:
         console.print(f"Note: the evaluations differ in {', '.join(other)}")
     console.print(comparison_table((a["model"], b["model"]), of_a, of_b))
     return 0
+
+
+def _masked_word(word: str) -> str:
+    """An override without its secrets, told apart from one with others."""
+    hidden = masked_override(word)
+    return word if hidden == word else f"{hidden} ({masked(word, 'secret', told_apart=True)})"
 
 
 def _overridden(header: Mapping[str, Any]) -> dict[str, str]:

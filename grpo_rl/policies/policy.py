@@ -204,7 +204,8 @@ class TrainPolicy:
     def _scored(self, groups: Sequence[Group], max_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies of each group's response tokens, on the CPU."""
         if not self._has_compiled:
-            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run that is resumed draws dropout here
+            with torch.random.fork_rng(range(torch.cuda.device_count())):
+                # A process that resumes a run would draw dropout here, and one that goes on would not.
                 self.score([FIRST_GROUP])  # the same kernels whatever comes first
             self._has_compiled = True
         by_id = {}

@@ -24,6 +24,8 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 """Files of the config and the overrides that a run was started with."""
 LOCK = ".lock"
 """The file that a running process writes its name into, and empties when it ends in order."""
+BEGAN_FROM = ".began_from"
+"""The file that names the checkpoint of elsewhere that a run began from, and its step."""
 
 
 def read_rows(run_dir: Path) -> Sequence[Mapping[str, float]]:
@@ -152,6 +154,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue  # vllm goes by two names, and is optional
     return found
+
+
+def began_from(folder: Path) -> tuple[Path, int] | None:
+    """The checkpoint of elsewhere that a folder's run began from, and its step; None where it began from none."""
+    try:
+        found = json.loads((folder / BEGAN_FROM).read_text())
+        return Path(found["checkpoint"]), int(found["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def signature(runs: Sequence[Path]) -> object:

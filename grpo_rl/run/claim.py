@@ -14,15 +14,12 @@ from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
-from grpo_rl.report.files import CONFIG, SUMMARY, read_summary
+from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
-
-BEGAN_FROM = ".began_from"
-"""The file that names the checkpoint of elsewhere that a folder's run began from."""
 
 
 @dataclass
@@ -85,20 +82,29 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
         raise
 
 
-def _new(own: Path) -> Claim:
+def _trained(folder: Path) -> bool:
+    """Tells whether a run took a step there, or ended."""
+    return bool(
+        checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or checkpoint.last_logged(folder)
+    )
+
+
+def _new(own: Path, place: Path | None = None) -> Claim:
     """Claims a folder for a new run; a run there that trained nothing, as its start failed, begins again.
 
     Any other run that is there is refused later (`grpo_rl.run.folder`).
+
+    Args:
+        place: the checkpoint of elsewhere that it begins from.
     """
     lock = _locked(own)
     try:
-        again = (own / METRICS_FILE).exists() and not (
-            checkpoint.checkpoints(own / CHECKPOINTS) or (own / SUMMARY).exists() or checkpoint.last_logged(own)
-        )
+        again = (own / METRICS_FILE).exists() and not _trained(own)
     except BaseException:
         lock.close()
         raise
-    return Claim(own, lock, again=again, notes=[f"The run in {own} had trained nothing, and begins again"] * again)
+    notes = [f"The run in {own} had trained nothing, and begins again"] * again
+    return Claim(own, lock, place, again=again, notes=notes)
 
 
 def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
@@ -107,47 +113,45 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
     Raises:
         ValueError: the folder holds another run.
     """
-    lock = _locked(own)
+    claimed = _new(own, place)
     try:
-        if (began := _began_from(own)) and place in (began, began.parent):
-            return _in_folder(own, lock, True, frequency)
-        if checkpoint.checkpoints(own / CHECKPOINTS) or (own / SUMMARY).exists() or checkpoint.last_logged(own):
+        if (began := began_from(own)) and place in (began[0], began[0].parent):
+            return _in_folder(own, claimed.lock, True, frequency)
+        if _trained(own):
             raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
-        return Claim(own, lock, place, again=(own / METRICS_FILE).exists())
     except BaseException:
-        lock.close()
+        claimed.lock.close()
         raise
-
-
-def _began_from(folder: Path) -> Path | None:
-    try:
-        return Path((folder / BEGAN_FROM).read_text())
-    except OSError:
-        return None
+    return claimed
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
     """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
 
     Raises:
-        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left.
+        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left; or the one of elsewhere
+            that it began from is gone.
     """
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
         return _over(place, lock)
-    if began := _began_from(place):
-        note = f"The run in {place} was cut off before its first checkpoint, and begins again from {began}"
-        return Claim(place, lock, began, again=(place / METRICS_FILE).exists(), notes=[note])
+    start, step = began_from(place) or (None, 0)
     last, frequency = checkpoint.last_logged(place), _own_frequency(place, frequency)
     # A step is logged before its checkpoint is written.
-    if (frequency and last > frequency) or (place / SUMMARY).exists():
+    if (frequency and last > (step // frequency + 1) * frequency) or (place / SUMMARY).exists():
         raise ValueError(
             f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
             f"into {place / CHECKPOINTS}, or set another hydra.run.dir"
         )
-    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
-    return Claim(place, lock, again=True, notes=notes)
+    if start and not start.is_file():
+        raise ValueError(
+            f"the run in {place} was cut off before its first checkpoint, and {start}, which it began from, is gone; "
+            "put it back, or set another hydra.run.dir"
+        )
+    source = f" from {start}" if start else ""
+    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again{source}"] * is_run
+    return Claim(place, lock, start, again=True, notes=notes)
 
 
 def _own_frequency(place: Path, frequency: int) -> int:

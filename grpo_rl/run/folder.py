@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -15,9 +16,9 @@ from typing import Any
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import BEGAN_FROM, claim, is_finished, set_logs_aside
+from grpo_rl.run.claim import claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
@@ -46,10 +47,19 @@ class Room:
         """The bytes of all of them."""
         return self.checkpoint_bytes * self.checkpoints + self.model_bytes * self.models
 
-    def lacking(self, folder: Path) -> float:
-        """The bytes that the run still has to write into its folder: checkpoints that it has are some of these."""
-        there = min(len(checkpoint.checkpoints(folder / checkpoint.CHECKPOINTS)), self.checkpoints - 1)
-        return self.needed - there * self.checkpoint_bytes
+    def lacking(self, folder: Path, step: float = math.inf) -> float:
+        """The bytes that the run still has to write into its folder.
+
+        Args:
+            step: that it resumes after; its checkpoints up to there are some of those that it needs.
+        """
+        steps = map(logged.step_of, checkpoint.checkpoints(folder / checkpoint.CHECKPOINTS))
+        there = sum(at <= step for at in steps)
+        return self.needed - min(there, self.checkpoints - 1) * self.checkpoint_bytes
+
+    def described(self, lacking: float) -> str:
+        """What the run needs, and how much of it is still to be written."""
+        return f"{self}" + ("" if lacking == self.needed else f", of which {lacking / 2**30:.1f} GiB are to be written")
 
     def __str__(self) -> str:
         model = "the exported model" if self.models == 1 else f"{self.models} exported models"
@@ -171,13 +181,12 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-        lacking = room.lacking(folder)
-        # `checkpoints` may be a link to a larger disk.
-        free = shutil.disk_usage(self.checkpoints if self.checkpoints.exists() else folder).free
+        lacking = room.lacking(folder, self.restored[1]["step"] if self.restored else 0)
+        free = shutil.disk_usage(folder).free
         if free < lacking:
-            there = "" if lacking == room.needed else f", of which {lacking / 2**30:.1f} GiB are still to be written"
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room}{there}; free some space or set hydra.run.dir"
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room.described(lacking)}; free some space or set "
+                "hydra.run.dir"
             )
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
@@ -313,18 +322,20 @@ class RunFolder:
 
     def prepare(self) -> None:
         """Restores the folder's logs to the checkpoint's step, or prepares it for a new run."""
+        if self.rank_zero and not self.restored:
+            (self.path / BEGAN_FROM).unlink(missing_ok=True)
+        elif self.rank_zero and self.restored and not self.inside:
+            path, state = self.restored
+            began = {"checkpoint": str(path.absolute()), "step": state["step"]}
+            write_whole(self.path / BEGAN_FROM, json.dumps(began))
+        if self._again:  # before the config is another: it says when the first checkpoint of these logs was due
+            set_logs_aside(self.path)
         if self.rank_zero:
             # A copy of what the run was started with: a later start that is refused overwrites Hydra's own.
             write_whole(self.path / CONFIG, self._config_text)
             overrides = self._own / ".hydra" / OVERRIDES
             if overrides.exists():
                 write_whole(self.path / OVERRIDES, overrides.read_bytes())
-            if not self.restored:
-                (self.path / BEGAN_FROM).unlink(missing_ok=True)
-            elif not self.inside:
-                write_whole(self.path / BEGAN_FROM, str(self.restored[0].absolute()))
-        if self._again:
-            set_logs_aside(self.path)
         if not self.resumes:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.

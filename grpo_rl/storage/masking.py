@@ -13,7 +13,7 @@ import yaml
 from grpo_rl.storage.whole_file import write_whole
 
 MASK = "***"
-_SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
+_SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential|(?:^|\.)authorization$", re.IGNORECASE)
 _NEVER_A_COUNT = re.compile("secret|passw|credential|(?:key|token)$", re.IGNORECASE)
 """Under a name with one of these a number is masked, too; keys and tokens may be counted."""
 _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
@@ -24,8 +24,8 @@ _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[
 _NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
     rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
-    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})\s{{1,9}}(?=[^\s-])"""
-    r"""|\b(Bearer|Authorization["']?\s{0,9}[:=]\s{0,9}["']?Basic)\s{1,9}(?=\S)""",
+    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})[ \t]{{1,9}}(?=[^\s-])"""
+    r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S)""",
     re.IGNORECASE,
 )
 """What a secret follows: a name with a sign between, an option of a command, or the scheme of an HTTP header."""
@@ -141,7 +141,8 @@ def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     while name := _NAME.search(text, at):
         end = _end_of_value(text, name.end(), plain if name[1] else _WORD)
         value = text[name.end() : end]
-        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[name.lastindex or 1]))
+        is_count = _is_number(value) and not name[3] and not _NEVER_A_COUNT.search(name[1] or name[2])
+        stays = not value or is_count
         parts += [text[at : name.end()], value if stays else MASK]
         at = end
     return "".join([*parts, text[at:]])

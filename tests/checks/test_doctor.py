@@ -234,6 +234,11 @@ def test_a_folder_that_holds_a_run_is_told(look, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 3}\n')
     assert "already holds a run" in to_fix(look(only=OF_MACHINE))["run folder"]
     assert not to_fix(look(f"resume={tmp_path / 'run'}", only=OF_MACHINE))
+    backup = tmp_path / "backup.pt"
+    backup.write_bytes(b"")
+    assert "already holds a run" in to_fix(look(f"resume={backup}", only=OF_MACHINE))["run folder"]
+    (tmp_path / "run" / ".began_from").write_text(json.dumps({"checkpoint": str(backup), "step": 1}))
+    assert not to_fix(look(f"resume={backup}", only=OF_MACHINE))
 
 
 def test_a_torn_last_line_is_no_step_and_a_reader_holds_no_folder(look, tmp_path):

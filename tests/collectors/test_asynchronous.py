@@ -196,7 +196,7 @@ def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
 def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokenizer, loop):
     first, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
     sampled = []
-    while not (state := first.state())["alike"]:
+    while not (state := first.state())["zero_variance"]:
         assert first.collect(3)
         sampled += first.sampled
         weights.push()

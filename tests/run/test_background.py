@@ -255,7 +255,11 @@ def test_checkpoints_that_a_run_has_already_need_no_room_when_it_resumes(tmp_pat
     with RunFolder(run, str(run), "{}", "", room, Train(total_dialog_turns=99)) as opened:
         assert opened.step == 2
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1499))
-    with pytest.raises(ValueError, match="of which 0.0 GiB are still to be written; free some space"):
+    with pytest.raises(ValueError, match="of which 0.0 GiB are to be written; free some space"):
         RunFolder(run, str(run), "{}", "", room, Train(total_dialog_turns=99))
+    with pytest.raises(ValueError, match="of which 0.0 GiB are to be written"):  # a later one replaces none
+        older = run / "checkpoints" / "checkpoint_000001.pt"
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2499))
+        RunFolder(run, str(older), "{}", "", room, Train(total_dialog_turns=99))
     with pytest.raises(ValueError, match="free, and 3 checkpoints and the exported model take about 0.0 GiB; free"):
         RunFolder(tmp_path / "new", None, "{}", "", room, Train(total_dialog_turns=99))

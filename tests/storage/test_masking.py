@@ -117,6 +117,8 @@ def test_a_long_text_takes_no_more_than_its_length(text):
             "npx mcp-remote URL --header 'Authorization: Bearer ***'",
         ),
         ("curl -H 'Authorization: Basic abc123' x", "curl -H 'Authorization: Basic ***' x"),
+        ("curl -H 'Authorization: Bearer 123456' x", "curl -H 'Authorization: Bearer ***' x"),
+        ("curl -H 'Authorization: token abc123' x", "curl -H 'Authorization: token ***' x"),
     ],
 )
 def test_a_secret_that_follows_an_option_is_masked_in_every_form_of_a_setting(text, hidden):
@@ -126,7 +128,15 @@ def test_a_secret_that_follows_an_option_is_masked_in_every_form_of_a_setting(te
 
 @pytest.mark.parametrize(
     "text",
-    ["run --max-tokens 64", "run --tokenizer gpt2", "a --keys-only --fast", "Basic arithmetic", "a token-budget of 5"],
+    [
+        "run --max-tokens 64",
+        "run --tokenizer gpt2",
+        "a --keys-only --fast",
+        "a --list-keys\nnext",
+        "Basic arithmetic",
+        "the bearer of this",
+        "a token-budget of 5",
+    ],
 )
 def test_options_and_words_without_a_secret_stay(text):
     assert masked_text(text) == text

@@ -31,7 +31,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.run.claim import BEGAN_FROM, claim, set_logs_aside
+from grpo_rl.report.files import BEGAN_FROM
+from grpo_rl.run.claim import claim, set_logs_aside
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.masking import masked
@@ -52,8 +53,6 @@ def test_random_state_is_restored_for_torch_python_and_numpy():
     assert torch.equal(drawn[0], again[0]) and drawn[1:] == again[1:]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
 def test_each_rank_goes_on_with_its_own_random_state_unless_there_are_more_or_fewer():
     state = {"rng": {"torch": 0}, "rng_of_ranks": [{"torch": 0}, {"torch": 1}]}
     second_of = {size: SimpleNamespace(rank=1, size=size) for size in (2, 3)}
@@ -62,6 +61,8 @@ def test_each_rank_goes_on_with_its_own_random_state_unless_there_are_more_or_fe
     assert checkpoint.with_own_rng({"rng": 0}, second_of[2]) == {"rng": 0}  # of an earlier version
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
     """A child process is killed with SIGKILL while it writes; this one loads what is left."""
     checkpoint.save(tmp_path, 1, {"step": 1, "data": torch.ones(10)})
@@ -234,11 +235,18 @@ def test_a_checkpoint_of_elsewhere_takes_no_other_runs_folder_and_the_same_comma
     first = claimed(str(backup), tmp_path)
     assert (first.folder, first.resume, first.inside, first.again) == (own, backup, False, False)
     MetricsLog(own).log(3, {})
-    (own / BEGAN_FROM).write_text(str(backup))
+    (own / BEGAN_FROM).write_text(json.dumps({"checkpoint": str(backup), "step": 2}))
     for resume in (backup, backup.parent, own):  # it was cut off before its first checkpoint
         again = claimed(str(resume), tmp_path)
         assert (again.folder, again.resume, again.inside, again.again) == (own, backup, False, True)
         assert f"begins again from {backup}" in again.notes[0]
+    MetricsLog(own).log(6, {})
+    with pytest.raises(ValueError, match="got to step 6, and its checkpoints are gone"):
+        claimed(str(backup), tmp_path, frequency=5)  # one was due at step 5
+    aside = backup.rename(tmp_path / "aside.pt")
+    with pytest.raises(ValueError, match="checkpoint_000002.pt, which it began from, is gone; put it back"):
+        claimed(str(own), tmp_path)
+    aside.rename(backup)
     checkpoint.save(own / "checkpoints", 3, {"step": 3, "config": "{}"})
     for resume in (backup, own):
         on = claimed(str(resume), tmp_path)
