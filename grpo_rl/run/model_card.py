@@ -135,6 +135,8 @@ LOCAL = re.compile(r"(^|[\s,:=\[\]{}()'\"])(~|\.{0,2}/(?!$|\s)|\.\.$|file://|[A-
 """The beginning of a path of this machine, by itself or inside a list or a mapping."""
 PLACES = re.compile(r"(^|[._-])(path|dir|folder|file|files|out|resume|store|cache)$")
 """Keys whose values are places, also relative ones."""
+LONGEST_COMMAND = 50_000
+"""Characters: shlex takes the square of a word's length, minutes for a megabyte."""
 
 
 def _without_paths(command: str) -> str:
@@ -143,6 +145,8 @@ def _without_paths(command: str) -> str:
     >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k env.path=~/a=b.jsonl")
     'python sota/grpo.py model.name=m env.dataset=gsm8k'
     """
+    if len(command) > LONGEST_COMMAND:
+        return f"# a command of {len(command):,} characters; summary.json of the run has it"
     kept: list[str] = []
     for word in shlex.split(command):
         key, equals, value = word.partition("=")
