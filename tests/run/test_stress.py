@@ -279,6 +279,8 @@ WINDOW = 10
 """Steps from one count to the next."""
 
 
+# Behind many other tests full caches give up larger entries of theirs for each new one of this test.
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("leak", [None, "tensors"])
