@@ -144,7 +144,7 @@ class Program:
 
 
 class _Heard(asyncio.SubprocessProtocol):
-    """What is heard of a program: the last of what it says on stderr, its exit, and that nobody can say more."""
+    """Hears a program: keeps the last of what it says on stderr, and notes its exit and when nobody can say more."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

@@ -188,7 +188,7 @@ class AgentSessions:
         return scored
 
     def _judged(self, row: dict, played: Played) -> Messages:
-        """What the scorer reads of a session: its final message."""
+        """The messages that the scorer reads of a session: the conversation, or its final message alone."""
         messages, task = played.dialog.messages, self._env.task
         if not plays_turns(task):
             return messages

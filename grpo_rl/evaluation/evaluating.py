@@ -108,7 +108,7 @@ def evaluate_model(
 def _started(
     name: str, own: EvalSettings, to_do: Mapping[str, Settings], stack: ExitStack
 ) -> LocalSource | ServedSource:
-    """What samples from the model; it ends with the stack."""
+    """The source of the model's responses, started; it is closed with the stack."""
     source: LocalSource | ServedSource
     if URL.match(name):
         key = os.environ.get("OPENAI_API_KEY")

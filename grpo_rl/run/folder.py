@@ -58,7 +58,7 @@ class Room:
         return self.needed - min(there, self.checkpoints - 1) * self.checkpoint_bytes
 
     def described(self, lacking: float) -> str:
-        """What the run needs, and how much of it is still to be written."""
+        """The text of what the run needs, and of how much of it is still to be written."""
         return f"{self}" + ("" if lacking == self.needed else f", of which {lacking / 2**30:.1f} GiB are to be written")
 
     def __str__(self) -> str:

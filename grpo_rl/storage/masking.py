@@ -28,7 +28,7 @@ _NAME = re.compile(
     r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S)""",
     re.IGNORECASE,
 )
-"""What a secret follows: a name with a sign between, an option of a command, or the scheme of an HTTP header."""
+"""The text before a secret: a name with a sign between, an option of a command, or the scheme of an HTTP header."""
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
