@@ -22,6 +22,7 @@ N ?= 1000000
 # What make quick leaves out: engines, scripts and processes of their own.
 ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
 	grpo_rl/cluster grpo_rl/engines/vllm
+IN_PARALLEL := not alone and not models and not nightly
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 
@@ -78,7 +79,9 @@ types: $(DEV)
 # Or each of many processes compiles our files anew.
 pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models and not nightly" $(ARGS)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "$(IN_PARALLEL)" $(ARGS) \
+		|| { [ $$? -eq 1 ] && echo "Once more by themselves, what failed beside the others:" \
+		&& .venv/bin/python -m pytest --last-failed --last-failed-no-failures none -m "$(IN_PARALLEL)" $(ARGS); }
 	.venv/bin/python -m pytest -m "alone and not nightly" $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
 
 quick-tests: export PYTHONDONTWRITEBYTECODE =

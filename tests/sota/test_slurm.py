@@ -138,7 +138,12 @@ class Job:
     def await_training(self) -> None:
         end = time.monotonic() + 120
         while not (self.run / "seen.json").exists():
-            assert time.monotonic() < end and self._process.poll() is None, "training has not begun"
+            if time.monotonic() > end or self._process.poll() is not None:
+                running = [command_line(pid) for pid in self.processes()]
+                self._process.terminate()
+                out, _ = self._process.communicate(timeout=60)
+                logs = [path.read_text() for path in sorted((self.run / "nodes").glob("*.log"))]
+                pytest.fail(f"training has not begun; {running}\n{out}\n{logs}")
             time.sleep(0.2)
 
     def wait(self) -> tuple[int, str]:
