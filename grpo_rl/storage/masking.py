@@ -24,11 +24,14 @@ _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[
 _NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
     rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
-    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})[ \t]{{1,9}}(?=[^\s-])"""
+    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})"""
+    r"""(?:[ \t]{1,9}(?=[^\s-])|["']?,[ \t]{0,9}(?=["']?[^\s"'-]))"""
     r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S)""",
     re.IGNORECASE,
 )
-"""The text before a secret: a name with a sign between, an option of a command, or the scheme of an HTTP header."""
+"""The text before a secret: a name with a sign between, an option of a command or of its list of arguments, or the
+scheme of an HTTP header."""
+_OPTION = re.compile(r"--?[\w-]+")
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
@@ -81,6 +84,8 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     {'api_key': '***', 'max_new_tokens': 256, 'uri': 'https://***@host/db', 'hosts': ['a']}
     >>> masked({"credentials": {"user": "me", "pin": 1234}})
     {'credentials': {'user': '***', 'pin': '***'}}
+    >>> masked({"command": ["server", "--api-key", "abc", "--max-tokens", "64"]})
+    {'command': ['server', '--api-key', '***', '--max-tokens', '64']}
     >>> masked({"key_column": "question"}, told_apart=True)
     {'key_column': '***425'}
     """
@@ -88,7 +93,10 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
         return {name: masked(inner, f"{key}.{name}", told_apart) for name, inner in value.items()}
     if isinstance(value, list | tuple):  # of overrides, for one
         stay = not is_secret(key)
-        return [inner if stay and _sets_prose(inner) else masked(inner, key, told_apart) for inner in value]
+        return [
+            inner if stay and _sets_prose(inner) else masked(inner, _key_in_list(key, before, inner), told_apart)
+            for before, inner in zip([None, *value], value, strict=False)
+        ]
     if _is_prose(key):
         return value
     if isinstance(value, str):
@@ -105,6 +113,18 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     return MASK + digits if hidden == MASK else f"{hidden} ({MASK}{digits})"
 
 
+def _key_in_list(key: str, before: object, item: object) -> str:
+    """The key of a list's item: a command's argument behind an option, as in ``["--api-key", "abc"]``, has its name.
+
+    >>> _key_in_list("command", "--api-key", "abc"), _key_in_list("command", "--max-tokens", "64")
+    ('command.--api-key', 'command')
+    """
+    option = isinstance(before, str) and _OPTION.fullmatch(before) and is_secret(before)
+    if not option or not isinstance(item, str) or item.startswith("-"):
+        return key
+    return key if _is_number(item) and not _NEVER_A_COUNT.search(before) else f"{key}.{before}"
+
+
 def masked_override(word: str) -> str:
     """An override of Hydra's with its secrets masked.
 
@@ -112,6 +132,8 @@ def masked_override(word: str) -> str:
     ('+logger.settings.api_key=***', 'env.max_new_tokens=64')
     >>> masked_override("logger.settings={api_key: abc def, hosts: [a], keys: [b, [c]], project: p}")
     'logger.settings={api_key: ***, hosts: [a], keys: ***, project: p}'
+    >>> masked_override("env.mcp=[{command: [server, --api-key, abc def, -v]}]")
+    'env.mcp=[{command: [server, --api-key, ***, -v]}]'
     """
     if _sets_prose(word):
         return word
@@ -139,9 +161,13 @@ def masked_text(text: str) -> str:
 def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     text, at, parts = _USERINFO.sub(MASK, text), 0, []
     while name := _NAME.search(text, at):
-        end = _end_of_value(text, name.end(), plain if name[1] else _WORD)
+        end = _end_of_value(text, name.end(), plain if name[1] or "," in name[0] else _WORD)
         value = text[name.end() : end]
-        is_count = _is_number(value) and not name[3] and not _NEVER_A_COUNT.search(name[1] or name[2])
+        is_count = (
+            _is_number(value.strip("\"'") if name[2] else value)
+            and not name[3]
+            and not _NEVER_A_COUNT.search(name[1] or name[2])
+        )
         stays = not value or is_count
         parts += [text[at : name.end()], value if stays else MASK]
         at = end

@@ -99,7 +99,9 @@ def test_masked_texts_are_told_apart_without_a_way_back():
     assert len({apart("password", f"guess-{i}") for i in range(20_000)}) <= 4096
 
 
-@pytest.mark.parametrize("text", ["x", "key", "://", "token ", "://x", "key=", "key=[", "key='\\", 'key={"\\'])
+@pytest.mark.parametrize(
+    "text", ["x", "key", "://", "token ", "://x", "key=", "key=[", "key='\\", 'key={"\\', "--key,", "-key', "]
+)
 def test_a_long_text_takes_no_more_than_its_length(text):
     begun = time.process_time()
     masked_text(text * 100_000)
@@ -126,6 +128,20 @@ def test_a_secret_that_follows_an_option_is_masked_in_every_form_of_a_setting(te
     assert masked_override(f'env.mcp=["{text}", "other"]') == f'env.mcp=["{hidden}", "other"]'
 
 
+def test_a_secret_in_a_list_of_arguments_is_masked_behind_its_option():
+    words = ["server", "--api-key", "abc 123", "--max-tokens", "64", "--token", "-v", "--pin-secret", "123"]
+    hidden = ["server", "--api-key", "***", "--max-tokens", "64", "--token", "-v", "--pin-secret", "***"]
+    assert masked({"command": words}) == {"command": hidden} == masked({"command": hidden})
+    apart, other = (
+        masked({"command": [*words[:2], secret, *words[3:]]}, told_apart=True) for secret in (words[2], "abd")
+    )
+    assert apart == masked(apart, told_apart=True) != other
+    assert masked_text(str(words)) == str(hidden).replace("'***'", "***")
+    for quoted in (words, [f"'{word}'" for word in words], [f'"{word}"' for word in words]):
+        text = masked_override(f"env.mcp=[{{command: [{', '.join(quoted)}]}}]")
+        assert "abc" not in text and "123" not in text and "64" in text
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -136,6 +152,8 @@ def test_a_secret_that_follows_an_option_is_masked_in_every_form_of_a_setting(te
         "Basic arithmetic",
         "the bearer of this",
         "a token-budget of 5",
+        "--max-tokens, 64",
+        "with --api-key, --port and more",
     ],
 )
 def test_options_and_words_without_a_secret_stay(text):
