@@ -80,8 +80,8 @@ types: $(DEV)
 pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "$(IN_PARALLEL)" $(ARGS) \
-		|| { [ $$? -eq 1 ] && echo "Once more by themselves, what failed beside the others:" \
-		&& .venv/bin/python -m pytest --last-failed --last-failed-no-failures none -m "$(IN_PARALLEL)" $(ARGS); }
+		|| { [ $$? -eq 1 ] && echo "Once more, one at a time, what failed beside the others:" \
+		&& .venv/bin/python -m pytest -n 1 -x --last-failed --last-failed-no-failures none -m "$(IN_PARALLEL)" $(ARGS); }
 	.venv/bin/python -m pytest -m "alone and not nightly" $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
 
 quick-tests: export PYTHONDONTWRITEBYTECODE =

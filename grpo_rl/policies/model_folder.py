@@ -48,6 +48,8 @@ def is_hub_name(name: str) -> bool:
 
     >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b"), is_hub_name("a" * 97)
     (True, True, False, False, False)
+    >>> [is_hub_name(name) for name in ("a--b", "a..b", "a/b.git", "a.", "café", "a_b/c.d-e")]
+    [False, False, False, False, False, True]
     """
     return _HUB_NAME.fullmatch(name) is not None
 

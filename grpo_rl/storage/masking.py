@@ -24,14 +24,15 @@ _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[
 _NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
     rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
-    rf"""|(?<![\w-])--?[\w-]{{0,50}}?({_NAMES}[\w-]{{0,100}})"""
-    r"""(?:[ \t]{1,9}(?=[^\s-])|["']?,[ \t]{0,9}(?=["']?[^\s"'-]))"""
+    rf"""|(?<![\w-])--?[\w.-]{{0,50}}?({_NAMES}[\w.-]{{0,100}})"""
+    r"""(?:[ \t]{1,9}(?=[^\s-])|["']?\s{0,9},\s{0,9}(?!["']?--?[a-z])(?=["']?[^\s"']))"""
     r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S)""",
     re.IGNORECASE,
 )
 """The text before a secret: a name with a sign between, an option of a command or of its list of arguments, or the
 scheme of an HTTP header."""
-_OPTION = re.compile(r"--?[\w-]+")
+_OPTION = re.compile(r"-\w|--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
+"""An item of a list of arguments that is an option, and no value of the one before."""
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
@@ -114,15 +115,16 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
 
 
 def _key_in_list(key: str, before: object, item: object) -> str:
-    """The key of a list's item: a command's argument behind an option, as in ``["--api-key", "abc"]``, has its name.
+    """The dotted key under which a list's item is masked: that of the list, and the option of a command before it.
 
     >>> _key_in_list("command", "--api-key", "abc"), _key_in_list("command", "--max-tokens", "64")
     ('command.--api-key', 'command')
     """
-    option = isinstance(before, str) and _OPTION.fullmatch(before) and is_secret(before)
-    if not option or not isinstance(item, str) or item.startswith("-"):
+    if _is_prose(key) or not isinstance(before, str) or not _OPTION.fullmatch(before) or not is_secret(before):
         return key
-    return key if _is_number(item) and not _NEVER_A_COUNT.search(before) else f"{key}.{before}"
+    if isinstance(item, str) and (_OPTION.fullmatch(item) or (_is_number(item) and not _NEVER_A_COUNT.search(before))):
+        return key
+    return f"{key}.{before}"
 
 
 def masked_override(word: str) -> str:

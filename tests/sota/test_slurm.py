@@ -140,9 +140,9 @@ class Job:
         while not (self.run / "seen.json").exists():
             if time.monotonic() > end or self._process.poll() is not None:
                 running = [command_line(pid) for pid in self.processes()]
+                logs = [path.read_text() for path in sorted((self.run / "nodes").glob("*.log"))]
                 self._process.terminate()
                 out, _ = self._process.communicate(timeout=60)
-                logs = [path.read_text() for path in sorted((self.run / "nodes").glob("*.log"))]
                 pytest.fail(f"training has not begun; {running}\n{out}\n{logs}")
             time.sleep(0.2)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -140,6 +141,29 @@ def test_a_secret_in_a_list_of_arguments_is_masked_behind_its_option():
     for quoted in (words, [f"'{word}'" for word in words], [f'"{word}"' for word in words]):
         text = masked_override(f"env.mcp=[{{command: [{', '.join(quoted)}]}}]")
         assert "abc" not in text and "123" not in text and "64" in text
+    assert "abc" not in masked_text(json.dumps(words, indent=1).replace(",", " ,"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--password", 123456),
+        ("--api-key", ["abc"]),
+        ("--private-key", "-----BEGIN KEY-----"),
+        ("--api-key", "-_abc"),
+        ("--auth.token", "abc"),
+        ("-key", "abc"),
+    ],
+)
+def test_whatever_follows_the_option_of_a_secret_in_a_list_is_masked(option, value):
+    assert masked({"args": ["run", option, value, "x"]}) == {
+        "args": ["run", option, ["***"] if isinstance(value, list) else "***", "x"]
+    }
+    assert option in (text := masked_text(str(["run", option, value, "x"]))) and str(value) not in text
+
+
+def test_stop_strings_that_look_like_arguments_stay():
+    assert masked({"stop": ["--api-key", "abc"]}) == {"stop": ["--api-key", "abc"]}
 
 
 @pytest.mark.parametrize(
