@@ -46,7 +46,7 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_types(given: Mapping[str, Any]) -> None:
-    """Refuses values of another type than TRL's default has, and integers of more than 15 digits.
+    """Refuses values of another type than TRL's default has, and numbers of 1e15 and more, infinite ones and NaN.
 
     Null, and a name of an earlier version, are let through.
 
@@ -55,6 +55,8 @@ def check_types(given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         default = DEFAULTS.get(RENAMED.get(name, name))
+        if isinstance(value, int | float) and not abs(value) < 10**15:  # beyond, a float can't hold every integer
+            raise ValueError(f"{name} has to be a number below 1e15")
         if value is None or default is None:
             continue
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
@@ -63,8 +65,6 @@ def check_types(given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is {value!r}; TRL takes {'a number' if is_number else f'such as {default!r}'} there"
             )
-        if isinstance(value, int) and abs(value) >= 10**15:  # which a float can't always hold
-            raise ValueError(f"{name} has {len(str(abs(value)))} digits; no run gets so far")
 
 
 def _number(value: Any) -> Any:

@@ -262,7 +262,18 @@ def test_a_scripts_data_keep_subset_and_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"learning_rate": "fast"}, {"loss_type": ["a"]}, {"max_steps": True}, {"max_steps": 10**400}]
+    "fields",
+    [
+        {"learning_rate": "fast"},
+        {"loss_type": ["a"]},
+        {"max_steps": True},
+        {"max_steps": 10**400},
+        {"max_steps": 1 << 20_000},
+        {"max_steps": math.nan},
+        {"gradient_accumulation_steps": math.inf},
+        {"generation_batch_size": -math.inf},
+        {"num_processes": 1e300},
+    ],
 )
 def test_a_value_of_a_wrong_type_or_size_is_named(fields):
     (name,) = fields
