@@ -19,6 +19,19 @@ from grpo_rl.migration.trl_fields import DEFAULTS, RENAMED
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """A number that YAML 1.1 reads as text, as it has no point or no sign."""
 
+COUNTS = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations"}
+"""Fields that TRL divides by."""
+NUMBERS = {
+    "epsilon_high", "eval_steps", "generation_batch_size", "lora_alpha", "lora_dropout", "lora_r", "max_completion_len",
+    "max_prompt_length", "min_p", "num_processes", "ref_model_mixup_alpha", "ref_model_sync_steps", "save_total_limit",
+    "soft_punish_cache", "steps_per_generation", "vllm_importance_sampling_clip_min", "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+}  # fmt: skip
+"""Fields that take a number, and whose default, if any, is none."""
+LISTS = {"reward_funcs": str, "reward_weights": (int, float), "dataset_configs": str, "report_to": str}
+"""What is in the lists that these fields take."""
+MAPPINGS = {"lr_scheduler_kwargs", "model_init_kwargs"}
+
 
 def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The fields of a TRL config, and a line for each value that can't be known without running the script.
@@ -54,17 +67,43 @@ def check_types(given: Mapping[str, Any]) -> None:
         ValueError: names the field, and what TRL takes there.
     """
     for name, value in given.items():
-        default = DEFAULTS.get(RENAMED.get(name, name))
+        name_now = RENAMED.get(name, name)
+        if value is None:
+            continue
         if isinstance(value, int | float) and not abs(value) < 10**15:  # beyond, a float can't hold every integer
             raise ValueError(f"{name} has to be a number below 1e15")
-        if value is None or default is None:
-            continue
-        is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        allowed = (int, float) if is_number else (bool, str) if name == "scale_rewards" else type(default)
-        if not isinstance(value, allowed) or (is_number and isinstance(value, bool)):
-            raise ValueError(
-                f"{name} is {value!r}; TRL takes {'a number' if is_number else f'such as {default!r}'} there"
-            )
+        if not _is_of_type(name_now, value):
+            raise ValueError(f"{name} is {value!r}; TRL takes {_type_of(name_now)} there")
+        if name_now in COUNTS and value < 1:
+            raise ValueError(f"{name} is {value}; it has to be at least 1")
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    if name in LISTS and not (name == "report_to" and isinstance(value, str)):
+        return isinstance(value, list | tuple) and all(isinstance(item, LISTS[name]) for item in value)
+    if name in MAPPINGS:
+        return isinstance(value, Mapping)
+    if name == "dataset_name":
+        return isinstance(value, str)
+    if _takes_number(name):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    default = DEFAULTS.get(name)
+    return default is None or isinstance(value, (bool, str) if name == "scale_rewards" else type(default))
+
+
+def _takes_number(name: str) -> bool:
+    default = DEFAULTS.get(name)
+    return name in NUMBERS or (isinstance(default, int | float) and not isinstance(default, bool))
+
+
+def _type_of(name: str) -> str:
+    if name in LISTS:
+        return f"a list of {'names' if LISTS[name] is str else 'numbers'}"
+    if name in MAPPINGS:
+        return "a mapping"
+    if name == "dataset_name":
+        return "a name"
+    return "a number" if _takes_number(name) else f"such as {DEFAULTS[name]!r}"
 
 
 def _number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -273,12 +274,26 @@ def test_a_scripts_data_keep_subset_and_split(tmp_path):
         {"gradient_accumulation_steps": math.inf},
         {"generation_batch_size": -math.inf},
         {"num_processes": 1e300},
+        {"reward_weights": 1},
+        {"reward_weights": ["a"]},
+        {"reward_funcs": "accuracy"},
+        {"reward_funcs": [["a"]]},
+        {"dataset_configs": "main"},
+        {"report_to": [["wandb"]]},
+        {"report_to": 5},
     ],
 )
 def test_a_value_of_a_wrong_type_or_size_is_named(fields):
     (name,) = fields
     with pytest.raises(ValueError, match=f"^{name} (is|has) "):
         convert(fields)
+
+
+def test_any_value_of_any_field_is_converted_or_refused_by_a_line():
+    for name in sorted({*CONVERTED, *DEFAULTS, *MISSING, *RENAMED, *UNNEEDED}):
+        for value in (0, -1.5, 1e14, "x", "", [], ["a"], [[1]], {"a": 1}, True, [None], "1e5"):
+            with contextlib.suppress(ValueError):
+                assert convert({name: value}, rows=100).as_yaml("x")
 
 
 def test_text_of_digits_stays_text(tmp_path):
