@@ -273,10 +273,10 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
     if schedule not in kinds:
         made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
     given = fields.get("lr_scheduler_kwargs") or {}
-    share = given.get("min_lr_rate") or given.get("min_lr", 0) / (fields["learning_rate"] or 1)
+    share = given.get("min_lr_rate") or (given.get("min_lr") or 0) / (fields["learning_rate"] or 1)
     if share:
         made.put("optimizer.min_lr_fraction", share)
-    for name in sorted({*given} - {"min_lr_rate", "min_lr"}):
+    for name in sorted({*given} - {"min_lr_rate", "min_lr"}, key=str):
         made.differs(
             "lr_scheduler_kwargs", {name: given[name]}, "the schedules here have optimizer.min_lr_fraction alone"
         )
@@ -293,7 +293,7 @@ def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
     made.put("train_model.dtype", dtype if dtype in ("bfloat16", "float32") else default)
     if dtype not in ("bfloat16", "float32"):
         made.differs("dtype", dtype, f"{default} is used; train_model.dtype is bfloat16 or float32")
-    for name in sorted({*given} - {"dtype", "torch_dtype"}):
+    for name in sorted({*given} - {"dtype", "torch_dtype"}, key=str):
         made.differs("model_init_kwargs", {name: given[name]}, "models are loaded by model.name alone")
     if fields.get("use_peft"):
         made.put("train_model.lora.rank", fields.get("lora_r", 16))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,18 +20,23 @@ from grpo_rl.migration.trl_fields import DEFAULTS, RENAMED
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """A number that YAML 1.1 reads as text, as it has no point or no sign."""
 
-COUNTS = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations"}
-"""Fields that TRL divides by."""
-NUMBERS = {
-    "epsilon_high", "eval_steps", "generation_batch_size", "lora_alpha", "lora_dropout", "lora_r", "max_completion_len",
-    "max_prompt_length", "min_p", "num_processes", "ref_model_mixup_alpha", "ref_model_sync_steps", "save_total_limit",
-    "soft_punish_cache", "steps_per_generation", "vllm_importance_sampling_clip_min", "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
+COUNTS = {
+    "generation_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations", "num_processes",
+    "per_device_train_batch_size", "steps_per_generation", "vllm_tensor_parallel_size",
 }  # fmt: skip
-"""Fields that take a number, and whose default, if any, is none."""
+"""Fields whose numbers are 1 or more."""
+BOUNDS = {"epsilon", "epsilon_high", "max_grad_norm", "vllm_importance_sampling_clip_max"}
+"""Fields that may be infinite, which is no bound."""
+NUMBERS = {
+    *COUNTS, "epsilon_high", "eval_steps", "logging_steps", "lora_alpha", "lora_dropout", "lora_r",
+    "max_completion_len", "max_prompt_length", "min_p", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    "save_total_limit", "soft_punish_cache", "vllm_importance_sampling_clip_min", "vllm_max_model_length",
+}  # fmt: skip
+"""Fields that take a number, beside those whose default is one."""
 LISTS = {"reward_funcs": str, "reward_weights": (int, float), "dataset_configs": str, "report_to": str}
 """What is in the lists that these fields take."""
 MAPPINGS = {"lr_scheduler_kwargs", "model_init_kwargs"}
+"""Fields that take a mapping."""
 
 
 def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -59,21 +65,25 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_types(given: Mapping[str, Any]) -> None:
-    """Refuses values of another type than TRL's default has, and numbers of 1e15 and more, infinite ones and NaN.
+    """Refuses values of another type than TRL takes, counts below 1, numbers of 1e15 and more, and NaN.
 
-    Null, and a name of an earlier version, are let through.
+    Null is let through; a field's earlier name is checked as its present one.
 
     Raises:
-        ValueError: names the field, and what TRL takes there.
+        ValueError: names the field, and what is taken there.
     """
     for name, value in given.items():
         name_now = RENAMED.get(name, name)
         if value is None:
             continue
-        if isinstance(value, int | float) and not abs(value) < 10**15:  # beyond, a float can't hold every integer
-            raise ValueError(f"{name} has to be a number below 1e15")
         if not _is_of_type(name_now, value):
-            raise ValueError(f"{name} is {value!r}; TRL takes {_type_of(name_now)} there")
+            raise ValueError(f"{name} is {value!r}; it takes {_type_of(name_now)}")
+        # Beyond that a float can't hold every integer.
+        if _takes_number(name_now) and not abs(value) < 10**15 and not (name_now in BOUNDS and value == math.inf):
+            raise ValueError(f"{name} has to be a number below 1e15")
+        for key in ("min_lr_rate", "min_lr") if name == "lr_scheduler_kwargs" else ():
+            if not isinstance(value.get(key) or 0, int | float):
+                raise ValueError(f"{name} has {key}={value[key]!r}; it has to be a number")
         if name_now in COUNTS and value < 1:
             raise ValueError(f"{name} is {value}; it has to be at least 1")
 
@@ -98,7 +108,8 @@ def _takes_number(name: str) -> bool:
 
 def _type_of(name: str) -> str:
     if name in LISTS:
-        return f"a list of {'names' if LISTS[name] is str else 'numbers'}"
+        kind = "names" if LISTS[name] is str else "numbers"
+        return f"a list of {kind}, or a name" if name == "report_to" else f"a list of {kind}"
     if name in MAPPINGS:
         return "a mapping"
     if name == "dataset_name":
@@ -109,9 +120,13 @@ def _type_of(name: str) -> str:
 def _number(value: Any) -> Any:
     """Turns text such as 1e-6, which YAML takes for a string, into the number that TRL's parser makes of it.
 
+    Those of a mapping, too.
+
     >>> _number("1e-6"), _number("20250101"), _number("adamw_torch")
     (1e-06, '20250101', 'adamw_torch')
     """
+    if isinstance(value, Mapping):
+        return {key: _number(inner) for key, inner in value.items()}
     return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 

@@ -25,13 +25,13 @@ _NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
     rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
     rf"""|(?<![\w-])--?[\w.-]{{0,50}}?({_NAMES}[\w.-]{{0,100}})"""
-    r"""(?:[ \t]{1,9}(?=[^\s-])|["']?\s{0,9},\s{0,9}(?!["']?--?[a-z])(?=["']?[^\s"']))"""
+    r"""(?:[ \t]{1,9}(?=[^\s-])|["']?\s{0,9},\s{0,99}(?!["']?--?[a-z])(?=["']?[^\s"']))"""
     r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S)""",
     re.IGNORECASE,
 )
 """The text before a secret: a name with a sign between, an option of a command or of its list of arguments, or the
 scheme of an HTTP header."""
-_OPTION = re.compile(r"-\w|--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
+_OPTION = re.compile(r"-[A-Za-z]|--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 """An item of a list of arguments that is an option, and no value of the one before."""
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
@@ -120,7 +120,8 @@ def _key_in_list(key: str, before: object, item: object) -> str:
     >>> _key_in_list("command", "--api-key", "abc"), _key_in_list("command", "--max-tokens", "64")
     ('command.--api-key', 'command')
     """
-    if _is_prose(key) or not isinstance(before, str) or not _OPTION.fullmatch(before) or not is_secret(before):
+    named = isinstance(before, str) and _OPTION.fullmatch(before) and "=" not in before and is_secret(before)
+    if not named or _is_prose(key):
         return key
     if isinstance(item, str) and (_OPTION.fullmatch(item) or (_is_number(item) and not _NEVER_A_COUNT.search(before))):
         return key

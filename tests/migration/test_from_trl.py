@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -289,11 +288,22 @@ def test_a_value_of_a_wrong_type_or_size_is_named(fields):
         convert(fields)
 
 
-def test_any_value_of_any_field_is_converted_or_refused_by_a_line():
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"use_vllm": True, "vllm_mode": "server", "num_processes": 2, "eval_strategy": "steps", "use_peft": True}
+        | {"sync_ref_model": True, "lr_scheduler_type": "cosine_with_min_lr", "loss_type": "cispo"},
+    ],
+    ids=["alone", "beside others"],
+)
+def test_any_value_of_any_field_is_converted_or_refused_by_its_name(others):
     for name in sorted({*CONVERTED, *DEFAULTS, *MISSING, *RENAMED, *UNNEEDED}):
-        for value in (0, -1.5, 1e14, "x", "", [], ["a"], [[1]], {"a": 1}, True, [None], "1e5"):
-            with contextlib.suppress(ValueError):
-                assert convert({name: value}, rows=100).as_yaml("x")
+        for value in (0, -1.5, 0.5, 1e14, "x", "", [], ["a"], [[1]], {"a": 1}, {"min_lr": "x"}, True, [None], "5"):
+            try:
+                assert convert(others | {name: value}, rows=100).as_yaml("x")
+            except ValueError as error:
+                assert name in str(error) or "groups of" in str(error), (value, error)
 
 
 def test_text_of_digits_stays_text(tmp_path):

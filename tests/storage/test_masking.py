@@ -141,7 +141,7 @@ def test_a_secret_in_a_list_of_arguments_is_masked_behind_its_option():
     for quoted in (words, [f"'{word}'" for word in words], [f'"{word}"' for word in words]):
         text = masked_override(f"env.mcp=[{{command: [{', '.join(quoted)}]}}]")
         assert "abc" not in text and "123" not in text and "64" in text
-    assert "abc" not in masked_text(json.dumps(words, indent=1).replace(",", " ,"))
+    assert "abc" not in masked_text(json.dumps({"a": {"b": {"c": words}}}, indent=4).replace(",", " ,"))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,7 @@ def test_a_secret_in_a_list_of_arguments_is_masked_behind_its_option():
         ("--api-key", "-_abc"),
         ("--auth.token", "abc"),
         ("-key", "abc"),
+        ("--password", "-1"),
     ],
 )
 def test_whatever_follows_the_option_of_a_secret_in_a_list_is_masked(option, value):
@@ -164,6 +165,10 @@ def test_whatever_follows_the_option_of_a_secret_in_a_list_is_masked(option, val
 
 def test_stop_strings_that_look_like_arguments_stay():
     assert masked({"stop": ["--api-key", "abc"]}) == {"stop": ["--api-key", "abc"]}
+
+
+def test_what_follows_an_option_with_its_value_stays():
+    assert masked({"args": ["--model=monkey", "serve"]})["args"][1] == "serve"
 
 
 @pytest.mark.parametrize(
