@@ -55,9 +55,10 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
         return _read_script(path, text)
     try:
         fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        # JSON can name halves of characters, which no file holds, and YAML a list inside itself.
+        # JSON can name halves of characters, which no file holds, and YAML a list inside itself; tags such as
+        # `!!bool x` are errors of other kinds.
         json.dumps(fields, default=str, ensure_ascii=False).encode()
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} is no {path.suffix.lstrip('.') or 'YAML'}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds {type(fields).__name__}, not fields with values such as `learning_rate: 1e-6`")

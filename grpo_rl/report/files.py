@@ -24,6 +24,8 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 """Files of the config and the overrides that a run was started with."""
 LOCK = ".lock"
 """The file that a running process writes its name into, and empties when it ends in order."""
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError)
+"""What ``yaml.safe_load`` raises; the last two for tags such as ``!!bool x`` and ``!!timestamp x``."""
 BEGAN_FROM = ".began_from"
 """The file that names the checkpoint of elsewhere that a run began from, and its step."""
 
@@ -81,7 +83,7 @@ def read_overrides(run_dir: Path) -> list[str]:
     """
     try:
         words = yaml.safe_load(read_started(run_dir, OVERRIDES)) or []
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except NOT_YAML as error:
         raise ValueError(f"{run_dir / OVERRIDES} is not YAML ({error}); remove it to do without overrides") from error
     if not isinstance(words, list):
         raise ValueError(f"{run_dir / OVERRIDES} holds no list; remove it to do without overrides")
@@ -96,7 +98,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """
     try:
         config = yaml.safe_load(read_started(run_dir, CONFIG)) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except NOT_YAML as error:
         raise ValueError(f"{run_dir / CONFIG} is not YAML ({error}); remove it to do without a config") from error
     if not isinstance(config, dict):
         raise ValueError(f"{run_dir / CONFIG} holds no settings; remove it to do without a config")

@@ -328,6 +328,8 @@ def test_a_script_is_never_run(tmp_path):
     [
         ("a.yaml", "- 1", "holds list, not fields"),
         ("a.yaml", "a: [", "is no yaml"),
+        ("a.yaml", "a: !!timestamp x", "is no yaml"),
+        ("a.yaml", "a: !!bool x", "is no yaml"),
         ("a.py", "x = (", "is no Python"),
         ("a.py", "x = 1", "has no call of GRPOConfig"),
     ],

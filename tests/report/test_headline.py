@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_rl.report.files import read_config
 from grpo_rl.report.headline import headline, note, training_change
 
 
@@ -87,3 +88,10 @@ def test_the_note_says_whether_held_out_reward_was_measured():
 
 def test_without_a_step_nothing_is_claimed():
     assert headline([], {}) == "No training step was logged yet."
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int ''", "[" * 2000])
+def test_a_config_that_yaml_cant_read_is_named(tmp_path, value):
+    (tmp_path / "config.yaml").write_text(f"a: {value}\n")
+    with pytest.raises(ValueError, match=r"config\.yaml is not YAML"):
+        read_config(tmp_path)
