@@ -34,7 +34,7 @@ NUMBERS = {
 }  # fmt: skip
 """Fields that take a number, beside those whose default is one."""
 LISTS = {"reward_funcs": str, "reward_weights": (int, float), "dataset_configs": str, "report_to": str}
-"""What is in the lists that these fields take."""
+"""Fields that take a list, and the type of its items."""
 MAPPINGS = {"lr_scheduler_kwargs", "model_init_kwargs"}
 """Fields that take a mapping."""
 

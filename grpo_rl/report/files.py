@@ -25,7 +25,7 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 LOCK = ".lock"
 """The file that a running process writes its name into, and empties when it ends in order."""
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError)
-"""What ``yaml.safe_load`` raises; the last two for tags such as ``!!bool x`` and ``!!timestamp x``."""
+"""Errors that ``yaml.safe_load`` raises; the last two are for tags such as ``!!bool x`` and ``!!timestamp x``."""
 BEGAN_FROM = ".began_from"
 """The file that names the checkpoint of elsewhere that a run began from, and its step."""
 
