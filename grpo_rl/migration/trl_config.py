@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_rl.migration.trl_fields import DEFAULTS, RENAMED
+from grpo_rl.storage.yaml_text import read_yaml
 
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """A number that YAML 1.1 reads as text, as it has no point or no sign."""
@@ -54,11 +53,10 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     if path.suffix == ".py":
         return _read_script(path, text)
     try:
-        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        # JSON can name halves of characters, which no file holds, and YAML a list inside itself; tags such as
-        # `!!bool x` are errors of other kinds.
+        fields = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+        # JSON can name halves of characters, which no file holds, and YAML a list inside itself.
         json.dumps(fields, default=str, ensure_ascii=False).encode()
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is no {path.suffix.lstrip('.') or 'YAML'}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds {type(fields).__name__}, not fields with values such as `learning_rate: 1e-6`")

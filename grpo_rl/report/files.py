@@ -12,10 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.masking import masked_override
+from grpo_rl.storage.yaml_text import read_yaml
 
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
@@ -24,8 +23,6 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 """Files of the config and the overrides that a run was started with."""
 LOCK = ".lock"
 """The file that a running process writes its name into, and empties when it ends in order."""
-NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError)
-"""Errors that ``yaml.safe_load`` raises; the last two are for tags such as ``!!bool x`` and ``!!timestamp x``."""
 BEGAN_FROM = ".began_from"
 """The file that names the checkpoint of elsewhere that a run began from, and its step."""
 
@@ -82,8 +79,8 @@ def read_overrides(run_dir: Path) -> list[str]:
         ValueError: they are not YAML of a list; names the file.
     """
     try:
-        words = yaml.safe_load(read_started(run_dir, OVERRIDES)) or []
-    except NOT_YAML as error:
+        words = read_yaml(read_started(run_dir, OVERRIDES)) or []
+    except ValueError as error:
         raise ValueError(f"{run_dir / OVERRIDES} is not YAML ({error}); remove it to do without overrides") from error
     if not isinstance(words, list):
         raise ValueError(f"{run_dir / OVERRIDES} holds no list; remove it to do without overrides")
@@ -97,8 +94,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         ValueError: it is not YAML of a mapping; names it.
     """
     try:
-        config = yaml.safe_load(read_started(run_dir, CONFIG)) or {}
-    except NOT_YAML as error:
+        config = read_yaml(read_started(run_dir, CONFIG)) or {}
+    except ValueError as error:
         raise ValueError(f"{run_dir / CONFIG} is not YAML ({error}); remove it to do without a config") from error
     if not isinstance(config, dict):
         raise ValueError(f"{run_dir / CONFIG} holds no settings; remove it to do without a config")

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
@@ -18,6 +16,7 @@ from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage import checkpoint_file
+from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
 
@@ -157,8 +156,8 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
 def _own_frequency(place: Path, frequency: int) -> int:
     """The steps between checkpoints of the folder's run, which this start may change; as given if unknown."""
     try:
-        return int(yaml.safe_load((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return int(read_yaml((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
+    except (OSError, ValueError, TypeError, KeyError):
         return frequency
 
 
@@ -233,10 +232,10 @@ def _differs(run: Path, config: str) -> str | None:
             break
     try:
         if saved is None and (run / CONFIG).exists():
-            saved = json.dumps(yaml.safe_load((run / CONFIG).read_text()))
+            saved = json.dumps(read_yaml((run / CONFIG).read_text()))
         if saved is not None:
             checkpoint.check_config(saved, config)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     return None
 

@@ -16,6 +16,7 @@ from grpo_rl.monitor.progress import duration
 from grpo_rl.policies.model_folder import is_hub_name, local_folder
 from grpo_rl.run.model_files import CARD
 from grpo_rl.run.revisions import repository
+from grpo_rl.storage.yaml_text import read_yaml
 
 SHOWN = {
     "loss": ("surrogate", "ratio", "aggregate", "advantage", "kl"),
@@ -124,8 +125,8 @@ def base_license(name: str) -> str | None:
     try:
         path = try_to_load_from_cache(name, CARD) if on_hub(name) else Path(name) / CARD
         text = Path(path).read_text() if isinstance(path, str | Path) and Path(path).is_file() else ""
-        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, ValueError, IndexError, yaml.YAMLError):  # a name may be no repository's, a card no text
+        head = read_yaml(text.split("---")[1]) if text.startswith("---") else {}
+    except (OSError, ValueError, IndexError):  # a name may be no repository's, a card no text
         return None
     found = head.get("license") if isinstance(head, dict) else None
     return found if isinstance(found, str) else None

@@ -11,12 +11,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
-from grpo_rl.settings.composing_errors import OWN, explained
+from grpo_rl.settings.composing_errors import OWN, explained, of_composing
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
@@ -152,7 +151,9 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         with nullcontext() if running else initialize_config_dir(str(FOLDER), version_base="1.3"):
             return compose(config_name, overrides=words)
-    except (HydraException, YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:
+        if not of_composing(error):
+            raise
         raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from yaml import MarkedYAMLError, YAMLError
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigSource
+from yaml import MarkedYAMLError
 
 from grpo_rl.storage.masking import masked_override, masked_text
 
@@ -25,7 +27,7 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     """The error of composing a config as one line, with the remedy, and with the command's secrets masked.
 
     Args:
-        error: Hydra's, or that of a file: no YAML, or not in UTF-8.
+        error: one :func:`of_composing`.
         arguments: the command line; a name that it does not hold is told with the file that does.
         folders: the folders with configs, whose names are offered for an unknown ``--config-name``.
     """
@@ -37,6 +39,39 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     for word in secret:
         line = line.replace(word, hidden[word])
     return masked_text(line) if secret else line  # of a sweep Hydra may quote a value in its own way
+
+
+def of_composing(error: Exception) -> bool:
+    """Tells whether the error is Hydra's, or one that it met while it read a config file: then it is the user's."""
+    return isinstance(error, HydraException) or _file_of(error) is not None
+
+
+def _file_of(error: Exception) -> Path | None:
+    """The config file that Hydra was reading when it met the error; None if it was doing something else."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(frame.f_locals.get("self"), ConfigSource) and (path := frame.f_locals.get("full_path")):
+            return Path(path)
+    return None
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """The line about a config file that can't be read.
+
+    Args:
+        path: the file.
+        error: what reading it raised: PyYAML and OmegaConf raise nearly any kind, such as KeyError for ``!!bool x``.
+    """
+    if isinstance(error, OSError):
+        return f"{path} can't be read: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
+        what = " ".join(filter(None, (error.problem, error.context)))
+        return f"{path}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+        return f"{path} is no YAML of settings: a value is nested too deeply, or holds itself; flatten it"
+    what = str(error) if isinstance(error, ValueError) else repr(error)
+    return f"{path} is no YAML of settings: a value does not fit its tag, as in !!int x ({what}); correct it"
 
 
 def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Path]) -> str:
@@ -57,16 +92,8 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         # Hydra's reason has parts of the value.
         what = f" ({_joined(error).partition(' See https')[0]})" if shown == error.override else ""
         return f"{shown!r} can't be read as KEY=VALUE{what}; quote texts with signs in them: 'KEY=\"a, b\"'"
-    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
-        name = mark.name if mark.name.startswith("<") else Path(mark.name).resolve()
-        what = " ".join(filter(None, (error.problem, error.context)))
-        return f"{name}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
-    if isinstance(error, YAMLError):
-        return f"a config file is no YAML: {_joined(error)}"
-    if isinstance(error, UnicodeDecodeError):
-        files = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
-        if name := next((path.resolve() for path in files if error.object in path.read_bytes()), None):
-            return f"{name} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
+    if path := _file_of(error):
+        return unreadable(path, error)
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
     return _joined(error) + cause
 

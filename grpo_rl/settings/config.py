@@ -15,20 +15,21 @@ from collections.abc import Callable
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from tqdm import tqdm
-from yaml import YAMLError
 
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.command_line import arranged, program, typed
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
-from grpo_rl.settings.composing_errors import explained
+from grpo_rl.settings.composing_errors import explained, of_composing
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import mask_hydras_files, mask_refused_sweep, script_settings
 from grpo_rl.waits.watcher import watching
+
+FULL_OR_CLOSED = (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that takes no more, or not from us."""
 
 
 class RunIsOver(SystemExit):
@@ -117,13 +118,13 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
-            except (HydraException, YAMLError, UnicodeDecodeError) as error:
-                mask_refused_sweep()
-                raise SystemExit(f"error: {explained(error, arguments, where)}") from error
-            except ValueError as error:  # of a job of a sweep, or of options that exclude each other
-                raise SystemExit(f"error: {error}") from error
-            except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
+            except Exception as error:
+                if of_composing(error):
+                    mask_refused_sweep()
+                    raise SystemExit(f"error: {explained(error, arguments, where)}") from error
+                if isinstance(error, ValueError):  # of a job of a sweep, or of options that exclude each other
+                    raise SystemExit(f"error: {error}") from error
+                if not isinstance(error, OSError) or error.errno not in FULL_OR_CLOSED:
                     raise
                 what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"
                 remedy = "free some space or set hydra.run.dir. Checkpoints that were written are whole"

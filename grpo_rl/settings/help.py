@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_rl.settings.command_line import program
-from grpo_rl.settings.composing_errors import OWN, explained, unknown
+from grpo_rl.settings.composing_errors import OWN, unknown, unreadable
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import read_yaml
 
 FLAGS = ("--help", "-h")
 FIRST = (
@@ -148,10 +147,9 @@ def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     if not paths:
         return {}
     try:
-        with paths[-1].open(encoding="utf-8") as file:  # a file, whose name the error then has
-            values = flat({"env": yaml.safe_load(file)})
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(explained(error, folders=folders)) from error
+        values = flat({"env": read_yaml(paths[-1].read_text(encoding="utf-8"))})
+    except (ValueError, OSError) as error:
+        raise ValueError(unreadable(paths[-1].resolve(), error.__cause__ or error)) from error
     return {
         key: value
         for key, value in values.items()

@@ -23,15 +23,23 @@ def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
 
     Args:
         hydra: Hydra's section of the config.
+
+    Raises:
+        ValueError: a file is never read, as another one in an earlier folder has its name.
     """
     paths = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     chosen = {str(group): name for group, name in hydra.runtime.choices.items() if name}
-    for folder in paths:
-        if folder.resolve() == shipped:
+    for group, name in {"": hydra.job.config_name, **chosen}.items():
+        if group.startswith("hydra"):
             continue
-        for group, name in {"": hydra.job.config_name, **chosen}.items():
-            path = folder / group / f"{str(name).removesuffix('.yaml')}.yaml"
-            if group.startswith("hydra") or not path.is_file():
+        named = [folder / group / f"{str(name).removesuffix('.yaml')}.yaml" for folder in paths]
+        there = [path for path in named if path.is_file()]
+        for path in there:
+            if path.resolve().is_relative_to(shipped):
+                continue
+            if path != there[0]:  # Hydra reads the first; a copy of it does no harm
+                if path.read_bytes() != there[0].read_bytes():
+                    raise ValueError(f"{path} is never read, as {there[0]} has its name and comes first; rename it")
                 continue
             package = PACKAGE.search(path.read_text(encoding="utf-8"))
             place = package[1] if package else group.replace("/", ".")

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_rl.storage.whole_file import write_whole
+from grpo_rl.storage.yaml_text import read_yaml
 
 MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential|(?:^|\.)authorization$", re.IGNORECASE)
@@ -195,8 +196,8 @@ def mask_files(paths: Iterable[Path]) -> None:
     for path in paths:
         text = path.read_text(encoding="utf-8")
         try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError:
+            content = read_yaml(text)
+        except ValueError:
             path.unlink()
             continue
         hidden = {word: masked_override(word) for word in _in_lists(content)}

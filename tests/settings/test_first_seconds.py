@@ -55,6 +55,10 @@ FILES = {
     "latin/experiment/accent.yaml": "# @package _global_\n# caf\udce9\noptimizer: {lr: 1e-5}\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
+    "conf/tag.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: !!bool x\n",
+    "conf/loop.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: &a [*a]\n",
+    "conf/experiment/tag.yaml": "# @package _global_\nepochs: !!timestamp x\n",
+    "names/env/countdown.yaml": "num_envs: 3\n",
     "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
     "empty/README.md": "",
 }
@@ -88,6 +92,13 @@ TABLE = [
     ([*OWN, "empty"], "train is None, and it is a section; set its keys"),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
     (["--config-dir", "latin", "+experiment=accent"], "latin/experiment/accent.yaml is not encoded in UTF-8 (invalid"),
+    ([*OWN, "tag"], "tag.yaml is no YAML of settings: a value does not fit its tag, as in !!int x (Key"),
+    ([*OWN, "loop"], "conf/loop.yaml is no YAML of settings: a value is nested too deeply, or holds itself;"),
+    (["--config-dir", "conf", "+experiment=tag"], "conf/experiment/tag.yaml is no YAML of settings: a value does"),
+    (
+        ["--config-dir", "names", "env.dataset=countdown"],
+        "names/env/countdown.yaml is never read, as ",
+    ),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
     (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
@@ -257,6 +268,9 @@ def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\n reward: 1\n")
     with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml, line 2, column 8 is no YAML: .*; correct that line$"):
+        help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
+    (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\nnum_envs: !!bool x\n")
+    with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml is no YAML of settings: a value does not fit its tag, .*"):
         help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
 
 
