@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
+import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
-from yaml import MarkedYAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from grpo_rl.storage.masking import masked_override, masked_text
 
@@ -27,7 +29,7 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     """The error of composing a config as one line, with the remedy, and with the command's secrets masked.
 
     Args:
-        error: one :func:`of_composing`.
+        error: one for which :func:`of_composing` is true.
         arguments: the command line; a name that it does not hold is told with the file that does.
         folders: the folders with configs, whose names are offered for an unknown ``--config-name``.
     """
@@ -42,36 +44,45 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
 
 
 def of_composing(error: Exception) -> bool:
-    """Tells whether the error is Hydra's, or one that it met while it read a config file: then it is the user's."""
+    """Tells whether the error is Hydra's, or one that it met while it read a config file, which a user can correct."""
     return isinstance(error, HydraException) or _file_of(error) is not None
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _file_of(error: Exception) -> Path | None:
     """The config file that Hydra was reading when it met the error; None if it was doing something else."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), ConfigSource) and (path := frame.f_locals.get("full_path")):
-            return Path(path)
+    for frame in _frames(error):
+        names = frame.f_locals
+        # The names of Hydra's sources of files and of packages.
+        if isinstance(names.get("self"), ConfigSource) and (path := names.get("full_path") or names.get("res")):
+            return Path(str(path)).resolve()
     return None
 
 
-def unreadable(path: Path, error: Exception) -> str:
+def unreadable(path: Path, error: BaseException) -> str:
     """The line about a config file that can't be read.
 
     Args:
         path: the file.
         error: what reading it raised: PyYAML and OmegaConf raise nearly any kind, such as KeyError for ``!!bool x``.
     """
-    if isinstance(error, OSError):
-        return f"{path} can't be read: {error.strerror}"
+    if isinstance(error, OSError):  # OmegaConf's has no number
+        return f"{path} can't be read: {error.strerror}" if error.errno else f"{path} holds no settings ({error})"
     if isinstance(error, UnicodeDecodeError):
         return f"{path} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
         what = " ".join(filter(None, (error.problem, error.context)))
         return f"{path}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
+    if isinstance(error, YAMLError):
+        return f"{path} is no YAML: {_joined(error)}"
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return f"{path} is no YAML of settings: a value is nested too deeply, or holds itself; flatten it"
-    what = str(error) if isinstance(error, ValueError) else repr(error)
-    return f"{path} is no YAML of settings: a value does not fit its tag, as in !!int x ({what}); correct it"
+    if any(frame.f_globals.get("__name__") == yaml.constructor.__name__ for frame in _frames(error)):
+        return f"{path} is no YAML of settings: a value does not fit its tag, as in !!int x ({error!r}); correct it"
+    return f"{path} is no YAML of settings: {_joined(error)}"
 
 
 def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Path]) -> str:
@@ -93,7 +104,8 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         what = f" ({_joined(error).partition(' See https')[0]})" if shown == error.override else ""
         return f"{shown!r} can't be read as KEY=VALUE{what}; quote texts with signs in them: 'KEY=\"a, b\"'"
     if path := _file_of(error):
-        return unreadable(path, error)
+        wrapped = isinstance(error, ConfigCompositionException) and error.__cause__
+        return unreadable(path, wrapped or error)
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
     return _joined(error) + cause
 

@@ -143,13 +143,14 @@ def _settings(about: str, dataset: str | None, folders: Sequence[Path]) -> Itera
 
 def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     """The defaults that a task's config has, by dotted name, without those too long for a line."""
-    paths = [path for folder in folders if (path := folder / "env" / f"{dataset}.yaml").is_file()]
-    if not paths:
+    named = [(folder / "env" / f"{dataset}.yaml").resolve() for folder in folders]
+    path = next(filter(Path.is_file, named), None)  # Hydra, too, reads the first
+    if path is None:
         return {}
     try:
-        values = flat({"env": read_yaml(paths[-1].read_text(encoding="utf-8"))})
+        values = flat({"env": read_yaml(path.read_text(encoding="utf-8"))})
     except (ValueError, OSError) as error:
-        raise ValueError(unreadable(paths[-1].resolve(), error.__cause__ or error)) from error
+        raise ValueError(unreadable(path, error.__cause__ or error)) from error
     return {
         key: value
         for key, value in values.items()

@@ -25,25 +25,23 @@ def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
         hydra: Hydra's section of the config.
 
     Raises:
-        ValueError: a file is never read, as another one in an earlier folder has its name.
+        ValueError: a file of such a choice is never read, as another one of ``shipped`` has its name.
     """
     paths = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    chosen = {str(group): name for group, name in hydra.runtime.choices.items() if name}
-    for group, name in {"": hydra.job.config_name, **chosen}.items():
-        if group.startswith("hydra"):
+    for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
+        if not name or str(group).startswith("hydra"):
             continue
-        named = [folder / group / f"{str(name).removesuffix('.yaml')}.yaml" for folder in paths]
+        named = [folder / str(group) / f"{str(name).removesuffix('.yaml')}.yaml" for folder in paths]
         there = [path for path in named if path.is_file()]
-        for path in there:
-            if path.resolve().is_relative_to(shipped):
-                continue
-            if path != there[0]:  # Hydra reads the first; a copy of it does no harm
-                if path.read_bytes() != there[0].read_bytes():
-                    raise ValueError(f"{path} is never read, as {there[0]} has its name and comes first; rename it")
-                continue
-            package = PACKAGE.search(path.read_text(encoding="utf-8"))
-            place = package[1] if package else group.replace("/", ".")
-            yield path, "" if place in ("", "_global_") else f"{place}."
+        path = there[0] if there else shipped  # Hydra reads the first; there may be none, as in a package
+        if path.resolve().is_relative_to(shipped):
+            for other in there[1:]:
+                if other.read_bytes() != path.read_bytes():  # a copy does no harm
+                    raise ValueError(f"{other} is never read, as {path} has its name and comes first; rename it")
+            continue
+        package = PACKAGE.search(path.read_text(encoding="utf-8"))
+        place = package[1] if package else str(group).replace("/", ".")
+        yield path, "" if place in ("", "_global_") else f"{place}."
 
 
 def check_own_files(files: Iterable[tuple[Path, str]], dataset: str | None) -> None:

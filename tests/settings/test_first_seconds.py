@@ -58,6 +58,11 @@ FILES = {
     "conf/tag.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: !!bool x\n",
     "conf/loop.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: &a [*a]\n",
     "conf/experiment/tag.yaml": "# @package _global_\nepochs: !!timestamp x\n",
+    "conf/open.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: ${\n",
+    "conf/sign.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: \x01\n",
+    "conf/three.yaml": "3\n",
+    "pack/__init__.py": "",
+    "pack/experiment/packed.yaml": "# @package _global_\nepochs: !!bool x\n",
     "names/env/countdown.yaml": "num_envs: 3\n",
     "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
     "empty/README.md": "",
@@ -95,9 +100,16 @@ TABLE = [
     ([*OWN, "tag"], "tag.yaml is no YAML of settings: a value does not fit its tag, as in !!int x (Key"),
     ([*OWN, "loop"], "conf/loop.yaml is no YAML of settings: a value is nested too deeply, or holds itself;"),
     (["--config-dir", "conf", "+experiment=tag"], "conf/experiment/tag.yaml is no YAML of settings: a value does"),
+    ([*OWN, "open"], "conf/open.yaml is no YAML of settings: no viable alternative at input '${' full_key: epochs"),
+    ([*OWN, "sign"], "conf/sign.yaml is no YAML: unacceptable character #x0001: special characters are not allowed"),
+    ([*OWN, "three"], "conf/three.yaml holds no settings (Invalid loaded object type: int)"),
     (
         ["--config-dir", "names", "env.dataset=countdown"],
         "names/env/countdown.yaml is never read, as ",
+    ),
+    (
+        ["hydra.searchpath=[pkg://pack]", "+experiment=packed"],
+        "pack/experiment/packed.yaml is no YAML of settings: a v",
     ),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
@@ -264,14 +276,30 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
     assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
 
 
-def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dataset: gsm8k\n reward: 1\n", ", line 2, column 8 is no YAML: .*; correct that line"),
+        ("num_envs: !!bool x\n", " is no YAML of settings: a value does not fit its tag, .*; correct it"),
+        ("num_envs: &a [*a]\n", " is no YAML of settings: a value is nested too deeply, or holds itself"),
+        ("reward: &a {x: *a}\n", " is no YAML of settings: a value is nested too deeply, or holds itself"),
+        ("num_envs: 1" + ":01" * 200 + ".0\n", " is no YAML of settings: a value does not fit its tag, .*; correct it"),
+        ("num_envs: \x01\n", " is no YAML: unacceptable character .*"),
+    ],
+)
+def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path, text, message):
     (tmp_path / "env").mkdir()
-    (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\n reward: 1\n")
-    with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml, line 2, column 8 is no YAML: .*; correct that line$"):
+    (tmp_path / "env" / "gsm8k.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"^\S+gsm8k.yaml{message}$"):
         help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
-    (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\nnum_envs: !!bool x\n")
-    with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml is no YAML of settings: a value does not fit its tag, .*"):
-        help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
+
+
+def test_help_on_a_task_reads_the_file_that_a_run_reads(tmp_path):
+    for folder, number in (("first", 11), ("second", 12)):
+        (tmp_path / folder / "env").mkdir(parents=True)
+        (tmp_path / folder / "env" / "gsm8k.yaml").write_text(f"num_envs: {number}\ndata: {number}\n")
+    text = help_text("env", "", "grpo_gsm8k", [tmp_path / "first", tmp_path / "second"], "gsm8k")
+    assert "12" not in text
 
 
 def test_what_help_says_is_there():
