@@ -54,7 +54,7 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
         return _read_script(path, text)
     try:
         fields = json.loads(text) if path.suffix == ".json" else read_yaml(text)
-        # JSON can name halves of characters, which no file holds, and YAML a list inside itself.
+        # JSON can name halves of characters, which no file holds, and YAML has keys that JSON has not, such as dates.
         json.dumps(fields, default=str, ensure_ascii=False).encode()
     except (ValueError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is no {path.suffix.lstrip('.') or 'YAML'}: {error}") from None

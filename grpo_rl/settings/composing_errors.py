@@ -5,16 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 
-import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
 from yaml import MarkedYAMLError, YAMLError
 
 from grpo_rl.storage.masking import masked_override, masked_text
+from grpo_rl.storage.yaml_text import misfit
 
 KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 """The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
@@ -48,13 +47,9 @@ def of_composing(error: Exception) -> bool:
     return isinstance(error, HydraException) or _file_of(error) is not None
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
 def _file_of(error: Exception) -> Path | None:
     """The config file that Hydra was reading when it met the error; None if it was doing something else."""
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
         # The names of Hydra's sources of files and of packages.
         if isinstance(names.get("self"), ConfigSource) and (path := names.get("full_path") or names.get("res")):
@@ -80,8 +75,8 @@ def unreadable(path: Path, error: BaseException) -> str:
         return f"{path} is no YAML: {_joined(error)}"
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return f"{path} is no YAML of settings: a value is nested too deeply, or holds itself; flatten it"
-    if any(frame.f_globals.get("__name__") == yaml.constructor.__name__ for frame in _frames(error)):
-        return f"{path} is no YAML of settings: a value does not fit its tag, as in !!int x ({error!r}); correct it"
+    if place := misfit(error):
+        return f"{path}, {place}; correct that line"
     return f"{path} is no YAML of settings: {_joined(error)}"
 
 

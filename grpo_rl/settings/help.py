@@ -175,7 +175,8 @@ def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str,
 
 def _members(group: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
     """Each config of a group with its first comment, without links."""
-    files = {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
+    # Hydra reads the first of a name.
+    files = {path.stem: path for folder in reversed(folders) for path in sorted((folder / group).glob("*.yaml"))}
     return [(name, _first_comment(path)) for name, path in files.items()]
 
 

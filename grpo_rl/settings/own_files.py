@@ -27,15 +27,17 @@ def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
     Raises:
         ValueError: a file of such a choice is never read, as another one of ``shipped`` has its name.
     """
-    paths = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
         if not name or str(group).startswith("hydra"):
             continue
-        named = [folder / str(group) / f"{str(name).removesuffix('.yaml')}.yaml" for folder in paths]
-        there = [path for path in named if path.is_file()]
-        path = there[0] if there else shipped  # Hydra reads the first; there may be none, as in a package
-        if path.resolve().is_relative_to(shipped):
-            for other in there[1:]:
+        member = Path(str(group), f"{str(name).removesuffix('.yaml')}.yaml")
+        there = [folder for folder in folders if (folder / member).is_file()]  # Hydra reads the first
+        if not there:  # it is of a package
+            continue
+        path = there[0] / member
+        if there[0].resolve() == shipped:
+            for other in (folder / member for folder in there[1:]):
                 if other.read_bytes() != path.read_bytes():  # a copy does no harm
                     raise ValueError(f"{other} is never read, as {path} has its name and comes first; rename it")
             continue

@@ -97,9 +97,12 @@ TABLE = [
     ([*OWN, "empty"], "train is None, and it is a section; set its keys"),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
     (["--config-dir", "latin", "+experiment=accent"], "latin/experiment/accent.yaml is not encoded in UTF-8 (invalid"),
-    ([*OWN, "tag"], "tag.yaml is no YAML of settings: a value does not fit its tag, as in !!int x (Key"),
+    ([*OWN, "tag"], "conf/tag.yaml, line 2, column 9: the value is no bool; correct that line"),
     ([*OWN, "loop"], "conf/loop.yaml is no YAML of settings: a value is nested too deeply, or holds itself;"),
-    (["--config-dir", "conf", "+experiment=tag"], "conf/experiment/tag.yaml is no YAML of settings: a value does"),
+    (
+        ["--config-dir", "conf", "+experiment=tag"],
+        "conf/experiment/tag.yaml, line 2, column 9: the value is no timestamp",
+    ),
     ([*OWN, "open"], "conf/open.yaml is no YAML of settings: no viable alternative at input '${' full_key: epochs"),
     ([*OWN, "sign"], "conf/sign.yaml is no YAML: unacceptable character #x0001: special characters are not allowed"),
     ([*OWN, "three"], "conf/three.yaml holds no settings (Invalid loaded object type: int)"),
@@ -109,7 +112,7 @@ TABLE = [
     ),
     (
         ["hydra.searchpath=[pkg://pack]", "+experiment=packed"],
-        "pack/experiment/packed.yaml is no YAML of settings: a v",
+        "pack/experiment/packed.yaml, line 2, column 9: the value is no bool",
     ),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
@@ -280,10 +283,10 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
     ("text", "message"),
     [
         ("dataset: gsm8k\n reward: 1\n", ", line 2, column 8 is no YAML: .*; correct that line"),
-        ("num_envs: !!bool x\n", " is no YAML of settings: a value does not fit its tag, .*; correct it"),
-        ("num_envs: &a [*a]\n", " is no YAML of settings: a value is nested too deeply, or holds itself"),
-        ("reward: &a {x: *a}\n", " is no YAML of settings: a value is nested too deeply, or holds itself"),
-        ("num_envs: 1" + ":01" * 200 + ".0\n", " is no YAML of settings: a value does not fit its tag, .*; correct it"),
+        ("num_envs: !!bool x\n", ", line 1, column 11: the value is no bool; correct that line"),
+        ("num_envs: &a [*a]\n", " is no YAML of settings: a value holds itself, .*"),
+        ("reward: &a {x: *a}\n", " is no YAML of settings: a value holds itself, .*"),
+        ("num_envs: 1" + ":01" * 200 + ".0\n", ", line 1, column 11: the value is no float; correct that line"),
         ("num_envs: \x01\n", " is no YAML: unacceptable character .*"),
     ],
 )
@@ -297,9 +300,12 @@ def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path, 
 def test_help_on_a_task_reads_the_file_that_a_run_reads(tmp_path):
     for folder, number in (("first", 11), ("second", 12)):
         (tmp_path / folder / "env").mkdir(parents=True)
-        (tmp_path / folder / "env" / "gsm8k.yaml").write_text(f"num_envs: {number}\ndata: {number}\n")
-    text = help_text("env", "", "grpo_gsm8k", [tmp_path / "first", tmp_path / "second"], "gsm8k")
-    assert "12" not in text
+        (tmp_path / folder / "env" / "gsm8k.yaml").write_text(f"# task {number}\nsystem_prompt: a{number}\n")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    text = help_text("env", "", "grpo_gsm8k", folders, "gsm8k")
+    assert "env.system_prompt=a11" in text and "a12" not in text
+    text = help_text("", "", "grpo_gsm8k", folders, "gsm8k")
+    assert "task 11" in text and "task 12" not in text
 
 
 def test_what_help_says_is_there():
