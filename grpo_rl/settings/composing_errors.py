@@ -10,10 +10,9 @@ from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
-from yaml import MarkedYAMLError, YAMLError
 
 from grpo_rl.storage.masking import masked_override, masked_text
-from grpo_rl.storage.yaml_text import misfit
+from grpo_rl.storage.yaml_text import fault
 
 KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 """The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
@@ -68,15 +67,10 @@ def unreadable(path: Path, error: BaseException) -> str:
         return f"{path} can't be read: {error.strerror}" if error.errno else f"{path} holds no settings ({error})"
     if isinstance(error, UnicodeDecodeError):
         return f"{path} is not encoded in UTF-8 ({error.reason}); save it as UTF-8"
-    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
-        what = " ".join(filter(None, (error.problem, error.context)))
-        return f"{path}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
-    if isinstance(error, YAMLError):
-        return f"{path} is no YAML: {_joined(error)}"
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return f"{path} is no YAML of settings: a value is nested too deeply, or holds itself; flatten it"
-    if place := misfit(error):
-        return f"{path}, {place}; correct that line"
+    if what := fault(error):
+        return f"{path}, {what}; correct that line"
     return f"{path} is no YAML of settings: {_joined(error)}"
 
 

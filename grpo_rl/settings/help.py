@@ -151,11 +151,7 @@ def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
         values = flat({"env": read_yaml(path.read_text(encoding="utf-8"))})
     except (ValueError, OSError) as error:
         raise ValueError(unreadable(path, error.__cause__ or error)) from error
-    return {
-        key: value
-        for key, value in values.items()
-        if value != "???" and len(json.dumps(value, default=str)) <= LONGEST_DEFAULT
-    }
+    return {key: value for key, value in values.items() if value != "???" and len(str(value)) <= LONGEST_DEFAULT}
 
 
 def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -167,7 +163,7 @@ def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str,
             pairs.append((key, setting.comment))
             continue
         default = of_task[key] if setting.default is REQUIRED else setting.default
-        default = default if isinstance(default, str) else json.dumps(plain(default))
+        default = default if isinstance(default, str) else json.dumps(plain(default), default=str, skipkeys=True)
         limits = f" ({setting.bounds})" if setting.bounds else ""
         pairs.append((f"{key}={default}", setting.comment + limits))
     return pairs
@@ -175,8 +171,9 @@ def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str,
 
 def _members(group: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
     """Each config of a group with its first comment, without links."""
-    # Hydra reads the first of a name.
-    files = {path.stem: path for folder in reversed(folders) for path in sorted((folder / group).glob("*.yaml"))}
+    files: dict[str, Path] = {}
+    for path in (path for folder in folders for path in sorted((folder / group).glob("*.yaml"))):
+        files.setdefault(path.stem, path)  # Hydra, too, reads the first of a name
     return [(name, _first_comment(path)) for name, path in files.items()]
 
 

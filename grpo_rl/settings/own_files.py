@@ -25,7 +25,7 @@ def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
         hydra: Hydra's section of the config.
 
     Raises:
-        ValueError: a file of such a choice is never read, as another one of ``shipped`` has its name.
+        ValueError: Hydra never reads a chosen file, as one of ``shipped`` has its name.
     """
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():

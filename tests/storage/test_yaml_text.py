@@ -1,4 +1,4 @@
-"""YAML that would take the memory, the time or the words of whoever reads it."""
+"""YAML that stands for more than a reader can hold, and values that are not told."""
 
 import pytest
 
@@ -12,12 +12,31 @@ def aliases(lines: int) -> str:
 
 def test_aliases_of_few_values_are_read_and_those_of_many_refused_at_once():
     assert len(read_yaml(aliases(4))["a4"]) == 10
-    with pytest.raises(ValueError, match="its aliases stand for a million values$"):
-        read_yaml(aliases(100))
+    with pytest.raises(ValueError, match="^it holds more than a million values"):
+        read_yaml(aliases(8))
+
+
+def test_a_hundred_levels_are_read_and_no_more_whether_written_out_or_by_aliases():
+    assert read_yaml("[" * 99 + "]" * 99) and read_yaml("[" * 100 + "]" * 100)
+    by_alias = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 1300))
+    for text in ("[" * 101 + "]" * 101, by_alias, "[" * 5000):
+        with pytest.raises(ValueError, match="or more than 100 levels$"):
+            read_yaml(text)
 
 
 def test_a_large_text_without_aliases_is_too_large_only_by_its_values():
     assert len(read_yaml("- " + "x" * (MOST_VALUES + 1))[0]) == MOST_VALUES + 1
+
+
+@pytest.mark.parametrize("text", ['a: "\\U00110000"', "%YAML 1." + "9" * 5000 + "\n--- a"])
+def test_numbers_that_python_refuses_are_told_as_no_yaml(text):
+    with pytest.raises(ValueError, match=r"^it is no YAML \((Value|Overflow)Error\)$"):
+        read_yaml(text)
+
+
+def test_a_line_that_is_no_yaml_is_not_quoted():
+    with pytest.raises(ValueError, match=r"^line 1, column 21: mapping values are not allowed here$"):
+        read_yaml("hub_token: hf_secret: x")
 
 
 @pytest.mark.parametrize("text", ["a: !!int hf_secret", "a: !!float hf_secret", "a: !!timestamp hf_secret"])
