@@ -113,7 +113,7 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
 
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
     """Tells whether there are at least so many placeholders, such as ``[address]``."""
-    return sum(map(_placeholders, response.split("\n"))) >= num_placeholders
+    return sum(_placeholders(line) for line in response.split("\n") if "[" in line) >= num_placeholders
 
 
 def _placeholders(line: str) -> int:
@@ -173,7 +173,7 @@ def json_format(response: str) -> bool:
 
 def title(response: str) -> bool:
     """Tells whether there is a title that is not blank, such as ``<<poem of joy>>``, within a line."""
-    return any(_title(line).strip() for line in response.split("\n"))
+    return any(_title(line).strip() for line in response.split("\n") if "<<" in line)
 
 
 def _title(line: str) -> str:
