@@ -235,6 +235,7 @@ def _instructions() -> Any:
 
 
 def _followed(text: str) -> Any:
+    """All 25 instructions, on the text and on eight variants of it: 225 passes over a megabyte take seconds."""
     from grpo_rl.envs.ifeval.verdicts import verdicts
 
     return verdicts(_instructions(), text), verdicts(_instructions(), text, loose=True)
@@ -603,7 +604,7 @@ TARGETS = [
         Target(f"{name} calls", _as_is, _conversed(name), _corpus("calls"), _reward, error=None)
         for name in ("calculator", "search")
     ),
-    Target("ifeval responses", _as_is, _followed, _corpus("responses"), error=None),
+    Target("ifeval responses", _as_is, _followed, _corpus("responses"), error=None, deadline_s=DEAR_S),
     Target("ifeval instructions", _as_is, _instruction_row, _corpus("ifeval instructions")),
     Target("math", _as_is, _compare, _corpus("math"), _only_deadlines, error=None, deadline_s=BESIDE_S, examples=100,
            watched=False, clock=time.monotonic),
