@@ -13,7 +13,7 @@ MOST_VALUES, DEEPEST = 1_000_000, 100
 
 
 def read_yaml(text: str) -> Any:
-    """What a YAML text holds; None for an empty one.
+    """Reads a YAML text; an empty one holds None.
 
     Raises:
         ValueError: it is no YAML, a value does not fit its tag or holds itself, or there are too many or too deep ones.
