@@ -286,5 +286,5 @@ def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
 def _parsed(text: str, where: str) -> list:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # plain ones where an integer is longer than Python reads
         raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error

@@ -148,8 +148,12 @@ def _without_paths(command: str) -> str:
     """
     if len(command) > LONGEST_COMMAND:
         return f"# a command of {len(command):,} characters; summary.json of the run has it"
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation that does not end, in a summary.json that something else wrote
+        return "# a command that no shell reads; summary.json of the run has it"
     kept: list[str] = []
-    for word in shlex.split(command):
+    for word in words:
         key, equals, value = word.partition("=")
         path = Path(word)
         if not equals and path.suffix == ".py":

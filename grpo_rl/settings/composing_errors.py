@@ -8,6 +8,10 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import InputDefault
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
 
@@ -42,17 +46,51 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
 
 
 def of_composing(error: Exception) -> bool:
-    """Tells whether the error is Hydra's, or one that it met while it read a config file, which a user can correct."""
-    return isinstance(error, HydraException) or _file_of(error) is not None
+    """Tells whether the error is Hydra's, or one that it met while it composed a config, which a user can correct."""
+    if isinstance(error, HydraException) or _file_of(error):
+        return True
+    # Of which kinds Hydra's own are, where a config is none that it takes.
+    kinds = ValueError, AssertionError, RecursionError
+    return isinstance(error, kinds) and any(isinstance(names.get("self"), ConfigLoader) for names in _locals(error))
+
+
+def _locals(error: Exception) -> list[dict]:
+    """The local variables of each frame of the error's traceback, the innermost last."""
+    return [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _file_of(error: Exception) -> Path | None:
     """The config file that Hydra was reading when it met the error; None if it was doing something else."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        names = frame.f_locals
+    for names in _locals(error):
         # The names of Hydra's sources of files and of packages.
         if isinstance(names.get("self"), ConfigSource) and (path := names.get("full_path") or names.get("res")):
             return Path(str(path)).resolve()
+    return None
+
+
+def _no_name(error: Exception) -> str | None:
+    """The line about an override that gives a config group anything but a name; None if it is another error."""
+    override = next((names["override"] for names in _locals(error) if "override" in names), None)
+    if not isinstance(override, Override) or "group override" not in str(error):
+        return None
+    return f"{masked_override(override.input_line)!r} names no config; write {override.key_or_group}=NAME"
+
+
+def _wrong_defaults(error: Exception) -> str | None:
+    """The line about a file with a ``defaults`` that Hydra does not take; None if it met the error elsewhere."""
+    for names in reversed(_locals(error)):
+        source, parent = names.get("source"), names.get("parent")
+        if isinstance(names.get("self"), ConfigRepository) and isinstance(source, ConfigSource) and names.get("ret"):
+            # An assertion of Hydra's has no text.
+            reason = masked_text(_joined(error)) or "a name in it is no text"
+            path = f"{source.path}/{names['config_path'].removesuffix('.yaml')}.yaml"
+            return (
+                f"{path}: its defaults are no list of configs ({reason}); write such as [override /loss: NAME, _self_]"
+            )
+        if isinstance(error, RecursionError) and isinstance(parent, InputDefault):
+            return (
+                f"the defaults of {parent.get_config_path()} lead to itself again; take it out of those that it names"
+            )
     return None
 
 
@@ -95,8 +133,10 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
     if path := _file_of(error):
         wrapped = isinstance(error, ConfigCompositionException) and error.__cause__
         return unreadable(path, wrapped or error)
+    if not isinstance(error, HydraException) and (line := _no_name(error) or _wrong_defaults(error)):
+        return line
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
-    return _joined(error) + cause
+    return (_joined(error) or type(error).__name__) + cause
 
 
 def _holder(name: str, folders: Iterable[Path]) -> str:

@@ -52,8 +52,8 @@ def breaks(target: fuzz_targets.Target, seeds: list, seed: int, number: int, fol
     return None
 
 
-def work(name: str, seed: int, first: int, step: int, count: int, seconds: float, results) -> None:
-    """The inputs first, first + step, ... in a process and a folder of its own; tells the count and what broke."""
+def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, results) -> None:
+    """The inputs first, first + step, ... in a process and a folder of its own; tells what broke, and where it ends."""
     target = fuzz_targets.BY_NAME[name]
     found, done, slowest = [], 0, (0.0, -1)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,8 +62,9 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
         seeds = list(target.seeds(Path(folder)))
         import_late(target, seeds, Path(folder))
         until, armed = time.monotonic() + seconds, float("-inf")
-        for number in range(first * target.at_once, count, step * target.at_once):
+        for number in range(first, end, step):
             if (now := time.monotonic()) > until:
+                end = number
                 break
             if now - armed > HANG_S / 60:  # a hang that no signal ends is told by its number, with the stack
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
@@ -82,7 +83,7 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
         faulthandler.cancel_dump_traceback_later()
         touched = canaries.touched(Path(folder))
         os.chdir("/")
-    results.put(("done", (done, found, touched, slowest)))
+    results.put(("done", (done, found, touched, slowest, end)))
 
 
 def messages(worker, queue) -> Iterator[tuple]:
@@ -97,13 +98,14 @@ def messages(worker, queue) -> Iterator[tuple]:
             time.sleep(0.05)
 
 
-def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> int:
+def fuzz(name: str, seed: int, first: int, count: int, processes: int, seconds: float) -> int:
     """Fuzzes one target; the number of broken inputs."""
     begun, context = time.monotonic(), multiprocessing.get_context("fork")
     queues = [context.SimpleQueue() for _ in range(processes)]
+    each, end = fuzz_targets.BY_NAME[name].at_once, first + count
     workers = [
-        context.Process(target=work, args=(name, seed, first, processes, count, seconds, queue))
-        for first, queue in enumerate(queues)
+        context.Process(target=work, args=(name, seed, first + i * each, processes * each, end, seconds, queue))
+        for i, queue in enumerate(queues)
     ]
     for worker in workers:
         worker.start()
@@ -114,7 +116,7 @@ def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> in
                 last[place] = value
                 continue
             done, found, touched = done + value[0], found + value[1], touched + value[2]
-            slowest = max(slowest, value[3])
+            slowest, end = max(slowest, value[3]), min(end, value[4])
             break
         else:
             found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 calls after", ""))
@@ -122,7 +124,8 @@ def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> in
     took = time.monotonic() - begun
     print(
         f"{name}: {done:,} inputs in {took:.0f} s ({done / took:,.0f}/s), {len(found)} broken, canaries "
-        f"{touched or 'untouched'}; the slowest took {slowest[0]:.2f} s (--only {slowest[1]})",
+        f"{touched or 'untouched'}; the slowest took {slowest[0]:.2f} s (--only {slowest[1]})"
+        f"{f'; it goes on with --first {end}' * (end < first + count)}",
         flush=True,
     )
     kinds: dict[str, list] = {}
@@ -137,6 +140,7 @@ def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> in
 def main() -> None:
     """Fuzzes the targets that are asked for, one after the other; exit code 1 where anything broke."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first input, to go on with a run")
     parser.add_argument("--count", type=int, default=1_000_000, help="inputs a target")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, a target")
     parser.add_argument("--seed", type=int, default=0)
@@ -155,7 +159,8 @@ def main() -> None:
             print(repr(data)[:5000])
             fuzz_targets.run(target, data, here)
         return
-    broken = sum(fuzz(name, options.seed, options.count, options.processes, options.seconds) for name in names)
+    given = options.seed, options.first, options.count, options.processes, options.seconds
+    broken = sum(fuzz(name, *given) for name in names)
     sys.exit(bool(broken))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from fuzz_inputs import FRAGMENTS, as_bytes, mutated
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from grpo_rl.storage.yaml_text import read_yaml
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
@@ -111,9 +114,17 @@ def test_a_planted_harm_is_told(read, what, tmp_path, canary, monkeypatch):
 
 
 def test_another_error_than_the_documented_one_is_told(tmp_path, canary):
-    fuzz_targets.run(target_of(lambda text: int("x"), ValueError), "x", tmp_path)
+    fuzz_targets.run(target_of(read_yaml, ValueError), "[", tmp_path)
     with pytest.raises(fuzz_targets.Broken, match="UnicodeDecodeError"):
         fuzz_targets.run(target_of(lambda text: b"\xff".decode(), ValueError), "x", tmp_path)
+
+
+@pytest.mark.parametrize("line", ["json.loads(text)", "int(text)"])
+def test_an_error_of_the_documented_kind_that_no_line_of_ours_raises_is_told(line, tmp_path, canary):
+    here = {"json": json}
+    exec(compile(f"def read(text):\n    return {line}", f"{fuzz_targets.OURS}reader.py", "exec"), here)
+    with pytest.raises(fuzz_targets.Broken, match="raised (JSONDecodeError|ValueError)"):
+        fuzz_targets.run(target_of(here["read"], ValueError), "x", tmp_path)
 
 
 def test_the_time_of_other_processes_counts(tmp_path, canary, monkeypatch):
@@ -148,7 +159,7 @@ fuzz_targets.BY_NAME = {
     "sound": target(lambda text: time.sleep(0.04)),  # 50 of them take twice as long as a hang
     "hangs": target(lambda text: text == "x" or time.sleep(30)),  # x is the seed, which is read before
 }
-print([fuzzer.fuzz(name, seed=0, count=50, processes=1, seconds=60) for name in fuzz_targets.BY_NAME])
+print([fuzzer.fuzz(name, seed=0, first=0, count=50, processes=1, seconds=60) for name in fuzz_targets.BY_NAME])
 """
 AT_THE_END = """
 put = []
@@ -186,8 +197,15 @@ SEVERAL = """
 target = fuzz_targets.Target("planted", lambda data, folder: data, print, lambda folder: ["abc"], error=None, at_once=3)
 fuzz_targets.BY_NAME = {"planted": target}
 print(fuzzer.input_of(target, ["abc"], seed=5, number=6))
-fuzzer.fuzz("planted", seed=5, count=9, processes=1, seconds=60)
+fuzzer.fuzz("planted", seed=5, first=0, count=9, processes=1, seconds=60)
 """
+GOES_ON = (
+    SEVERAL
+    + """
+fuzzer.fuzz("planted", seed=5, first=3, count=6, processes=2, seconds=0)
+fuzzer.fuzz("planted", seed=5, first=6, count=3, processes=2, seconds=60)
+"""
+)
 
 
 def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
@@ -196,3 +214,9 @@ def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
     assert told[0] == repr(single[6:])
     assert [repr(single[at : at + 3]) in told for at in (0, 3, 6)] == [True] * 3
     assert told[-1].startswith("planted: 9 inputs in ")
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_ended():
+    _, cut, rest = (part for part in told_by(GOES_ON).stdout.split("planted: ")[1:])
+    assert cut.startswith("0 inputs in ") and "goes on with --first 3\n" in cut
+    assert rest.startswith("3 inputs in ") and "goes on" not in rest

@@ -61,6 +61,9 @@ FILES = {
     "conf/open.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: ${\n",
     "conf/sign.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: \x01\n",
     "conf/three.yaml": "3\n",
+    "conf/defaults.yaml": "defaults: [grpo_gsm8k, {1: x}]\n",
+    "conf/none.yaml": "defaults:\nepochs: 1\n",
+    "conf/circle.yaml": "defaults: [circle]\n",
     "pack/__init__.py": "",
     "pack/experiment/packed.yaml": "# @package _global_\nepochs: !!bool x\n",
     "names/env/countdown.yaml": "num_envs: 3\n",
@@ -106,6 +109,16 @@ TABLE = [
     ([*OWN, "open"], "conf/open.yaml is no YAML of settings: no viable alternative at input '${' full_key: epochs"),
     ([*OWN, "sign"], "conf/sign.yaml, character 40: special characters are not allowed; correct"),
     ([*OWN, "three"], "conf/three.yaml holds no settings (Invalid loaded object type: int)"),
+    (
+        [*OWN, "defaults"],
+        "conf/defaults.yaml: its defaults are no list of configs (a name in it is no text); write such",
+    ),
+    (
+        [*OWN, "none"],
+        "none.yaml: its defaults are no list of configs (Invalid defaults list in 'none', defaults must be a",
+    ),
+    ([*OWN, "circle"], "the defaults of circle lead to itself again; take it out of those that it names"),
+    (["loss=3"], "'loss=3' names no config; write loss=NAME"),
     (
         ["--config-dir", "names", "env.dataset=countdown"],
         "names/env/countdown.yaml is never read, as ",
