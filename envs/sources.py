@@ -286,5 +286,7 @@ def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
 def _parsed(text: str, where: str) -> list:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # plain ones where an integer is longer than Python reads
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
+    except ValueError as error:  # Python reads no longer ones
+        raise ValueError(f"{where} has an integer of more than 4,300 digits; write it as a text") from error

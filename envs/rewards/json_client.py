@@ -97,14 +97,12 @@ class JsonClient:
                     body_read = self._read(response, ends, MOST_BYTES + 1)
                 if len(body_read) > MOST_BYTES:
                     raise ValueError(f"{self.url}{path} responds with more than {MOST_BYTES >> 20} MiB")
-                return json.loads(body_read)
+                return _json(body_read, self.url + path)
             except urllib.error.HTTPError as error:
                 why = f"HTTP {error.code}: {self._excerpt(error, ends)}"
                 if error.code not in FOR_NOW:
                     raise ValueError(f"{self.url}{path} refuses: {why}") from None
                 asked_for_s = _seconds(error.headers.get("Retry-After"))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{self.url}{path} responds with no JSON: {error}") from None
             except (OSError, http.client.HTTPException) as error:  # refused, reset, cut off, or over its deadline
                 why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
             if attempt == self._retries:
@@ -151,6 +149,13 @@ class JsonClient:
             text = ""
         text = text.replace(self._key, "[key]") if self._key else text
         return " ".join(text[:EXCERPT].split())
+
+
+def _json(body: bytes, url: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, too deep, or an integer of too many digits
+        raise ValueError(f"{url} responds with no JSON: {error}") from None
 
 
 def _seconds(retry_after: str | None) -> float | None:

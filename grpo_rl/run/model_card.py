@@ -150,8 +150,8 @@ def _without_paths(command: str) -> str:
         return f"# a command of {len(command):,} characters; summary.json of the run has it"
     try:
         words = shlex.split(command)
-    except ValueError:  # a quotation that does not end, in a summary.json that something else wrote
-        return "# a command that no shell reads; summary.json of the run has it"
+    except ValueError:  # in a summary.json that something else wrote
+        return "# a command with an unclosed quotation; summary.json of the run has it"
     kept: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")

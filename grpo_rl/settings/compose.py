@@ -9,6 +9,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,6 +21,7 @@ from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
 from grpo_rl.settings.tasks import MIXTURE, TASKS
+from grpo_rl.storage.masking import masked_override
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
 DEFAULT_CONFIG = "grpo_gsm8k"
@@ -39,16 +41,32 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
     """
     names = []
     for word in arguments:
-        if "=" not in word or word.startswith(("-", "~")):
+        if "=" not in word or word.startswith("-"):
             continue
         try:
-            name = OverridesParser.create().parse_override(word).key_or_group
+            override = OverridesParser.create().parse_override(word)
         except HydraException:
             continue  # Hydra explains these itself
-        # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
-        if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
+        name = override.key_or_group
+        if "/" in name or name in GROUPS:  # such as hydra/launcher
+            _check_names(override)
+        elif name.split(".")[0] != "hydra" and not override.is_delete():
             names.append(name)
     check_keys([name for name in names if dataset or not name.startswith("env.")], dataset)
+
+
+def _check_names(override: Override) -> None:
+    """Raises ValueError where a config group is given anything but names: Hydra's own error does not tell which."""
+    value = override.value()
+    if isinstance(value, dict):
+        return
+    values = value.list if isinstance(value, ChoiceSweep) else [] if isinstance(value, Sweep) else [value]
+    for given in values:
+        names = given if isinstance(given, list) and not override.is_delete() else [given]
+        if not all(isinstance(name, str | QuotedString) for name in names):
+            key, _, told = masked_override(override.input_line).partition("=")
+            key = "env.dataset" if key == "env" else key
+            raise ValueError(f"{key}={told} is no name; write {key}=NAME, in quotes if the name is a number")
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:

@@ -7,11 +7,10 @@ import re
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from hydra._internal.config_repository import ConfigRepository
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.default_element import InputDefault
-from hydra.core.override_parser.types import Override
+from hydra.core.default_element import DefaultsTreeNode
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
 
@@ -46,51 +45,59 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
 
 
 def of_composing(error: Exception) -> bool:
-    """Tells whether the error is Hydra's, or one that it met while it composed a config, which a user can correct."""
-    if isinstance(error, HydraException) or _file_of(error):
-        return True
-    # Of which kinds Hydra's own are, where a config is none that it takes.
-    kinds = ValueError, AssertionError, RecursionError
-    return isinstance(error, kinds) and any(isinstance(names.get("self"), ConfigLoader) for names in _locals(error))
-
-
-def _locals(error: Exception) -> list[dict]:
-    """The local variables of each frame of the error's traceback, the innermost last."""
-    return [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """Tells whether the error is Hydra's, or one that it met while it read a config, which a user can correct."""
+    return isinstance(error, HydraException) or bool(_file_of(error) or _wrong_defaults(error))
 
 
 def _file_of(error: Exception) -> Path | None:
     """The config file that Hydra was reading when it met the error; None if it was doing something else."""
-    for names in _locals(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_locals
         # The names of Hydra's sources of files and of packages.
         if isinstance(names.get("self"), ConfigSource) and (path := names.get("full_path") or names.get("res")):
             return Path(str(path)).resolve()
     return None
 
 
-def _no_name(error: Exception) -> str | None:
-    """The line about an override that gives a config group anything but a name; None if it is another error."""
-    override = next((names["override"] for names in _locals(error) if "override" in names), None)
-    if not isinstance(override, Override) or "group override" not in str(error):
-        return None
-    return f"{masked_override(override.input_line)!r} names no config; write {override.key_or_group}=NAME"
-
-
-def _wrong_defaults(error: Exception) -> str | None:
-    """The line about a file with a ``defaults`` that Hydra does not take; None if it met the error elsewhere."""
-    for names in reversed(_locals(error)):
-        source, parent = names.get("source"), names.get("parent")
+def _wrong_defaults(error: BaseException) -> str | None:
+    """The line about a file whose ``defaults`` Hydra does not take; None if the error is another one."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, RecursionError):
+        return _circle(frames)
+    if not frames or not str(frames[-1].f_globals.get("__name__")).startswith(("hydra.", "omegaconf.")):
+        return None  # of a package whose import failed
+    for names in (frame.f_locals for frame in reversed(frames)):
+        source, node = names.get("source"), names.get("root")
         if isinstance(names.get("self"), ConfigRepository) and isinstance(source, ConfigSource) and names.get("ret"):
-            # An assertion of Hydra's has no text.
-            reason = masked_text(_joined(error)) or "a name in it is no text"
-            path = f"{source.path}/{names['config_path'].removesuffix('.yaml')}.yaml"
-            return (
-                f"{path}: its defaults are no list of configs ({reason}); write such as [override /loss: NAME, _self_]"
-            )
-        if isinstance(error, RecursionError) and isinstance(parent, InputDefault):
-            return (
-                f"the defaults of {parent.get_config_path()} lead to itself again; take it out of those that it names"
-            )
+            folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
+            name = names["config_path"].removesuffix(".yaml")
+            return _not_taken(name, f"{folder}/{name}.yaml", error)
+        if isinstance(error, ValueError | AssertionError) and isinstance(node, DefaultsTreeNode) and node.parent:
+            of = node if node.parent.node.is_virtual() else node.parent
+            name = of.node.get_config_path()
+            return _not_taken(name, name, error)
+    return None
+
+
+def _not_taken(name: str, path: str, error: BaseException) -> str:
+    # An assertion of Hydra's has no text.
+    reason = masked_text(_joined(error).removeprefix(f"In {name}: ")) or "one of them is no name"
+    example = "[{override /loss: dapo}, _self_]" if "/" in name else "[grpo_gsm8k, {override loss: dapo}, _self_]"
+    return f"{path}: Hydra does not take its defaults ({reason}); write them as in {example}"
+
+
+def _circle(frames: Sequence[FrameType]) -> str | None:
+    """The line about defaults that lead to themselves; None if the frames are none of reading them."""
+    nodes = [frame.f_locals.get("root") for frame in frames]
+    node = next((node for node in reversed(nodes) if isinstance(node, DefaultsTreeNode)), None)
+    names: list[str] = []
+    while node is not None and not node.node.is_virtual():
+        name = node.node.get_config_path()
+        if name in names:
+            circle = [name, *reversed(names[names.index(name) :])]
+            return f"the defaults go in a circle, {' -> '.join(circle)}; remove one of these"
+        names.append(name)
+        node = node.parent
     return None
 
 
@@ -133,10 +140,10 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
     if path := _file_of(error):
         wrapped = isinstance(error, ConfigCompositionException) and error.__cause__
         return unreadable(path, wrapped or error)
-    if not isinstance(error, HydraException) and (line := _no_name(error) or _wrong_defaults(error)):
+    if line := _wrong_defaults(error if not isinstance(error, HydraException) else error.__cause__ or error):
         return line
     cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
-    return (_joined(error) or type(error).__name__) + cause
+    return _joined(error) + cause
 
 
 def _holder(name: str, folders: Iterable[Path]) -> str:

@@ -78,6 +78,8 @@ def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, 
                 found += [told for n in numbers if (told := breaks(alone, seeds, seed, n, Path(folder)))] or [broken]
             elif broken:
                 found.append(broken)
+            if broken and len(found) <= SHOWN:  # at once, as a hang may end this process
+                print(f"  {name} --only {found[-1][0]}: {found[-1][1]}", file=sys.stderr, flush=True)
             slowest = max(slowest, (target.clock() - begun, number))
             done += target.at_once
         faulthandler.cancel_dump_traceback_later()
@@ -119,13 +121,16 @@ def fuzz(name: str, seed: int, first: int, count: int, processes: int, seconds: 
             slowest, end = max(slowest, value[3]), min(end, value[4])
             break
         else:
-            found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 calls after", ""))
+            end = min(end, last.get(place, first))
+            found.append(
+                (last.get(place, first), f"its process ended with {worker.exitcode} in the 4096 calls after", "")
+            )
         worker.join()
     took = time.monotonic() - begun
     print(
         f"{name}: {done:,} inputs in {took:.0f} s ({done / took:,.0f}/s), {len(found)} broken, canaries "
         f"{touched or 'untouched'}; the slowest took {slowest[0]:.2f} s (--only {slowest[1]})"
-        f"{f'; it goes on with --first {end}' * (end < first + count)}",
+        f"{f'; it goes on with --first {end} --count {first + count - end}' * (end < first + count)}",
         flush=True,
     )
     kinds: dict[str, list] = {}

@@ -345,7 +345,7 @@ def _read_shipped_configs_once() -> None:
         kept: dict[tuple[str, str], bytes] = {}
 
         def load_config(self: Any, config_path: str) -> Any:
-            if self.scheme() == "file" and Path(self.path) != FOLDER:
+            if not (self.path in (str(FOLDER), "hydra.conf") or self.scheme() == "structured"):
                 return load(self, config_path)
             at = self.path, config_path
             if at not in kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -199,13 +200,15 @@ fuzz_targets.BY_NAME = {"planted": target}
 print(fuzzer.input_of(target, ["abc"], seed=5, number=6))
 fuzzer.fuzz("planted", seed=5, first=0, count=9, processes=1, seconds=60)
 """
-GOES_ON = (
-    SEVERAL
-    + """
-fuzzer.fuzz("planted", seed=5, first=3, count=6, processes=2, seconds=0)
-fuzzer.fuzz("planted", seed=5, first=6, count=3, processes=2, seconds=60)
+GOES_ON = """
+def read(text):
+    print("read", repr(text), flush=True)
+    time.sleep(0.3)
+
+target = fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["abc"], error=None)
+fuzz_targets.BY_NAME = {{"planted": target}}
+fuzzer.fuzz("planted", seed=5, first={first}, count={count}, processes=1, seconds={seconds})
 """
-)
 
 
 def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
@@ -217,6 +220,10 @@ def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_ended():
-    _, cut, rest = (part for part in told_by(GOES_ON).stdout.split("planted: ")[1:])
-    assert cut.startswith("0 inputs in ") and "goes on with --first 3\n" in cut
-    assert rest.startswith("3 inputs in ") and "goes on" not in rest
+    cut = told_by(GOES_ON.format(first=2, count=40, seconds=1)).stdout
+    first, count = map(int, re.search(r"goes on with --first (\d+) --count (\d+)\n", cut).groups())
+    assert 2 < first < 42 and first + count == 42
+    rest = told_by(GOES_ON.format(first=first, count=3, seconds=60)).stdout
+    assert "goes on" not in rest
+    read = [line for told in (cut, rest) for line in told.splitlines()[1:] if line.startswith("read")]  # [0]: the seed
+    assert read == [f"read {mutated(Random(f'5/planted/{number}'), ['abc'])!r}" for number in range(2, first + 3)]
