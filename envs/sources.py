@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,5 +289,6 @@ def _parsed(text: str, where: str) -> list:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
-    except ValueError as error:  # Python reads no longer ones
-        raise ValueError(f"{where} has an integer of more than 4,300 digits; write it as a text") from error
+    except ValueError as error:  # Python refuses integers of more digits
+        most = f"{sys.get_int_max_str_digits():,}"
+        raise ValueError(f"{where} has an integer of more than {most} digits; write it as a text") from error

@@ -155,7 +155,7 @@ def _json(body: bytes, url: str) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, too deep, or an integer of too many digits
-        raise ValueError(f"{url} responds with no JSON: {error}") from None
+        raise ValueError(f"{url} responds with no JSON that can be read: {error}") from None
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -151,7 +151,7 @@ def _without_paths(command: str) -> str:
     try:
         words = shlex.split(command)
     except ValueError:  # in a summary.json that something else wrote
-        return "# a command with an unclosed quotation; summary.json of the run has it"
+        return "# a command with an unclosed quotation or escape; summary.json of the run has it"
     kept: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")

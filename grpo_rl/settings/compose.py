@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
-from grpo_rl.settings.composing_errors import OWN, explained, of_composing
+from grpo_rl.settings.composing_errors import OWN, explained, no_name, of_composing
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
 from grpo_rl.settings.tasks import MIXTURE, TASKS
-from grpo_rl.storage.masking import masked_override
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
 DEFAULT_CONFIG = "grpo_gsm8k"
@@ -29,6 +30,8 @@ OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
 """Keys beside those of ``loss`` that a replay can change."""
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+NO_NAME = (NoneType, bool, int, float, list, RangeSweep, IntervalSweep)
+"""Kinds of values that name no config; Hydra takes a mapping for the keys of the group."""
 
 
 def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
@@ -37,7 +40,7 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
     Without a dataset a key of ``env`` passes: :class:`Settings` checks it against the task that the config names.
 
     Raises:
-        ValueError: an unknown key.
+        ValueError: an unknown key, or no name for a config group.
     """
     names = []
     for word in arguments:
@@ -56,17 +59,15 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
 
 
 def _check_names(override: Override) -> None:
-    """Raises ValueError where a config group is given anything but names: Hydra's own error does not tell which."""
+    """Raises ValueError where a config group is given what is no name: Hydra's own error does not tell the override."""
     value = override.value()
-    if isinstance(value, dict):
-        return
-    values = value.list if isinstance(value, ChoiceSweep) else [] if isinstance(value, Sweep) else [value]
+    values: list[Any] = value.list if isinstance(value, ChoiceSweep) else [value]
     for given in values:
-        names = given if isinstance(given, list) and not override.is_delete() else [given]
-        if not all(isinstance(name, str | QuotedString) for name in names):
-            key, _, told = masked_override(override.input_line).partition("=")
-            key = "env.dataset" if key == "env" else key
-            raise ValueError(f"{key}={told} is no name; write {key}=NAME, in quotes if the name is a number")
+        several = isinstance(given, list) and not override.is_delete()
+        for name in given if several else [given]:
+            deletes_any = name is None and override.is_delete()
+            if (isinstance(name, NO_NAME) and not deletes_any) or name == "???":
+                raise ValueError(no_name(override))
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:

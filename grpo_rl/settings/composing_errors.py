@@ -7,10 +7,10 @@ import re
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.default_element import DefaultsTreeNode
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
 
@@ -46,7 +46,7 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
 
 def of_composing(error: Exception) -> bool:
     """Tells whether the error is Hydra's, or one that it met while it read a config, which a user can correct."""
-    return isinstance(error, HydraException) or bool(_file_of(error) or _wrong_defaults(error))
+    return isinstance(error, HydraException) or bool(_file_of(error) or _wrong_group(error) or _wrong_defaults(error))
 
 
 def _file_of(error: Exception) -> Path | None:
@@ -59,45 +59,63 @@ def _file_of(error: Exception) -> Path | None:
     return None
 
 
+def no_name(override: Override) -> str:
+    """The line about an override that gives a config group what is no name, with secrets masked."""
+    key, _, value = masked_override(override.input_line).partition("=")
+    key = "env.dataset" if key == "env" else key
+    valid = {"++experiment": "+experiment", "experiment": "+experiment", "+loss": "loss", "++loss": "loss"}.get(
+        key, key
+    )
+    return f"{key}={value}: a config is chosen by its name; write {valid}=NAME"
+
+
+def _wrong_group(error: Exception) -> str | None:
+    """The line about an override of a config group that Hydra refuses; None if the error is another one."""
+    frames = traceback.walk_tb(error.__traceback__)
+    override = next((frame.f_locals["override"] for frame, _ in frames if "override" in frame.f_locals), None)
+    refused = isinstance(override, Override) and "Config group override" in str(error)
+    return no_name(override) if refused else None
+
+
 def _wrong_defaults(error: BaseException) -> str | None:
     """The line about a file whose ``defaults`` Hydra does not take; None if the error is another one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    nodes = [node for frame in frames if isinstance(node := frame.f_locals.get("root"), DefaultsTreeNode)]
     if isinstance(error, RecursionError):
-        return _circle(frames)
+        return _circle(nodes[-1]) if nodes else None
     if not frames or not str(frames[-1].f_globals.get("__name__")).startswith(("hydra.", "omegaconf.")):
-        return None  # of a package whose import failed
-    for names in (frame.f_locals for frame in reversed(frames)):
-        source, node = names.get("source"), names.get("root")
-        if isinstance(names.get("self"), ConfigRepository) and isinstance(source, ConfigSource) and names.get("ret"):
+        return None  # such as the import of a package that failed
+    if frames[-1].f_code.co_name == "_check_not_missing" and nodes[-1].parent:  # its parent has ??? in its list
+        return _not_taken(nodes[-1].parent.node.get_config_path(), "", error)
+    for variables in (frame.f_locals for frame in reversed(frames)):
+        source = variables.get("source")
+        if isinstance(variables.get("self"), ConfigRepository) and isinstance(source, ConfigSource):
+            if variables.get("ret") is None:  # it was looking for the file
+                return None
             folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
-            name = names["config_path"].removesuffix(".yaml")
-            return _not_taken(name, f"{folder}/{name}.yaml", error)
-        if isinstance(error, ValueError | AssertionError) and isinstance(node, DefaultsTreeNode) and node.parent:
-            of = node if node.parent.node.is_virtual() else node.parent
-            name = of.node.get_config_path()
-            return _not_taken(name, name, error)
+            return _not_taken(variables["config_path"], f"{folder}/", error)
     return None
 
 
-def _not_taken(name: str, path: str, error: BaseException) -> str:
-    # An assertion of Hydra's has no text.
+def _not_taken(name: str, folder: str, error: BaseException) -> str:
+    name, group = name.removesuffix(".yaml"), name.rpartition("/")[0]
+    # Hydra's assertion that keys are texts has none itself.
     reason = masked_text(_joined(error).removeprefix(f"In {name}: ")) or "one of them is no name"
-    example = "[{override /loss: dapo}, _self_]" if "/" in name else "[grpo_gsm8k, {override loss: dapo}, _self_]"
-    return f"{path}: Hydra does not take its defaults ({reason}); write them as in {example}"
+    examples = {"": "[grpo_gsm8k, {override loss: dapo}, _self_]", "experiment": "[{override /loss: dapo}, _self_]"}
+    example = examples.get(group, "[NAME, _self_]")
+    return f"{folder}{name}.yaml: Hydra does not take its defaults ({reason}); write them as in {example}"
 
 
-def _circle(frames: Sequence[FrameType]) -> str | None:
-    """The line about defaults that lead to themselves; None if the frames are none of reading them."""
-    nodes = [frame.f_locals.get("root") for frame in frames]
-    node = next((node for node in reversed(nodes) if isinstance(node, DefaultsTreeNode)), None)
-    names: list[str] = []
+def _circle(innermost: DefaultsTreeNode) -> str | None:
+    """The line about defaults that lead to themselves; None if they do not."""
+    node: DefaultsTreeNode | None = innermost
+    path: list[str] = []
     while node is not None and not node.node.is_virtual():
-        name = node.node.get_config_path()
-        if name in names:
-            circle = [name, *reversed(names[names.index(name) :])]
-            return f"the defaults go in a circle, {' -> '.join(circle)}; remove one of these"
-        names.append(name)
+        path.insert(0, node.node.get_config_path())
         node = node.parent
+    for at, name in enumerate(path):
+        if name in path[:at]:
+            return f"the defaults go in a circle, {' -> '.join(path[path.index(name) : at + 1])}; remove one of these"
     return None
 
 
@@ -140,10 +158,12 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
     if path := _file_of(error):
         wrapped = isinstance(error, ConfigCompositionException) and error.__cause__
         return unreadable(path, wrapped or error)
-    if line := _wrong_defaults(error if not isinstance(error, HydraException) else error.__cause__ or error):
+    cause = error.__cause__ if isinstance(error, HydraException) else None
+    met = cause if isinstance(error, HydraException) else error
+    if line := _wrong_group(error) or (met and _wrong_defaults(met)):
         return line
-    cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
-    return _joined(error) + cause
+    what, why = _joined(error), _joined(cause) if cause else ""
+    return f"{what} ({why})" if what and why else what or why or type(error).__name__
 
 
 def _holder(name: str, folders: Iterable[Path]) -> str:

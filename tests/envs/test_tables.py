@@ -61,6 +61,11 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
         ("rows.jsonl", b'{"prompt": "a"}\n{oops\n', r"rows\.jsonl, line 2 is not JSON"),
         ("rows.jsonl", b"7\n", r"rows\.jsonl, line 1 is no object"),
         ("rows.jsonl", b"[" * 100_000, r"rows\.jsonl is not JSON"),
+        (
+            "rows.jsonl",
+            b'{"prompt": "a"}\n{"n": %s}' % (b"1" * 4301),
+            r"line 2 has an integer of more than 4,300 digits",
+        ),
         ("rows.jsonl", b"", r"rows\.jsonl has no rows"),
         ("rows.jsonl", b"\xff\xfe", r"rows\.jsonl can't be read"),
         ("rows.json", b'[{"prompt": "a"}, 7]', r"rows\.json, row 1 is no object"),

@@ -71,15 +71,16 @@ def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, 
                 armed = now
             if done % (4096 * target.at_once) == 0:
                 results.put(("at", number))
-            begun = target.clock()
+            begun, known = target.clock(), len(found)
             broken = breaks(target, seeds, seed, number, Path(folder))
             if broken and target.at_once > 1:  # which of them do so alone? if none does, the whole call is told
                 alone, numbers = replace(target, at_once=1), range(number, number + target.at_once)
                 found += [told for n in numbers if (told := breaks(alone, seeds, seed, n, Path(folder)))] or [broken]
             elif broken:
                 found.append(broken)
-            if broken and len(found) <= SHOWN:  # at once, as a hang may end this process
-                print(f"  {name} --only {found[-1][0]}: {found[-1][1]}", file=sys.stderr, flush=True)
+            for broken_number, message, _ in found[known:SHOWN]:  # at once, as a hang may end this process
+                told = f"  --seed {seed} --target {name!r} --only {broken_number}: {message}"
+                print(told, file=sys.stderr, flush=True)
             slowest = max(slowest, (target.clock() - begun, number))
             done += target.at_once
         faulthandler.cancel_dump_traceback_later()

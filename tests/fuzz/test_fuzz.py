@@ -187,6 +187,7 @@ def told_by(code):
 def test_only_an_input_that_hangs_ends_its_process():
     told = told_by(IN_TIME)
     assert told.stdout.endswith("[0, 1]\n") and "sound: 50 inputs" in told.stdout
+    assert "it goes on with --first 0 --count 50\n" in told.stdout
     assert "its process ended with 1" in told.stdout and "Timeout (0:00:01)" in told.stderr
 
 
@@ -201,13 +202,15 @@ print(fuzzer.input_of(target, ["abc"], seed=5, number=6))
 fuzzer.fuzz("planted", seed=5, first=0, count=9, processes=1, seconds=60)
 """
 GOES_ON = """
+import os
+
 def read(text):
-    print("read", repr(text), flush=True)
+    os.write(1, f"read {{text!r}}\\n".encode())  # whole, beside another process
     time.sleep(0.3)
 
 target = fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["abc"], error=None)
 fuzz_targets.BY_NAME = {{"planted": target}}
-fuzzer.fuzz("planted", seed=5, first={first}, count={count}, processes=1, seconds={seconds})
+fuzzer.fuzz("planted", seed=5, first={first}, count={count}, processes={processes}, seconds={seconds})
 """
 
 
@@ -220,10 +223,11 @@ def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_ended():
-    cut = told_by(GOES_ON.format(first=2, count=40, seconds=1)).stdout
+    cut = told_by(GOES_ON.format(first=2, count=40, processes=1, seconds=1)).stdout
     first, count = map(int, re.search(r"goes on with --first (\d+) --count (\d+)\n", cut).groups())
     assert 2 < first < 42 and first + count == 42
-    rest = told_by(GOES_ON.format(first=first, count=3, seconds=60)).stdout
+    rest = told_by(GOES_ON.format(first=first, count=3, processes=2, seconds=60)).stdout
     assert "goes on" not in rest
-    read = [line for told in (cut, rest) for line in told.splitlines()[1:] if line.startswith("read")]  # [0]: the seed
-    assert read == [f"read {mutated(Random(f'5/planted/{number}'), ['abc'])!r}" for number in range(2, first + 3)]
+    read = [line for told in (cut, rest) for line in told.splitlines() if line.startswith("read")]
+    inputs = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(2, first + 3)]
+    assert sorted(read) == sorted(f"read {text!r}" for text in [*inputs, *["abc"] * 3])  # each process reads the seed

@@ -20,7 +20,7 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
+from grpo_rl.settings.compose import FOLDER, check_overrides, compose_config, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select
 from grpo_rl.settings.other_names import OTHERS, SAME
 from grpo_rl.settings.schema import Settings, check_keys
@@ -88,9 +88,50 @@ def test_groups_hydras_own_keys_and_sections_are_let_through():
             "--multirun",
             "~env.path",
             "hydra/job_logging=disabled",
+            "loss=glob(d*)",
+            "loss=choice(dapo,'3')",
+            "loss=[grpo,'3']",
+            "loss={clip_high: 0.25},{clip_high: 0.3}",
+            "loss=${env}",
+            "+loss@x=dapo",
+            "~loss",
+            "~loss=null",
+            "~loss=dapo",
+            "hydra/launcher=shuffle(a,b)",
         ]
     )
     check_keys(["env", "env.reward"])
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("loss=3", "loss=3: a config is chosen by its name; write loss=NAME"),
+        ("++loss=[grpo,3.5]", "++loss=[grpo,3.5]: a config is chosen by its name; write loss=NAME"),
+        ("loss=choice(grpo,true)", "write loss=NAME"),
+        ("loss=range(1,3)", "write loss=NAME"),
+        ("loss=[[a]]", "write loss=NAME"),
+        ("loss=null", "write loss=NAME"),
+        ("experiment=3", "write +experiment=NAME"),
+        ("env=3", "env.dataset=3: a config is chosen by its name; write env.dataset=NAME"),
+        ("~loss=[a]", "~loss=[a]: a config is chosen by its name; write ~loss=NAME"),
+        ("hydra/launcher=3", "write hydra/launcher=NAME"),
+        ("+experiment=[???]", "write +experiment=NAME"),
+        ("loss=['--api-key',abcsecret,3]", "loss=['--api-key',***,3]: a config"),
+    ],
+)
+def test_what_is_no_name_of_a_config_is_refused(override, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_overrides([override], "gsm8k")
+
+
+def test_a_group_of_ones_own_takes_names_alone(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer/fast.yaml").write_text("lr: 1\n")
+    for override in ("+optimizer=3", "~optimizer=['--api-key',abcsecret]"):
+        with pytest.raises(ValueError, match="chosen by its name; write .optimizer=NAME") as told:
+            compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", override])
+        assert "abcsecret" not in str(told.value)
 
 
 def test_an_unknown_key_from_a_file_is_refused_too():

@@ -93,6 +93,14 @@ def test_a_server_that_keeps_its_connection_is_not_waited_for_behind_its_respons
     assert JsonClient(server.url).ask("/x") == {"a": 1} and time.monotonic() - begun < 2
 
 
+@pytest.mark.parametrize("body", [b"<html>", b'"\xff"', b"[" * 100_000, b"1" * 5_000])
+def test_a_response_that_is_no_json_is_told_with_its_address(server, body):
+    server.pieces = lambda: [OK + b"Content-Length: %d\r\n\r\n" % len(body) + body]
+    with pytest.raises(ValueError, match=r"^http://.*/x responds with no JSON that can be read: ") as told:
+        JsonClient(server.url).ask("/x")
+    assert server.asked == 1 and len(str(told.value)) < 300
+
+
 def test_a_response_that_is_too_large_is_refused(server, monkeypatch):
     monkeypatch.setattr(json_client, "MOST_BYTES", 1 << 20)
     server.pieces = lambda: [OK + b"\r\n"] + [b" " * (1 << 16)] * 200
