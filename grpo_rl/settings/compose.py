@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,11 +63,12 @@ def _check_names(override: Override) -> None:
     value = override.value()
     values: list[Any] = value.list if isinstance(value, ChoiceSweep) else [value]
     for given in values:
-        several = isinstance(given, list) and not override.is_delete()
-        for name in given if several else [given]:
-            deletes_any = name is None and override.is_delete()
-            if (isinstance(name, NO_NAME) and not deletes_any) or name == "???":
-                raise ValueError(no_name(override))
+        if isinstance(given, list) and not override.is_delete():
+            right = all(isinstance(name, str | QuotedString) and name != "???" for name in given)
+        else:
+            right = not isinstance(given, NO_NAME) or (given is None and override.is_delete())
+        if not right or given == "???":
+            raise ValueError(no_name(override))
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:

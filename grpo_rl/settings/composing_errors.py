@@ -62,11 +62,13 @@ def _file_of(error: Exception) -> Path | None:
 def no_name(override: Override) -> str:
     """The line about an override that gives a config group what is no name, with secrets masked."""
     key, _, value = masked_override(override.input_line).partition("=")
-    key = "env.dataset" if key == "env" else key
-    valid = {"++experiment": "+experiment", "experiment": "+experiment", "+loss": "loss", "++loss": "loss"}.get(
-        key, key
-    )
-    return f"{key}={value}: a config is chosen by its name; write {valid}=NAME"
+    bare = key.lstrip("+")
+    if bare in ("env", "experiment", "loss"):
+        valid = {"env": "env.dataset", "experiment": "+experiment"}.get(bare, bare)
+    else:
+        valid = bare if bare.startswith("hydra/") else key.replace("++", "+")
+    file = f", or {valid}=\\'{value}\\' for the file {value}.yaml" if value.isdigit() else ""  # \: for the shell
+    return f"{key}={value}: a config is chosen by its name; write {valid}=NAME{file}"
 
 
 def _wrong_group(error: Exception) -> str | None:
@@ -87,7 +89,10 @@ def _wrong_defaults(error: BaseException) -> str | None:
         return None  # such as the import of a package that failed
     if frames[-1].f_code.co_name == "_check_not_missing" and nodes[-1].parent:  # its parent has ??? in its list
         return _not_taken(nodes[-1].parent.node.get_config_path(), "", error)
-    for variables in (frame.f_locals for frame in reversed(frames)):
+    for frame in reversed(frames):
+        variables = frame.f_locals
+        if frame.f_code.co_name == "_update_overrides" and isinstance(error, AssertionError):
+            return _not_taken(variables["parent"].get_config_path(), "", error)
         source = variables.get("source")
         if isinstance(variables.get("self"), ConfigRepository) and isinstance(source, ConfigSource):
             if variables.get("ret") is None:  # it was looking for the file
@@ -99,8 +104,8 @@ def _wrong_defaults(error: BaseException) -> str | None:
 
 def _not_taken(name: str, folder: str, error: BaseException) -> str:
     name, group = name.removesuffix(".yaml"), name.rpartition("/")[0]
-    # Hydra's assertion that keys are texts has none itself.
-    reason = masked_text(_joined(error).removeprefix(f"In {name}: ")) or "one of them is no name"
+    # Hydra's `assert isinstance(key, str)` has no message.
+    reason = masked_text(_joined(error).removeprefix(f"In {name}: ")) or "an item of a wrong kind"
     examples = {"": "[grpo_gsm8k, {override loss: dapo}, _self_]", "experiment": "[{override /loss: dapo}, _self_]"}
     example = examples.get(group, "[NAME, _self_]")
     return f"{folder}{name}.yaml: Hydra does not take its defaults ({reason}); write them as in {example}"
