@@ -202,6 +202,8 @@ def _boxes(text: str) -> Any:
 
 def equal_watched(gold: str, answer: str | None) -> list[str]:
     """Forbidden events of the comparison of an answer, in a worker."""
+    import sympy.physics.units  # noqa: F401  what sympy simplifies imports it, and it declares units by sympy's parser
+
     from grpo_rl.envs.grading.boxed import equal
 
     equal(gold, "1")  # imports, before anything is watched
