@@ -72,7 +72,7 @@ class Broken(AssertionError):
 
 
 def raised_by_us(error: Exception) -> bool:
-    """Whether a raise statement of this project made the error; another's names neither file nor remedy."""
+    """Tells whether a raise statement of this project made the error; another's names neither file nor remedy."""
     at = error.__traceback__
     while at.tb_next is not None:
         at = at.tb_next
