@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 
 from grpo_rl.settings.composing_errors import unknown
 
@@ -19,6 +23,9 @@ MODES = {"--async": "grpo_async", "--sft": "sft"}
 """The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
 GRPO_RL = ("grpo-rl", "cli.py")
 """The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
+LONGEST, DEEPEST = 131_072, 50
+"""Characters of an override (Linux takes no longer word; Hydra's time for a megabyte is 20 s), and levels of its value:
+Hydra's merging ends in Python's limit of recursion at 90."""
 typed: list[str] = []
 """The command line of this process's run as typed, before tasks give way to their configs; empty outside of one."""
 
@@ -69,3 +76,43 @@ def option(arguments: Sequence[str], name: str) -> str | None:
         if given in (name, OPTIONS[name]):
             found = value or following
     return found
+
+
+def parsed(word: str) -> Override:
+    """An override as Hydra reads it.
+
+    Raises:
+        HydraException: Hydra's grammar does not take it.
+        ValueError: it is longer than 131,072 characters, an integer has more digits than Python reads, or a value more
+            than 50 levels.
+    """
+    check_length(word)
+    try:
+        override = OverridesParser.create().parse_overrides([word])[0]
+        too_deep = _levels(override.value()) > DEEPEST
+    except ValueError as error:
+        digits = f"{sys.get_int_max_str_digits():,}"
+        raise ValueError(f"{_key(word)}: an integer has more than {digits} digits; write a shorter one") from error
+    except RecursionError:
+        too_deep = True
+    if too_deep:
+        raise ValueError(f"{_key(word)}: the value has more than {DEEPEST} levels of lists and mappings; flatten it")
+    return override
+
+
+def check_length(word: str) -> None:
+    """Raises ValueError where Hydra would take long to read a word, or even to refuse it."""
+    if len(word) > LONGEST:
+        raise ValueError(
+            f"{_key(word)}: an override of {len(word):,} characters is too long; give {LONGEST:,} at most, and more in "
+            "a config file (--config-dir)"
+        )
+
+
+def _levels(value: Any) -> int:
+    values = value.list if isinstance(value, ChoiceSweep) else value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_levels, values), default=0) if isinstance(value, ChoiceSweep | dict | list) else 0
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")[:80]

@@ -10,14 +10,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.command_line import option
+from grpo_rl.settings.command_line import check_length, option, parsed
 from grpo_rl.settings.composing_errors import OWN, explained, no_name, of_composing
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
@@ -40,14 +39,15 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
     Without a dataset a key of ``env`` passes: :class:`Settings` checks it against the task that the config names.
 
     Raises:
-        ValueError: an unknown key, or no name for a config group.
+        ValueError: an unknown key, no name for a config group, or an override that is too long or too deep to read.
     """
     names = []
     for word in arguments:
+        check_length(word)
         if "=" not in word or word.startswith("-"):
             continue
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = parsed(word)
         except HydraException:
             continue  # Hydra explains these itself
         name = override.key_or_group

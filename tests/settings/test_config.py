@@ -22,6 +22,7 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.compose import FOLDER, check_overrides, compose_config, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select
+from grpo_rl.settings.evaluation import read_eval
 from grpo_rl.settings.other_names import OTHERS, SAME
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Sections, declarations
@@ -128,6 +129,34 @@ def test_groups_hydras_own_keys_and_sections_are_let_through():
 def test_what_is_no_name_of_a_config_is_refused(override, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         check_overrides([override], "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimizer.lr=" + "1" * 5000, "optimizer.lr: an integer has more than 4,300 digits; write a shorter one"),
+        ("env.seed=" + "1," * 70_000, "characters is too long; give 131,072 at most"),
+        ("no_equals_sign" * 10_000, "characters is too long"),
+        *(
+            (f"++env.reward={'[' * levels}{']' * levels}", "env.reward: the value has more than 50 levels")
+            for levels in (51, 100, 2000)
+        ),
+        ("++env.reward=" + "{a: " * 60 + "1" + "}" * 60, "more than 50 levels of lists and mappings; flatten it"),
+        ("++env.reward=1," + "[" * 60 + "]" * 60, "more than 50 levels"),
+    ],
+)
+def test_an_override_that_takes_too_long_or_goes_too_deep_to_read_is_refused(override, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        compose_config("grpo_gsm8k", [override])
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_eval([override])
+
+
+def test_fifty_levels_are_no_more_than_a_config_takes():
+    levels = "[" * 50 + "]" * 50
+    assert compose_config("grpo_gsm8k", [f"+hydra.x={levels}", "env.repeats=3"]).env.repeats == 3
+    with pytest.raises(ValueError, match="unknown config key env.reward.a"):
+        compose_config("grpo_gsm8k", ["++env.reward=" + "{a: " * 50 + "1" + "}" * 50])
 
 
 def test_a_group_of_ones_own_takes_names_alone(tmp_path):
