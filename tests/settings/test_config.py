@@ -156,7 +156,7 @@ def test_fifty_levels_are_no_more_than_a_config_takes():
     levels = "[" * 50 + "]" * 50
     assert compose_config("grpo_gsm8k", [f"+hydra.x={levels}", "env.repeats=3"]).env.repeats == 3
     with pytest.raises(ValueError, match="unknown config key env.reward.a"):
-        compose_config("grpo_gsm8k", ["++env.reward=" + "{a: " * 50 + "1" + "}" * 50])
+        Settings.read(compose_config("grpo_gsm8k", ["++env.reward=" + "{a: " * 50 + "1" + "}" * 50]))
 
 
 def test_a_group_of_ones_own_takes_names_alone(tmp_path):
