@@ -20,6 +20,7 @@ from random import Random
 
 import canaries
 import fuzz_targets
+import quick_hydra
 from fuzz_inputs import mutated
 
 HANG_S = 60
@@ -59,6 +60,7 @@ def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         canaries.plant()
+        quick_hydra.quicken()
         seeds = list(target.seeds(Path(folder)))
         import_late(target, seeds, Path(folder))
         until, armed = time.monotonic() + seconds, float("-inf")

@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 import dis
 import importlib
-import io
 import json
-import operator
 import os
-import pickle
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -325,52 +321,10 @@ def _override_words(text: str, folder: Path) -> list[str]:
     return [word for word in text.split("\n") if word]
 
 
-class _OwnUnpickler(pickle.Unpickler):
-    """Reads what this process pickled, without the event for which the canaries watch."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return operator.attrgetter(name)(sys.modules[module])
-
-
-@cache
-def _read_shipped_configs_once() -> None:
-    """Keeps the config files of the project and of Hydra, whose reading takes most of a call's time."""
-    from hydra._internal.sources_registry import SourcesRegistry
-    from hydra.core.override_parser import overrides_parser
-    from hydra.core.plugins import Plugins
-
-    from grpo_rl.settings.compose import FOLDER
-
-    Plugins.instance()  # imports the classes of sources anew
-
-    def keeping(load: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        kept: dict[tuple[str, str], bytes] = {}
-
-        def load_config(self: Any, config_path: str) -> Any:
-            if not (self.path in (str(FOLDER), "hydra.conf") or self.scheme() == "structured"):
-                return load(self, config_path)
-            at = self.path, config_path
-            if at not in kept:
-                kept[at] = pickle.dumps(load(self, config_path))
-            return _OwnUnpickler(io.BytesIO(kept[at])).load()  # a copy, in a fifth of deepcopy's time
-
-        return load_config
-
-    source: Any
-    for source in SourcesRegistry.instance().types.values():
-        source.load_config = keeping(source.load_config)
-        source.__deepcopy__ = lambda self, memo: self  # Hydra copies all of its sources at each call
-    overrides_parser.create_functions = cache(overrides_parser.create_functions)
-    parser = overrides_parser.OverridesParser
-    parse = lru_cache(8)(lambda text, rule, parse=parser.parse_rule: parse(parser.create(), text, rule))
-    parser.parse_rule = lambda self, s, rule_name: copy.deepcopy(parse(s, rule_name))
-
-
 def _composed(words: list[str]) -> Any:
     from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.schema import Settings
 
-    _read_shipped_configs_once()
     return Settings.read(compose_config("grpo_gsm8k", words))
 
 
@@ -380,7 +334,6 @@ def _own_config(path: Path) -> Any:
     from grpo_rl.settings.own_files import check_own_files
     from grpo_rl.settings.schema import Settings
 
-    _read_shipped_configs_once()
     cfg = compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{path.parents[1]}]", "+experiment=fuzzed"])
     check_own_files([(path, "")], "gsm8k")
     return Settings.read(cfg)
