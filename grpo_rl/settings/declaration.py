@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -25,6 +25,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
     >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
     (True, False, False)
+    >>> _fits(1 << 62, int), _fits(1 << 63, int), _fits(10**400, float)
+    (True, False, False)
     """
     if hint is object:
         return True
@@ -34,7 +36,9 @@ def _fits(value: Any, hint: Any) -> bool:
         item, rest = get_args(hint)
         return isinstance(value, list) and all(_fits(part, item) for part in value) and (rest is ... or len(value) == 2)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
     return isinstance(value, get_origin(hint) or hint) and (hint is bool or not isinstance(value, bool))
 
 
@@ -138,7 +142,8 @@ class Setting:
         if self.kind is str and _fits(value, float):
             return f"{wrong}; quoted it is: {key}=\"'{value}'\""
         is_number = self.kind is float and isinstance(value, float)
-        return wrong + "; neither infinity nor NaN is taken" * is_number
+        too_large = self.kind in (int, float) and isinstance(value, int) and abs(value) >= 1 << 63
+        return wrong + "; neither infinity nor NaN is taken" * is_number + "; it is too large" * too_large
 
     def wrong_value(self, key: str, value: Any) -> str | None:
         """Says what is wrong with a value of the right type; None: nothing."""
