@@ -58,6 +58,8 @@ def check_own_files(files: Iterable[tuple[Path, str]], dataset: str | None) -> N
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
         for key, name, line in _keys(tree, "", place, known):
             where = f"{path}, line {line}: "
+            if place == "experiment.":
+                raise ValueError(f"{where}{key} stands below experiment; begin the file with `# @package _global_`")
             try:
                 check_keys([name], dataset)
             except ValueError as error:

@@ -55,6 +55,7 @@ FILES = {
     "latin/experiment/accent.yaml": "# @package _global_\n# caf\udce9\noptimizer: {lr: 1e-5}\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
+    "conf/experiment/bare.yaml": "optimizer:\n  lr: 1e-5\n",
     "conf/tag.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: !!bool x\n",
     "conf/loop.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: &a [*a]\n",
     "conf/experiment/tag.yaml": "# @package _global_\nepochs: !!timestamp x\n",
@@ -106,6 +107,10 @@ TABLE = [
     (["--config-dir", "latin", "+experiment=accent"], "latin/experiment/accent.yaml is not encoded in UTF-8 (invalid"),
     ([*OWN, "tag"], "conf/tag.yaml, line 2, column 9: the value is no bool; correct that line"),
     ([*OWN, "loop"], "conf/loop.yaml is no YAML of settings: a value is nested too deeply, or holds itself;"),
+    (
+        ["--config-dir", "conf", "+experiment=bare"],
+        "line 2: optimizer.lr stands below experiment; begin the file with `# @",
+    ),
     (
         ["--config-dir", "conf", "+experiment=tag"],
         "conf/experiment/tag.yaml, line 2, column 9: the value is no timestamp",
