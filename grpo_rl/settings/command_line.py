@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import Override
 
 from grpo_rl.settings.composing_errors import unknown
 
@@ -23,9 +23,12 @@ MODES = {"--async": "grpo_async", "--sft": "sft"}
 """The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
 GRPO_RL = ("grpo-rl", "cli.py")
 """The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
-LONGEST, DEEPEST = 131_072, 50
-"""Characters of an override (Linux takes no longer word; Hydra's time for a megabyte is 20 s), and levels of its value:
-Hydra's merging ends in Python's limit of recursion at 90."""
+LONGEST = 200_000
+"""Characters of an override. Linux takes words of 131,071; Hydra reads a megabyte for 20 s."""
+DEEPEST = 50
+"""Levels of an override, of its key and its value together: at 90, Hydra's merging ends in Python's limit."""
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?", re.DOTALL)
+BRACKET = re.compile(r"[][(){}]")
 typed: list[str] = []
 """The command line of this process's run as typed, before tasks give way to their configs; empty outside of one."""
 
@@ -83,36 +86,37 @@ def parsed(word: str) -> Override:
 
     Raises:
         HydraException: Hydra's grammar does not take it.
-        ValueError: it is longer than 131,072 characters, an integer has more digits than Python reads, or a value more
-            than 50 levels.
+        ValueError: see :func:`check_size`, or an integer has more digits than Python reads.
     """
-    check_length(word)
+    check_size(word)
     try:
-        override = OverridesParser.create().parse_overrides([word])[0]
-        too_deep = _levels(override.value()) > DEEPEST
-    except ValueError as error:
+        return OverridesParser.create().parse_overrides([word])[0]
+    except ValueError as error:  # of int(), the one call of the parser that raises it
         digits = f"{sys.get_int_max_str_digits():,}"
         raise ValueError(f"{_key(word)}: an integer has more than {digits} digits; write a shorter one") from error
-    except RecursionError:
-        too_deep = True
-    if too_deep:
-        raise ValueError(f"{_key(word)}: the value has more than {DEEPEST} levels of lists and mappings; flatten it")
-    return override
 
 
-def check_length(word: str) -> None:
-    """Raises ValueError where Hydra would take long to read a word, or even to refuse it."""
+def check_size(word: str) -> None:
+    """Raises ValueError where a word is so long or so nested that Hydra takes long for it, or ends in its recursion.
+
+    >>> check_size("optimizer.lr=" + "[" * 60)
+    Traceback (most recent call last):
+    ValueError: optimizer.lr: the value has more than 50 levels; flatten it
+    """
     if len(word) > LONGEST:
         raise ValueError(
-            f"{_key(word)}: an override of {len(word):,} characters is too long; give {LONGEST:,} at most, and more in "
-            "a config file (--config-dir)"
+            f"{_key(word)}: {len(word):,} characters are too long for an override; {LONGEST:,} are the most"
         )
-
-
-def _levels(value: Any) -> int:
-    values = value.list if isinstance(value, ChoiceSweep) else value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_levels, values), default=0) if isinstance(value, ChoiceSweep | dict | list) else 0
+    level = word.partition("=")[0].count(".")
+    for sign in BRACKET.findall(QUOTED.sub("", word)):
+        level += 1 if sign in "([{" else -1
+        if level > DEEPEST:
+            break
+    if level > DEEPEST:
+        raise ValueError(f"{_key(word)}: the value has more than {DEEPEST} levels; flatten it")
 
 
 def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")[:80]
+    """The override's key, as a message begins; a word without one is not told, as it may be a secret."""
+    key, equals, _ = word.partition("=")
+    return key.lstrip("+~")[:80] if equals else "an override"

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.command_line import check_length, option, parsed
+from grpo_rl.settings.command_line import check_size, option, parsed
 from grpo_rl.settings.composing_errors import OWN, explained, no_name, of_composing
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
@@ -43,8 +43,8 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
     """
     names = []
     for word in arguments:
-        check_length(word)
         if "=" not in word or word.startswith("-"):
+            check_size(word)
             continue
         try:
             override = parsed(word)

@@ -89,7 +89,7 @@ def _wrong_defaults(error: BaseException) -> str | None:
         return None  # such as the import of a package that failed
     if frames[-1].f_code.co_name == "_check_not_missing" and nodes[-1].parent:  # its parent has ??? in its list
         return _not_taken(nodes[-1].parent.node.get_config_path(), "", error)
-    for frame in reversed(frames):
+    for place, frame in reversed(list(enumerate(frames))):
         variables = frame.f_locals
         if frame.f_code.co_name == "_update_overrides" and isinstance(error, AssertionError):
             return _not_taken(variables["parent"].get_config_path(), "", error)
@@ -99,7 +99,21 @@ def _wrong_defaults(error: BaseException) -> str | None:
                 return None
             folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
             return _not_taken(variables["config_path"], f"{folder}/", error)
-    return None
+        if frame.f_code.co_name == "_embed_result_config":
+            name, package = frames[place - 1].f_locals["config_path"], f"{variables['package']!r:.80}"
+            return (
+                f"{name}.yaml: its keys can't be put at {package}; begin the file with the line `# @package _global_`"
+            )
+    # An assertion of Hydra's about an item, such as a group without a name.
+    return _not_taken(_holder_of(nodes[-1]), "", error) if nodes else None
+
+
+def _holder_of(item: DefaultsTreeNode) -> str:
+    """The name of the config whose list has an item that Hydra does not take."""
+    try:
+        return item.node.get_config_path()
+    except AssertionError:  # it is the item itself
+        return item.parent.node.get_config_path() if item.parent else ""
 
 
 def _not_taken(name: str, folder: str, error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
@@ -66,8 +67,13 @@ def misfits(settings: Sections) -> Iterator[Misfit]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, in order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """All divisors of a number, in order; of one above 1e12 some, as they are there to be proposed.
+
+    >>> divisors(12), divisors(16), len(divisors(2**62))
+    ([1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], 40)
+    """
+    lower = [divisor for divisor in range(1, min(math.isqrt(number), 1_000_000) + 1) if number % divisor == 0]
+    return sorted({*lower, *(number // divisor for divisor in lower)})
 
 
 def _nearest(number: int, fitting: Iterable[int]) -> list[int]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_rl.settings.declaration import select
+from grpo_rl.settings.declaration import select, too_large
 from grpo_rl.settings.schema import UNSET, check_keys
 from grpo_rl.settings.sections import declarations
 
 NO_SETTINGS = ("defaults", "hydra")
 """Keys of a file that are Hydra's own."""
-PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+HEADER = 512
+"""Characters of a file in which Hydra looks for `# @package`, before any other line."""
 
 
 def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
@@ -41,8 +42,8 @@ def own_files(hydra: DictConfig, shipped: Path) -> Iterator[tuple[Path, str]]:
                 if other.read_bytes() != path.read_bytes():  # a copy does no harm
                     raise ValueError(f"{other} is never read, as {path} has its name and comes first; rename it")
             continue
-        package = PACKAGE.search(path.read_text(encoding="utf-8"))
-        place = package[1] if package else str(group).replace("/", ".")
+        package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8")[:HEADER])["package"]
+        place = str(group).replace("/", ".") if package is None else package
         yield path, "" if place in ("", "_global_") else f"{place}."
 
 
@@ -58,13 +59,15 @@ def check_own_files(files: Iterable[tuple[Path, str]], dataset: str | None) -> N
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
         for key, name, line in _keys(tree, "", place, known):
             where = f"{path}, line {line}: "
-            if place == "experiment.":
-                raise ValueError(f"{where}{key} stands below experiment; begin the file with `# @package _global_`")
+            if place and key in known and name not in known:
+                raise ValueError(f"{where}{key} is read as {name}; begin the file with the line `# @package _global_`")
             try:
                 check_keys([name], dataset)
             except ValueError as error:
                 raise ValueError(f"{where}{error}") from None
             value, setting = select(values, key), known.get(name)
+            if line := too_large(name, value):
+                raise ValueError(f"{where}{line}")
             if setting is None or value == UNSET or "${" in str(value):
                 continue
             if wrong := setting.wrong_type(name, value) or setting.wrong_value(name, value):

@@ -20,7 +20,6 @@ from random import Random
 
 import canaries
 import fuzz_targets
-import quick_hydra
 from fuzz_inputs import mutated
 
 HANG_S = 60
@@ -60,6 +59,8 @@ def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         canaries.plant()
+        import quick_hydra  # which imports Hydra
+
         quick_hydra.quicken()
         seeds = list(target.seeds(Path(folder)))
         import_late(target, seeds, Path(folder))

@@ -1,7 +1,7 @@
 """Keeps what Hydra makes anew at each call from files that don't change, which is most of a call's time.
 
-The workers of `make fuzz` alone do so; its `--only`, like every test, reads with Hydra as it is. Whatever comes from
-the input (its file, its overrides, merging them into the rest) is Hydra's own work in both.
+The workers of `make fuzz` alone do so; its `--only`, like every test, reads with Hydra as it is. What comes from the
+input is Hydra's own work in both, but an override is parsed once, though Hydra and the project ask several times.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.override_parser import overrides_parser
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf, base, flag_override, grammar_parser
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.settings.compose import FOLDER
 
 SHIPPED = (f"file://{FOLDER}", "pkg://hydra.conf", "structured://")
-"""Beginnings of the paths of the project's and Hydra's own config files."""
-MOST, LONGEST = 1024, 10_000
-"""What is kept of a kind, and the characters of its name: inputs have names of a megabyte, too."""
+"""The folders of the project's and Hydra's own config files."""
+MOST = 1024
+"""Results of a kind that are kept; all are forgotten when there are more."""
+LONGEST = 10_000
+"""Characters of a text whose result is kept: inputs have texts of a megabyte, too."""
 
 
 @cache
 def quicken() -> None:
-    """Makes Hydra keep all of it in this process."""
+    """Makes Hydra keep shipped files, parsed texts, choices and merged files, in this process and for good."""
     _keep_files()
     _keep_parsed_texts()
     _keep_choices()
@@ -54,6 +57,10 @@ def _copied(pickled: bytes) -> Any:
     return _OwnUnpickler(io.BytesIO(pickled)).load()  # a fifth of deepcopy's time
 
 
+def _is_shipped(folder: str, name: str) -> bool:
+    return folder in SHIPPED and ".." not in name
+
+
 def _keep_files() -> None:
     Plugins.instance()  # imports the classes of sources anew
 
@@ -61,7 +68,7 @@ def _keep_files() -> None:
         kept: dict[tuple[str, str], bytes] = {}
 
         def load_config(self: Any, config_path: str) -> Any:
-            if not f"{self.scheme()}://{self.path}".startswith(SHIPPED):
+            if not _is_shipped(f"{self.scheme()}://{self.path}", config_path):
                 return load(self, config_path)
             at = self.path, config_path
             if at not in kept:
@@ -87,7 +94,7 @@ def _keep_parsed_texts() -> None:
 
 
 def _keep_choices() -> None:
-    """Keeps the configs of choices in which interpolations of a defaults list are looked up, and nothing is written."""
+    """Keeps the configs of choices, in which interpolations of a defaults list are looked up."""
     kept: dict[str, Any] = {}
 
     def create(overrides: Any, defaults_list: list, self_added: bool) -> Any:
@@ -105,7 +112,8 @@ def _keep_choices() -> None:
             choices.defaults = chosen
             if len(kept) == MOST:
                 kept.clear()
-            kept[at if len(at) < LONGEST else ""] = choices
+            if len(at) < LONGEST:
+                kept[at] = choices
             return choices
         return kept[at]
 
@@ -118,19 +126,24 @@ def _keep_merged_files() -> None:
     kept: dict[tuple, bytes] = {}
 
     def composed(self: Any, defaults: list, repo: Any) -> Any:
-        shipped = takewhile(lambda default: repo.load_config(default.config_path).path.startswith(SHIPPED), defaults)
-        first = list(shipped)
+        def is_shipped(default: Any) -> bool:
+            return _is_shipped(repo.load_config(default.config_path).path, default.config_path)
+
+        first = list(takewhile(is_shipped, defaults))
         at = tuple((default.config_path, default.package, default.is_self, default.primary) for default in first)
         if at not in kept:
-            if len(kept) == MOST // 8:
+            if len(kept) == MOST:
                 kept.clear()
             merged = OmegaConf.create()
-            with flag_override(merged, "no_deepcopy_set_nodes", True):
-                for default in first:
-                    merged.merge_with(load(self, default, repo).config)
+            try:
+                with flag_override(merged, "no_deepcopy_set_nodes", True):
+                    for default in first:
+                        merged.merge_with(load(self, default, repo).config)
+            except OmegaConfBaseException:
+                return compose(self, defaults, repo)  # which tells the file
             kept[at] = pickle.dumps(merged)
-        merged = SimpleNamespace(config=_copied(kept[at]), config_path="")
-        return compose(self, [merged, *defaults[len(first) :]], repo)
+        # The first of the list is not loaded, as it is there: see loaded() below.
+        return compose(self, [SimpleNamespace(config=_copied(kept[at])), *defaults[len(first) :]], repo)
 
     def loaded(self: Any, default: Any, repo: Any) -> Any:
         return default if isinstance(default, SimpleNamespace) else load(self, default, repo)

@@ -56,6 +56,10 @@ FILES = {
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
     "conf/experiment/bare.yaml": "optimizer:\n  lr: 1e-5\n",
+    "conf/experiment/below.yaml": "# My recipe\n# @package _global_\noptimizer: {lr: 1e-5}\n",
+    "conf/experiment/odd.yaml": "# @package _global_[[a\noptimizer: {lr: 1e-5}\n",
+    "conf/experiment/nameless.yaml": "# @package _global_\ndefaults:\n- overrid /: dapo\n",
+    "conf/experiment/huge.yaml": f"# @package _global_\ntrain:\n  epochs: 0x{'f' * 100}\n",
     "conf/tag.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: !!bool x\n",
     "conf/loop.yaml": "defaults: [grpo_gsm8k, _self_]\nepochs: &a [*a]\n",
     "conf/experiment/tag.yaml": "# @package _global_\nepochs: !!timestamp x\n",
@@ -109,8 +113,18 @@ TABLE = [
     ([*OWN, "loop"], "conf/loop.yaml is no YAML of settings: a value is nested too deeply, or holds itself;"),
     (
         ["--config-dir", "conf", "+experiment=bare"],
-        "line 2: optimizer.lr stands below experiment; begin the file with `# @",
+        "line 2: optimizer.lr is read as experiment.optimizer.lr; begin the file with the line `# @",
     ),
+    (
+        ["--config-dir", "conf", "+experiment=below"],
+        "below.yaml, line 3: optimizer.lr is read as experiment.optimizer.lr; begin the file with the line `# @",
+    ),
+    (
+        ["--config-dir", "conf", "+experiment=odd"],
+        "experiment/odd.yaml: its keys can't be put at '[a'; begin the file with the line `# @",
+    ),
+    (["--config-dir", "conf", "+experiment=nameless"], "experiment/nameless.yaml: Hydra does not take its defaults"),
+    (["--config-dir", "conf", "+experiment=huge"], "huge.yaml, line 3: train.epochs: a whole number of 400 bits is too"),
     (
         ["--config-dir", "conf", "+experiment=tag"],
         "conf/experiment/tag.yaml, line 2, column 9: the value is no timestamp",
