@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections import defaultdict
 
@@ -58,6 +59,19 @@ class Engine:
 
     async def close(self):
         pass
+
+
+class Holding(Engine):
+    """Responses to the third prompt wait until the engine lets go."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.let_go, self._decode = threading.Event(), tokenizer.decode
+
+    async def generate(self, request_id, prompt, n, sampling):
+        while "three" in self._decode(prompt) and not self.let_go.is_set():
+            await asyncio.sleep(0.01)
+        return await super().generate(request_id, prompt, n, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +208,14 @@ def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
 
 
 def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokenizer, loop):
-    first, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
-    sampled = []
+    engine = Holding(tokenizer)
+    first, _, weights = made(tokenizer, loop, engine=engine, rows=3, total=18, drops_zero_variance=True)
+    assert first.collect(3)
+    sampled = [*first.sampled]
+    weights.push()
+    engine.let_go.set()  # the third is sampled, and left out, between two collections
     while not (state := first.state())["zero_variance"]:
-        assert first.collect(3)
-        sampled += first.sampled
-        weights.push()
-        loop.run(asyncio.sleep(0.1))  # others are sampled meanwhile
+        time.sleep(0.01)
     first.close()
     second, engine, weights = made(
         tokenizer, loop, rows=3, total=18, drops_zero_variance=True, version=weights.version, collected=first.collected
