@@ -142,14 +142,14 @@ def _read(name: str, setting: Any) -> Part:
     if known.made:
         try:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error
     if settings:
         # A response of nothing shows whether the settings make sense, before anything expensive starts.
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
         try:
             known.function(*nothing, **settings)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from grpo_rl.storage.cache import cache_folder
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+BUILD = "_CxxBuild"
+"""The end of the name of a folder in which PyTorch builds the library beside it, under a lock of the library's key."""
 
 
 def keep_compiled_code() -> None:
@@ -28,6 +32,26 @@ def keep_compiled_code() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ[INDUCTOR_CACHE] = str(folder)
+        _remove_unfinished(folder)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes libraries at whose build a process was killed: PyTorch loads what is there, and would fail.
+
+    The folder in which PyTorch builds a library is there then, as it is removed last.
+    """
+    for build in folder.glob(f"*/*{BUILD}"):
+        library = build.name.removesuffix(BUILD)
+        key, _, kind = library.partition(".")
+        if kind not in ("", "main"):  # of another lock
+            continue
+        try:
+            with FileLock(folder / "locks" / f"{key}.lock", timeout=0):
+                for suffix in (".o", ".so"):
+                    build.with_name(library + suffix).unlink(missing_ok=True)
+                shutil.rmtree(build, ignore_errors=True)
+        except (Timeout, OSError):  # another process builds it now
+            continue
 
 
 def has_compiler(device: torch.device | str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,10 +24,12 @@ MODES = {"--async": "grpo_async", "--sft": "sft"}
 GRPO_RL = ("grpo-rl", "cli.py")
 """The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 LONGEST = 200_000
-"""Characters of an override. Linux takes words of 131,071; Hydra reads a megabyte for 20 s."""
+"""Characters of an override. Linux takes words of 131,071; Hydra's parser takes 20 s for a megabyte."""
 DEEPEST = 50
 """Levels of an override, of its key and its value together: at 90, Hydra's merging ends in Python's limit."""
-QUOTED = re.compile(r"'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?", re.DOTALL)
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?|\\.", re.DOTALL)
+"""What holds no brackets of an override's own: a text in quotes, and what a backslash stands before."""
+INTERPOLATION = re.compile(r"\$\{|\}")
 BRACKET = re.compile(r"[][(){}]")
 typed: list[str] = []
 """The command line of this process's run as typed, before tasks give way to their configs; empty outside of one."""
@@ -101,22 +103,27 @@ def check_size(word: str) -> None:
 
     >>> check_size("optimizer.lr=" + "[" * 60)
     Traceback (most recent call last):
-    ValueError: optimizer.lr: the value has more than 50 levels; flatten it
+    ValueError: optimizer.lr: its key and value have more than 50 levels together; flatten the value
     """
     if len(word) > LONGEST:
-        raise ValueError(
-            f"{_key(word)}: {len(word):,} characters are too long for an override; {LONGEST:,} are the most"
-        )
-    level = word.partition("=")[0].count(".")
-    for sign in BRACKET.findall(QUOTED.sub("", word)):
-        level += 1 if sign in "([{" else -1
-        if level > DEEPEST:
-            break
-    if level > DEEPEST:
-        raise ValueError(f"{_key(word)}: the value has more than {DEEPEST} levels; flatten it")
+        most = f"{LONGEST:,} are the most; put longer values into a config file"
+        raise ValueError(f"{_key(word)}: {len(word):,} characters are too many for an override, {most}")
+    levels = [_levels(BRACKET.findall(QUOTED.sub("", word)))]
+    levels += [_levels(INTERPOLATION.findall(quoted)) for quoted in QUOTED.findall(word)]
+    if max(levels) + word.partition("=")[0].count(".") > DEEPEST:
+        raise ValueError(f"{_key(word)}: its key and value have more than {DEEPEST} levels together; flatten the value")
+
+
+def _levels(brackets: Iterable[str]) -> int:
+    """How many of the brackets are open at once, at most."""
+    opened = deepest = 0
+    for bracket in brackets:
+        opened = max(opened + (1 if bracket[-1] in "([{" else -1), 0)
+        deepest = max(deepest, opened)
+    return deepest
 
 
 def _key(word: str) -> str:
-    """The override's key, as a message begins; a word without one is not told, as it may be a secret."""
+    """The override's key, with which a message begins; a word without one is not shown, as it may be a secret."""
     key, equals, _ = word.partition("=")
     return key.lstrip("+~")[:80] if equals else "an override"

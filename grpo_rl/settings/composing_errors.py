@@ -23,6 +23,7 @@ OWN = "own"
 """The config of ``env`` behind ``env.task=module:Class``, which is never chosen by its name."""
 NEEDS_PLUS = re.compile(r"To append to your default list use (\S+)")
 NO_LIST = re.compile(r"Cannot merge DictConfig with ListConfig\s+full_key: (\S+)")
+NO_HEADER = re.compile(r"In '(experiment/[^']+)': Could not override '([^'@]+)@experiment\.")
 CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'")
 
 
@@ -80,7 +81,7 @@ def _wrong_group(error: Exception) -> str | None:
 
 
 def _wrong_defaults(error: BaseException) -> str | None:
-    """The line about a file whose ``defaults`` Hydra does not take; None if the error is another one."""
+    """The line about a file whose ``defaults`` or package Hydra does not take; None if the error is another one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     nodes = [node for frame in frames if isinstance(node := frame.f_locals.get("root"), DefaultsTreeNode)]
     if isinstance(error, RecursionError):
@@ -100,12 +101,12 @@ def _wrong_defaults(error: BaseException) -> str | None:
             folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
             return _not_taken(variables["config_path"], f"{folder}/", error)
         if frame.f_code.co_name == "_embed_result_config":
-            name, package = frames[place - 1].f_locals["config_path"], f"{variables['package']!r:.80}"
-            return (
-                f"{name}.yaml: its keys can't be put at {package}; begin the file with the line `# @package _global_`"
-            )
-    # An assertion of Hydra's about an item, such as a group without a name.
-    return _not_taken(_holder_of(nodes[-1]), "", error) if nodes else None
+            name, package = frames[place - 1].f_locals["config_path"], repr(variables["package"][:80])
+            remedy = "correct the package, behind `# @package` in the file or behind @ in a defaults list"
+            return f"{name}.yaml: its keys can't be put at {package}; {remedy}"
+    if not nodes or not isinstance(error, AssertionError):  # such as of a group without a name
+        return None
+    return _not_taken(_holder_of(nodes[-1]), "", error)
 
 
 def _holder_of(item: DefaultsTreeNode) -> str:
@@ -167,6 +168,8 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         return f"{plus[1].lstrip('+')} adds a config that the command did not have; write it with a plus: {plus[1]}"
     if isinstance(error, ConfigCompositionException) and (twice := CHOSEN_ALREADY.search(str(error))):
         return f"{twice[1]} is chosen already, and a plus adds another; write {twice[1]}={twice[2]} without it"
+    if isinstance(error, ConfigCompositionException) and (lacks := NO_HEADER.search(str(error))):
+        return f"{lacks[1]}.yaml overrides {lacks[2]} in itself; begin the file with the line `# @package _global_`"
     if isinstance(error, ConfigCompositionException) and (section := NO_LIST.search(f"{error} {error.__cause__}")):
         return f"{section[1]} is a section, and takes no list; set its keys, such as {section[1]}.KEY=VALUE"
     if isinstance(error, OverrideParseException):

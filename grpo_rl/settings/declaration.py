@@ -57,6 +57,8 @@ KINDS = {
     object: "any value",
 }
 """The types that a setting can have, in words."""
+SMALLEST, LARGEST = -(1 << 63), (1 << 63) - 1
+"""The whole numbers that settings take, in 64 bits: what computes with them has no larger ones."""
 BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
 """The comparison of a value with each bound that a setting can have."""
 
@@ -127,7 +129,11 @@ class Setting:
         return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
-        """Says what is wrong with the type of a plain value; None: nothing."""
+        """Says what is wrong with the type of a plain value, or the size of a whole number in it; None: nothing."""
+        if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+            return f"{key} is {value!r}; it must be text{', or null' * self.null}; quoted it is: {key}=\"'{value}'\""
+        if line := _too_large(key, value):
+            return line
         if self.kind == Mapping[str, float] and isinstance(value, Mapping):
             weight = dataclasses.replace(self, kind=float, null=False)
             wrong = [weight.wrong_type(f"{key}.{name}", item) for name, item in value.items()]
@@ -135,8 +141,6 @@ class Setting:
         if _fits(value, self.kind) or (value is None and self.null):
             return None
         wrong = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
-        if self.kind is str and _fits(value, float):
-            return f"{wrong}; quoted it is: {key}=\"'{value}'\""
         is_number = self.kind is float and isinstance(value, float)
         return wrong + "; neither infinity nor NaN is taken" * is_number
 
@@ -157,23 +161,21 @@ class Setting:
         return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null + reason
 
 
-def too_large(key: str, value: Any) -> str | None:
+def _too_large(key: str, value: Any) -> str | None:
     """Says which whole number in a plain value has more than 64 bits, which no setting takes; None: none.
 
-    >>> too_large("env", {"seed": 1 << 62, "mixture": [0.5, 10**400]})
-    'env.mixture[1]: a whole number of 1329 bits is too large, 64 with the sign are the most; quote it if it is text'
+    >>> _too_large("env", {"seed": 1 << 62, "mixture": [0.5, -(10**20)]})
+    'env.mixture[1] is -100000000000000000000; whole numbers go from -9223372036854775808 to 9223372036854775807'
     """
+    if isinstance(value, int):
+        shown = value if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
+        beyond = not SMALLEST <= value <= LARGEST
+        return f"{key} is {shown}; whole numbers go from {SMALLEST} to {LARGEST}" if beyond else None
     if isinstance(value, Mapping):
-        inner = ((f"{key}.{name}" if key else str(name), item) for name, item in value.items())
-    elif isinstance(value, list | tuple):
-        inner = ((f"{key}[{place}]", item) for place, item in enumerate(value))
-    elif isinstance(value, int) and (bits := value.bit_length()) > 63:
-        return (
-            f"{key}: a whole number of {bits} bits is too large, 64 with the sign are the most; quote it if it is text"
-        )
+        inner = [(f"{key}.{name}", item) for name, item in value.items()]
     else:
-        return None
-    return next(filter(None, (too_large(name, item) for name, item in inner)), None)
+        inner = [(f"{key}[{place}]", item) for place, item in enumerate(value)] if isinstance(value, list) else []
+    return next(filter(None, (_too_large(name, item) for name, item in inner)), None)
 
 
 def setting(default: Any, meaning: str, **constraints: Any) -> Any:

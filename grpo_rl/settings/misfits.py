@@ -67,7 +67,7 @@ def misfits(settings: Sections) -> Iterator[Misfit]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, in order; of one above 1e12 some, as they are there to be proposed.
+    """All divisors of a number, in order; above 1e12 only pairs with one up to 1e6, enough for a proposal.
 
     >>> divisors(12), divisors(16), len(divisors(2**62))
     ([1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], 40)

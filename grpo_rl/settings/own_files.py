@@ -9,7 +9,7 @@ import yaml
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_rl.settings.declaration import select, too_large
+from grpo_rl.settings.declaration import select
 from grpo_rl.settings.schema import UNSET, check_keys
 from grpo_rl.settings.sections import declarations
 
@@ -57,17 +57,15 @@ def check_own_files(files: Iterable[tuple[Path, str]], dataset: str | None) -> N
     for path, place in files:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-        for key, name, line in _keys(tree, "", place, known):
-            where = f"{path}, line {line}: "
-            if place and key in known and name not in known:
-                raise ValueError(f"{where}{key} is read as {name}; begin the file with the line `# @package _global_`")
+        for key, name, number in _keys(tree, "", place, known):
+            where = f"{path}, line {number}: "
             try:
                 check_keys([name], dataset)
             except ValueError as error:
-                raise ValueError(f"{where}{error}") from None
+                line = f"{key} is read as {name}; begin the file with the line `# @package _global_`"
+                lacks_header = place == "experiment." or (place and key in known)
+                raise ValueError(f"{where}{line if lacks_header else error}") from None
             value, setting = select(values, key), known.get(name)
-            if line := too_large(name, value):
-                raise ValueError(f"{where}{line}")
             if setting is None or value == UNSET or "${" in str(value):
                 continue
             if wrong := setting.wrong_type(name, value) or setting.wrong_value(name, value):

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.agents import check_agent
-from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select, too_large
+from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
@@ -50,8 +50,6 @@ class Settings(Sections):
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
-        if line := too_large("", values):
-            raise ValueError(line)
         settings = cls._checked(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})

@@ -213,9 +213,12 @@ def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokeni
     assert first.collect(3)
     sampled = [*first.sampled]
     weights.push()
+    assert not first.state()["zero_variance"]
     engine.let_go.set()  # the third is sampled, and left out, between two collections
-    while not (state := first.state())["zero_variance"]:
+    until = time.monotonic() + 60
+    while not (state := first.state())["zero_variance"] and time.monotonic() < until:
         time.sleep(0.01)
+    assert state["zero_variance"]
     first.close()
     second, engine, weights = made(
         tokenizer, loop, rows=3, total=18, drops_zero_variance=True, version=weights.version, collected=first.collected

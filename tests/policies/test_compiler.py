@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from filelock import FileLock
 
 from grpo_rl.policies import compiler
 from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
@@ -122,3 +124,55 @@ def test_a_cache_that_the_user_names_or_that_cannot_be_made_is_left_alone(tmp_pa
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     compiler.keep_compiled_code()
     assert os.environ[compiler.INDUCTOR_CACHE] == str(tmp_path / "cache" / "compiled")
+
+
+KILLING = """#!/bin/sh
+case "$*" in *.main.so*)
+  if rm {armed} 2>/dev/null; then
+    while [ "$1" != -o ]; do shift; done
+    : > "$2"
+    kill -9 0
+  fi;;
+esac
+exec g++ "$@"
+"""
+SMALL = """
+from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
+keep_compiled_code()
+print(why_uncompiled("cpu"))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@needs_compiler
+def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path):
+    cxx, armed = tmp_path / "g++", tmp_path / "armed"
+    cxx.write_text(KILLING.format(armed=armed))
+    cxx.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != compiler.INDUCTOR_CACHE}
+    env |= {"CXX": str(cxx), "GRPO_RL_CACHE": str(tmp_path / "cache")}
+    assert started(SMALL, **env).splitlines()[-1] == "None"
+    (library,) = (tmp_path / "cache" / "compiled").glob("*/*.main.so")
+    library.unlink()
+    armed.write_text("")
+    killed = subprocess.run([sys.executable, "-c", SMALL], env=env, start_new_session=True, timeout=600)
+    assert killed.returncode == -signal.SIGKILL and library.stat().st_size == 0
+    assert started(SMALL, **env).splitlines()[-1] == "None" and library.stat().st_size > 0
+
+
+def test_what_another_process_builds_and_what_was_built_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
+    monkeypatch.delenv(compiler.INDUCTOR_CACHE, raising=False)
+    folder = tmp_path / "compiled" / "ab"
+    for name in ("built.main.so", "left.main.so", "abc.so", "held.main.so", "other.optimized.o"):
+        (folder / f"{name.rpartition('.')[0]}_CxxBuild").mkdir(parents=True)
+        (folder / name).write_bytes(b"")
+    (folder / "built.main_CxxBuild").rmdir()
+    locks = folder.parent / "locks"
+    locks.mkdir()
+    with FileLock(locks / "held.lock"):
+        compiler.keep_compiled_code()
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [
+        "built.main.so", "held.main.so", "other.optimized.o"
+    ]  # fmt: skip

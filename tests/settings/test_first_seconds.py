@@ -57,6 +57,7 @@ FILES = {
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
     "conf/experiment/bare.yaml": "optimizer:\n  lr: 1e-5\n",
     "conf/experiment/below.yaml": "# My recipe\n# @package _global_\noptimizer: {lr: 1e-5}\n",
+    "conf/experiment/overriding.yaml": "defaults:\n- override /loss: dapo\n",
     "conf/experiment/odd.yaml": "# @package _global_[[a\noptimizer: {lr: 1e-5}\n",
     "conf/experiment/nameless.yaml": "# @package _global_\ndefaults:\n- overrid /: dapo\n",
     "conf/experiment/huge.yaml": f"# @package _global_\ntrain:\n  epochs: 0x{'f' * 100}\n",
@@ -121,10 +122,17 @@ TABLE = [
     ),
     (
         ["--config-dir", "conf", "+experiment=odd"],
-        "experiment/odd.yaml: its keys can't be put at '[a'; begin the file with the line `# @",
+        "experiment/odd.yaml: its keys can't be put at '[a'; correct the package, behind",
+    ),
+    (
+        ["--config-dir", "conf", "+experiment=overriding"],
+        "experiment/overriding.yaml overrides loss in itself; begin the file with the line `# @package _global_`",
     ),
     (["--config-dir", "conf", "+experiment=nameless"], "experiment/nameless.yaml: Hydra does not take its defaults"),
-    (["--config-dir", "conf", "+experiment=huge"], "huge.yaml, line 3: train.epochs: a whole number of 400 bits is too"),
+    (
+        ["--config-dir", "conf", "+experiment=huge"],
+        "huge.yaml, line 3: train.epochs is a number of 400 bits; whole",
+    ),
     (
         ["--config-dir", "conf", "+experiment=tag"],
         "conf/experiment/tag.yaml, line 2, column 9: the value is no timestamp",

@@ -51,6 +51,7 @@ def test_what_is_asked_for_is_what_is_computed():
         ({"format": {"weight": 10**400}}, "weight=1000+; a weight is"),
         ({"format": {"weigth": 1.0}}, r"env\.rewards\.format has no setting weigth; .*did you mean weight\?"),
         ({"format": {"unit": "tokens"}}, "has no setting unit"),
+        ({"cosine": {"max_len": 10**400}}, r"env\.rewards\.cosine: "),
         ({"repetition_penalty": {"correct": "accuracy"}}, "has no setting correct"),
         (
             {"cosine": {"maxlen": 80}},
