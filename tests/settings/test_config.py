@@ -24,6 +24,7 @@ from grpo_rl.settings.compose import FOLDER, check_overrides, compose_config, wi
 from grpo_rl.settings.declaration import leaves, plain, select
 from grpo_rl.settings.evaluation import read_eval
 from grpo_rl.settings.other_names import OTHERS, SAME
+from grpo_rl.settings.own_files import check_own_files
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.settings.tasks import GSM8K, TASKS
@@ -169,6 +170,15 @@ def test_fifty_levels_are_no_more_than_a_config_takes():
     check_overrides(["env.system=[" + ",".join(["'${env.repeats}'"] * 60) + "]"])
     with pytest.raises(ValueError, match="unknown config key env.reward.a"):
         Settings.read(compose_config("grpo_gsm8k", ["++env.reward=" + "{a: " * 49 + "1" + "}" * 49]))
+
+
+def test_a_file_of_a_section_may_have_keys_of_the_top_levels_names(tmp_path):
+    path = tmp_path / "offline.yaml"
+    path.write_text("# @package logger.settings.wandb\nmode: offline\n")
+    check_own_files([(path, "logger.settings.wandb.")], "gsm8k")
+    path.write_text("optimizer: {lrr: 1}\n")
+    with pytest.raises(ValueError, match=r"optimizer\.lrr is read as experiment\.optimizer\.lrr; begin the file"):
+        check_own_files([(path, "experiment.")], "gsm8k")
 
 
 def test_a_group_of_ones_own_takes_names_alone(tmp_path):
