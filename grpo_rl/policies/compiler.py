@@ -32,22 +32,23 @@ def keep_compiled_code() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ[INDUCTOR_CACHE] = str(folder)
-        _remove_unfinished(folder)
+        for built in (folder, Path(default_cache_dir(), "precompiled_headers")):
+            _remove_unfinished(built)
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Removes libraries at whose build a process was killed: PyTorch loads what is there, and would fail.
+    """Removes libraries and headers at whose build a process was killed: PyTorch takes what is there, and would fail.
 
-    The folder in which PyTorch builds a library is there then, as it is removed last.
+    The folder in which PyTorch builds one is there then, as it is removed last.
     """
-    for build in folder.glob(f"*/*{BUILD}"):
+    for build in list(folder.rglob(f"*{BUILD}")):
         library = build.name.removesuffix(BUILD)
         key, _, kind = library.partition(".")
-        if kind not in ("", "main"):  # of another lock
+        if kind not in ("", "main", "h"):  # of another lock
             continue
         try:
             with FileLock(folder / "locks" / f"{key}.lock", timeout=0):
-                for suffix in (".o", ".so"):
+                for suffix in (".o", ".so", ".gch"):
                     build.with_name(library + suffix).unlink(missing_ok=True)
                 shutil.rmtree(build, ignore_errors=True)
         except (Timeout, OSError):  # another process builds it now
