@@ -28,7 +28,7 @@ LONGEST = 200_000
 DEEPEST = 50
 """Levels of an override, of its key and its value together: at 90, Hydra's merging ends in Python's limit."""
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?|\\.", re.DOTALL)
-"""What holds no brackets of an override's own: a text in quotes, and what a backslash stands before."""
+"""Parts of an override whose brackets do not count: a text in quotes, and a character behind a backslash."""
 INTERPOLATION = re.compile(r"\$\{|\}")
 BRACKET = re.compile(r"[][(){}]")
 typed: list[str] = []

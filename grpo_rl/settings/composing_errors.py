@@ -104,9 +104,9 @@ def _wrong_defaults(error: BaseException) -> str | None:
             name, package = frames[place - 1].f_locals["config_path"], repr(variables["package"][:80])
             remedy = "correct the package, behind `# @package` in the file or behind @ in a defaults list"
             return f"{name}.yaml: its keys can't be put at {package}; {remedy}"
-    if not nodes or not isinstance(error, AssertionError):  # such as of a group without a name
+    if not nodes or not isinstance(error, AssertionError):
         return None
-    return _not_taken(_holder_of(nodes[-1]), "", error)
+    return _not_taken(_holder_of(nodes[-1]), "", error)  # such as a group without a name
 
 
 def _holder_of(item: DefaultsTreeNode) -> str:
