@@ -29,6 +29,9 @@ CHEAP_S, DEAR_S = 2.0, 10.0
 """CPU seconds that one call may take. Most take milliseconds; the square of a long text's length takes minutes."""
 BESIDE_S = 20.0
 """Seconds by the clock where another process does the work: its deadline, again alone, and the start of another."""
+CONFIG_S = 40.0
+"""CPU seconds for a config file, whose author may run code anyway: OmegaConf's parser takes 26 for an interpolation
+of a megabyte."""
 OURS = f"{Path(grpo_rl.__file__).parent}{os.sep}"
 
 
@@ -609,7 +612,7 @@ TARGETS = [
     Target("overrides", _override_words, _composed, _corpus("overrides"), _is_settings, deadline_s=DEAR_S, examples=40,
            may_name_environment=True),
     Target("config file", _file("experiment/fuzzed.yaml"), _own_config, _corpus("config file"), _is_settings,
-           deadline_s=DEAR_S, examples=40, may_name_environment=True),
+           deadline_s=CONFIG_S, examples=40, may_name_environment=True),
     Target("trl yaml", _file("trl.yaml"), _trl, _corpus("trl yaml"), _is_converted),
     Target("trl json", _file("trl.json"), _trl, _corpus("trl json"), _is_converted),
     Target("trl script", _file("trl.py"), _trl, _corpus("trl script"), _is_converted),
