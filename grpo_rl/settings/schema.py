@@ -50,6 +50,8 @@ class Settings(Sections):
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
+        except RecursionError as error:
+            raise ValueError("the config can't be read: its keys are nested too deeply; flatten them") from error
         settings = cls._checked(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})

@@ -190,6 +190,14 @@ def test_a_group_of_ones_own_takes_names_alone(tmp_path):
         assert "abcsecret" not in str(told.value)
 
 
+def test_a_package_of_hundreds_of_levels_is_refused(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/deep.yaml").write_text(f"# @package {'a.' * 249}a\nlr: now ${{optimizer.lr}}\n")
+    cfg = compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"])
+    with pytest.raises(ValueError, match="its keys are nested too deeply; flatten them"):
+        Settings.read(cfg)
+
+
 def test_an_unknown_key_from_a_file_is_refused_too():
     cfg = config()
     OmegaConf.set_struct(cfg, False)
