@@ -85,6 +85,10 @@ def _wrong_defaults(error: BaseException) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     nodes = [node for frame in frames if isinstance(node := frame.f_locals.get("root"), DefaultsTreeNode)]
     if isinstance(error, RecursionError):
+        merging = [frame for frame in frames if frame.f_code.co_name == "_compose_config_from_defaults_list"]
+        if merging and (default := merging[-1].f_locals.get("default")):
+            place = repr((default.package or "")[:80])
+            return f"{default.config_path}.yaml: its keys have too many levels at {place}; write a shorter package"
         return _circle(nodes[-1]) if nodes else None
     if not frames or not str(frames[-1].f_globals.get("__name__")).startswith(("hydra.", "omegaconf.")):
         return None  # such as the import of a package that failed

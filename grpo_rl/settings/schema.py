@@ -51,7 +51,7 @@ class Settings(Sections):
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         except RecursionError as error:
-            raise ValueError("the config can't be read: its keys are nested too deeply; flatten them") from error
+            raise ValueError("the config can't be read: its keys have too many levels; flatten them") from error
         settings = cls._checked(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})

@@ -190,12 +190,18 @@ def test_a_group_of_ones_own_takes_names_alone(tmp_path):
         assert "abcsecret" not in str(told.value)
 
 
-def test_a_package_of_hundreds_of_levels_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("lr: now ${optimizer.lr}", "the config can't be read: its keys have too many levels; flatten them"),
+        ("defaults: [/loss@_here_: dapo]\na: 1", "loss/dapo.yaml: its keys have too many levels at 'a.a.a."),
+    ],
+)
+def test_a_package_of_hundreds_of_levels_is_refused(tmp_path, keys, message):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/deep.yaml").write_text(f"# @package {'a.' * 249}a\nlr: now ${{optimizer.lr}}\n")
-    cfg = compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"])
-    with pytest.raises(ValueError, match="its keys are nested too deeply; flatten them"):
-        Settings.read(cfg)
+    (tmp_path / "experiment/deep.yaml").write_text(f"# @package {'a.' * 249}a\n{keys}\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.read(compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"]))
 
 
 def test_an_unknown_key_from_a_file_is_refused_too():
