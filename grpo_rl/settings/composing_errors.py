@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hydra._internal.config_repository import ConfigRepository
-from hydra.core.default_element import DefaultsTreeNode
+from hydra.core.default_element import DefaultsTreeNode, ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigSource
@@ -85,10 +85,9 @@ def _wrong_defaults(error: BaseException) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     nodes = [node for frame in frames if isinstance(node := frame.f_locals.get("root"), DefaultsTreeNode)]
     if isinstance(error, RecursionError):
-        merging = [frame for frame in frames if frame.f_code.co_name == "_compose_config_from_defaults_list"]
-        if merging and (default := merging[-1].f_locals.get("default")):
-            place = repr((default.package or "")[:80])
-            return f"{default.config_path}.yaml: its keys have too many levels at {place}; write a shorter package"
+        merging = [frame.f_locals for frame in frames if frame.f_code.co_name == "_compose_config_from_defaults_list"]
+        if merging and (default := merging[-1].get("default")):  # the file at hand in Hydra's loop that merges them
+            return _too_deep(default)
         return _circle(nodes[-1]) if nodes else None
     if not frames or not str(frames[-1].f_globals.get("__name__")).startswith(("hydra.", "omegaconf.")):
         return None  # such as the import of a package that failed
@@ -128,6 +127,14 @@ def _not_taken(name: str, folder: str, error: BaseException) -> str:
     examples = {"": "[grpo_gsm8k, {override loss: dapo}, _self_]", "experiment": "[{override /loss: dapo}, _self_]"}
     example = examples.get(group, "[NAME, _self_]")
     return f"{folder}{name}.yaml: Hydra does not take its defaults ({reason}); write them as in {example}"
+
+
+def _too_deep(default: ResultDefault) -> str:
+    """The line about a file whose keys are too deep to merge: by a package that it has, or gets in a defaults list."""
+    name, package = str(default.config_path).removesuffix(".yaml"), default.package or ""
+    asked = f", asked for by {default.parent}.yaml," if default.parent and default.parent != name else ""
+    what = f"{name}.yaml{asked} has the package {package[:80] + '...'!r} of {package.count('.') + 1} levels"
+    return f"{what}, too many with those of its keys; shorten it, behind `# @package` in a file or @ in a defaults list"
 
 
 def _circle(innermost: DefaultsTreeNode) -> str | None:

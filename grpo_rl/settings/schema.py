@@ -48,10 +48,8 @@ class Settings(Sections):
         """
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-        except OmegaConfBaseException as error:
-            raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
-        except RecursionError as error:
-            raise ValueError("the config can't be read: its keys have too many levels; flatten them") from error
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise ValueError(f"the config can't be read: {_unresolved(error)}") from error
         settings = cls._checked(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
@@ -129,6 +127,16 @@ class Settings(Sections):
 
     def _without_secrets(self) -> dict[str, Any]:
         return {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
+
+
+def _unresolved(error: OmegaConfBaseException | RecursionError) -> str:
+    """Why a config's interpolations can't be resolved."""
+    reason = " ".join(str(error).split())
+    if not isinstance(error, RecursionError) and "RecursionError" not in reason:
+        return reason
+    where = f" at {key[:80]}" if (key := getattr(error, "full_key", None)) else ""
+    what = f"interpolations{where} lead to each other, or stand below too many levels of keys"
+    return f"{what}; write the values out, or flatten the keys"
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:

@@ -191,17 +191,26 @@ def test_a_group_of_ones_own_takes_names_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("values", "where"),
     [
-        ("lr: now ${optimizer.lr}", "the config can't be read: its keys have too many levels; flatten them"),
-        ("defaults: [/loss@_here_: dapo]\na: 1", "loss/dapo.yaml: its keys have too many levels at 'a.a.a."),
+        ({f"{'a.' * 600}lr": "now ${optimizer.lr}"}, ""),
+        ({"env.path": "${model}", "model.name": "${env}"}, " at (env.path|model.name)"),
     ],
 )
-def test_a_package_of_hundreds_of_levels_is_refused(tmp_path, keys, message):
+def test_what_is_too_deep_to_be_resolved_is_refused(values, where):
+    cfg = config()
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    with pytest.raises(ValueError, match=f"interpolations{where} lead to each other, or stand below too many levels"):
+        Settings.read(cfg)
+
+
+def test_a_file_at_a_package_too_deep_to_merge_is_named_with_the_one_that_asks_for_it(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/deep.yaml").write_text(f"# @package {'a.' * 249}a\n{keys}\n")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.read(compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"]))
+    (tmp_path / "experiment/deep.yaml").write_text(f"defaults: ['/loss@{'a.' * 400}a': dapo, _self_]\n")
+    message = r"loss/dapo\.yaml, asked for by experiment/deep\.yaml, has the package 'experiment\.a\..*' of 402 levels"
+    with pytest.raises(ValueError, match=message):
+        compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"])
 
 
 def test_an_unknown_key_from_a_file_is_refused_too():
