@@ -139,9 +139,9 @@ def _keep_merged_files() -> None:
                 with flag_override(merged, "no_deepcopy_set_nodes", True):
                     for default in first:
                         merged.merge_with(load(self, default, repo).config)
-            except OmegaConfBaseException:
+                kept[at] = pickle.dumps(merged)
+            except (OmegaConfBaseException, RecursionError):
                 return compose(self, defaults, repo)  # which tells the file
-            kept[at] = pickle.dumps(merged)
         # The first of the list is not loaded, as it is there: see loaded() below.
         return compose(self, [SimpleNamespace(config=_copied(kept[at])), *defaults[len(first) :]], repo)
 
