@@ -24,6 +24,8 @@ OWN = "own"
 NEEDS_PLUS = re.compile(r"To append to your default list use (\S+)")
 NO_LIST = re.compile(r"Cannot merge DictConfig with ListConfig\s+full_key: (\S+)")
 NO_HEADER = re.compile(r"In '(experiment/[^']+)': Could not override '([^'@]+)@experiment\.")
+OF_A_PACKAGE = "behind `# @package` in the file or behind @ in a defaults list"
+"""Where a package is written, as the end of a remedy."""
 CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'")
 
 
@@ -105,8 +107,7 @@ def _wrong_defaults(error: BaseException) -> str | None:
             return _not_taken(variables["config_path"], f"{folder}/", error)
         if frame.f_code.co_name == "_embed_result_config":
             name, package = frames[place - 1].f_locals["config_path"], repr(variables["package"][:80])
-            remedy = "correct the package, behind `# @package` in the file or behind @ in a defaults list"
-            return f"{name}.yaml: its keys can't be put at {package}; {remedy}"
+            return f"{name}.yaml: its keys can't be put at {package}; correct the package, {OF_A_PACKAGE}"
     if not nodes or not isinstance(error, AssertionError):
         return None
     return _not_taken(_holder_of(nodes[-1]), "", error)  # such as a group without a name
@@ -134,7 +135,7 @@ def _too_deep(default: ResultDefault) -> str:
     name, package = str(default.config_path).removesuffix(".yaml"), default.package or ""
     asked = f", asked for by {default.parent}.yaml," if default.parent and default.parent != name else ""
     what = f"{name}.yaml{asked} has the package {package[:80] + '...'!r} of {package.count('.') + 1} levels"
-    return f"{what}, too many with those of its keys; shorten it, behind `# @package` in a file or @ in a defaults list"
+    return f"{what}, too many with those of its keys; shorten it, {OF_A_PACKAGE}"
 
 
 def _circle(innermost: DefaultsTreeNode) -> str | None:
