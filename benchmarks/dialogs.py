@@ -57,7 +57,7 @@ class Watched:
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
         self.max_model_len = self.engine.max_model_len
-        vllm = self.engine._llm.llm_engine  # pyright: ignore[reportAttributeAccessIssue]
+        vllm = self.engine._llm.llm_engine
         self._add, self._vllm = vllm.add_request, vllm
         vllm.add_request = self._note
 
@@ -125,7 +125,7 @@ def main() -> None:
         watched = Watched(engine)
         trajectories = conversations(env, count)
         start = time.perf_counter()
-        play(env, watched, sampling, trajectories)  # pyright: ignore[reportArgumentType]
+        play(env, watched, sampling, trajectories)
         all_s = time.perf_counter() - start
         watched.close()
         if dropped := [trajectory.dropped for trajectory in trajectories if trajectory.dropped]:

@@ -66,7 +66,7 @@ def _response(rng: random.Random, step: int, group: int, learned: float) -> dict
 
 def first_paint_ms(browser: object, url: str) -> dict[str, float]:
     """Milliseconds from the navigation's start to the first contentful paint, and to the whole page being filled."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})  # pyright: ignore[reportAttributeAccessIssue]
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(url)
     page.wait_for_selector("body[data-ready]", state="attached")
     found = page.evaluate(

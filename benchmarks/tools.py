@@ -256,9 +256,9 @@ def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> 
     fleet = Fleet(launch, size=1)
     loop.run(fleet.start())
     loop.run(fleet.admit([engine]))
-    engines = FleetEngine(fleet, loop, NoTransport)  # pyright: ignore[reportArgumentType]
+    engines = FleetEngine(fleet, loop, NoTransport)
     sampling = Sampling(max_new_tokens=work.tokens[1])
-    collector = AsyncCollector(env, engines, sampling, sys.maxsize, weights, max_staleness=1)  # pyright: ignore[reportArgumentType]
+    collector = AsyncCollector(env, engines, sampling, sys.maxsize, weights, max_staleness=1)
 
     def collect(count: int) -> list:
         groups = []

@@ -1,7 +1,5 @@
 """A task of ours, or of the user's, as a taskset and an environment of verifiers."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import asyncio

@@ -103,7 +103,7 @@ class LLMEnv(EnvBase):
         self._servers: list[Server] = []
         # Also of an environment that is forgotten without `close`, or that can't be built. The thread that collects the
         # garbage must not be held up; at the program's end the servers end themselves, and are waited for.
-        weakref.finalize(self, close_servers, self._servers, wait=False).atexit = False
+        weakref.finalize(self, close_servers, self._servers, wait=False).atexit = False  # pyrefly: ignore[missing-attribute]
         task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
@@ -270,10 +270,10 @@ class LLMEnv(EnvBase):
     # ---- TorchRL ----
 
     def _make_specs(self) -> None:
-        batch = self.batch_size
+        batch: Any = self.batch_size
         prompt = Unbounded((-1,), dtype=torch.long)
         response = Bounded(0, len(self.tokenizer) - 1, (-1,), dtype=torch.long)
-        self.observation_spec = self._ragged(
+        self.observation_spec = self._ragged(  # pyrefly: ignore[bad-assignment]
             {
                 keys.QUERY: NonTensor(shape=(), example_data="a question"),
                 keys.TOKENS_PROMPT[0]: Composite({keys.TOKENS_PROMPT[1]: prompt}),
@@ -281,9 +281,9 @@ class LLMEnv(EnvBase):
                 keys.ROW: Unbounded((1,), dtype=torch.long),
             }
         )
-        self.action_spec = self._ragged({keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: response})})
+        self.action_spec = self._ragged({keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: response})})  # pyrefly: ignore[bad-assignment]
         parts = Composite({name: Unbounded((*batch, 1)) for name in self.task.reward_parts}, shape=batch)
-        self.reward_spec = Composite(
+        self.reward_spec = Composite(  # pyrefly: ignore[bad-assignment]
             {keys.REWARD[-1]: Unbounded((*batch, 1)), keys.REWARD_PARTS[0]: parts}, shape=batch
         )
 
@@ -305,7 +305,7 @@ class LLMEnv(EnvBase):
             self._dialogs += [Dialog(list(messages)) for _ in range(self.repeats)]
             row = TensorDict(
                 {
-                    keys.QUERY: NonTensorData(prompt.query),
+                    keys.QUERY: NonTensorData(prompt.query),  # pyrefly: ignore[bad-assignment]
                     keys.TOKENS_PROMPT: prompt.ids,
                     keys.GROUP_ID: torch.tensor([prompt.group_id]),
                     keys.ROW: torch.tensor([prompt.row]),

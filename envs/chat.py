@@ -227,7 +227,7 @@ def _harmless(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> di
 
     Otherwise a web page could end the tool's turn and speak as the user.
     """
-    marks = [mark for mark in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if mark[:1] in ("<", "[")]  # pyright: ignore[reportOptionalCall]
+    marks = [mark for mark in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if mark[:1] in ("<", "[")]
     if not marks:
         return message
     pattern = "|".join(re.escape(mark) for mark in sorted(set(marks), key=len, reverse=True))

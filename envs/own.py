@@ -64,7 +64,7 @@ def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Ta
     Raises:
         ValueError: it lacks an attribute that environments read.
     """
-    made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyright: ignore
+    made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyrefly: ignore[bad-argument-count]
     for name, remedy in (
         ("rows", "set self.rows = rows in __init__"),
         ("reward_parts", "name the parts of its reward"),

@@ -1,7 +1,5 @@
 """Verifiers: environments of Prime Intellect's verifiers by name, with their data, rewards and turns as they are."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import asyncio

@@ -24,7 +24,7 @@ def _hide_cuda_builds() -> None:
 
     for package in CUDA_BUILDS:
         if is_cpu_build(package) is False and is_cpu_build("torch"):
-            _sys.modules.setdefault(package, None)  # pyright: ignore  # which find_spec and import take for absent
+            _sys.modules.setdefault(package, None)  # which find_spec and import take for absent
 
 
 _hide_cuda_builds()

@@ -290,7 +290,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
     >>> check_task(GSM8K([{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 3?", "answer": "#### 5"}]))
     """
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(folder))
+        tokenizer: Any = AutoTokenizer.from_pretrained(save_tiny_model(folder))
         policy = TrainPolicy(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     def make_env(seed: int = 0) -> LLMEnv:

@@ -130,7 +130,7 @@ class Classifier:
                 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
                 try:
-                    self._tokenizer = AutoTokenizer.from_pretrained(self._name, revision=self._revision)
+                    self._tokenizer: Any = AutoTokenizer.from_pretrained(self._name, revision=self._revision)
                     model = AutoModelForSequenceClassification.from_pretrained(
                         self._name, revision=self._revision, dtype=getattr(torch, self._dtype)
                     )
@@ -140,7 +140,7 @@ class Classifier:
                 limits = (self._max_tokens, getattr(model.config, "max_position_embeddings", None))
                 if model.config.get_text_config().pad_token_id is None:
                     self._batch = 1  # transformers' classifiers of decoders refuse more, also where nothing is padded
-                self._longest = min(limit for limit in (*limits, self._tokenizer.model_max_length) if limit)
+                self._longest = min(limit for limit in (*limits, self._tokenizer.model_max_length) if limit)  # pyrefly: ignore[missing-attribute]
                 takes = inspect.signature(model.forward).parameters
                 self._inputs = [name for name in ("input_ids", "token_type_ids") if name in takes]
                 self._chosen, self._model = self._number(model.config), model

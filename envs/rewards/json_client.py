@@ -27,7 +27,7 @@ class EndpointError(RuntimeError):
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """A redirect is an error: followed, it would carry the key to another server."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
 from grpo_rl.envs.rewards.judge_settings import check_counts, check_numbers, check_texts, check_truths
@@ -136,7 +136,7 @@ class Judge:
         self._client: JsonClient | None = None
         self._counts, self._sharing = dict.fromkeys(COUNTS, 0.0), [self]
 
-    def share_budget(self, other: Judge) -> None:
+    def share_budget(self, other: Self) -> None:
         """Keeps one budget with another judge: what either has used is used for both. Each counts its own."""
         if self in other._sharing:
             return

@@ -132,7 +132,7 @@ class Remote:
     """Something of the program's, in its own process: it can be called and asked for attributes, and equals nothing."""
 
     __slots__ = ("_ask", "_number")
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a class with __eq__ alone has it
+    __hash__ = None  # as a class with __eq__ alone has it
 
     def __init__(self, ask, number):
         self._ask, self._number = ask, number

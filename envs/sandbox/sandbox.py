@@ -161,8 +161,8 @@ class Sandbox:
             BrokenTests: the tests fail before the program is asked for anything, as they would for any program.
         """
         with _Files() as files:
-            content = {"setup": setup, "tests": list(tests), "names": list(names), "entry_point": entry_point}
-            content["only"] = only
+            content = {"setup": setup, "tests": list(tests), "names": list(names)}
+            content |= {"entry_point": entry_point, "only": only}
             verdicts = files.empty()
             asked, ask = files.pipe()
             told, tell = files.pipe()

@@ -320,7 +320,7 @@ class _WithServers(Task):
     def without_rows(self) -> Task:
         """A copy that can score, without the servers, which stay where the conversations are."""
         other = copy.copy(self)
-        other.__class__, other.tools = self._plain, ()  # pyright: ignore[reportAttributeAccessIssue]
+        other.__class__, other.tools = self._plain, ()
         return other.without_rows()
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:

@@ -114,7 +114,7 @@ def _check_finite(folder: Path, peers: Peers | None) -> None:
 
 
 def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> None:
-    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]
+    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]  # pyrefly: ignore[missing-attribute]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
             f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "

@@ -199,7 +199,7 @@ async def launch(
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
     if place:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
-    actor = _EngineActor.options(**options).remote(make)
+    actor = _EngineActor.options(**options).remote(make)  # pyrefly: ignore[missing-attribute]
     try:
         with waiting(f"{name} to start", "", deadline_s):
             about = await asyncio.wait_for(actor.about.remote(), deadline_s)

@@ -115,7 +115,7 @@ def run_trainers(
     start = 0
     while True:
         trainers = [
-            _Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank), **options).remote()
+            _Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank), **options).remote()  # pyrefly: ignore[missing-attribute]
             for rank in range(count)
         ]
         store.delete_key(LAST_LOST)
@@ -137,7 +137,7 @@ def run_trainers(
                 ) from ended.__cause__
             start += 1
             log.warning("%s All trainers start again, %d of %d times", lost, start, max_restarts)
-            _end_all(trainers, found)
+            _end_all(trainers, found)  # pyrefly: ignore[unbound-name]
         finally:
             for trainer in trainers:
                 ray.kill(trainer)

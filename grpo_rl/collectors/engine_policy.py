@@ -16,8 +16,8 @@ class EnginePolicy(TensorDictModuleBase):
     Rows of one group share one prompt: they are sampled in one call, so the engine computes the prompt once.
     """
 
-    in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]  # pyright: ignore[reportAssignmentType]
-    out_keys = [  # pyright: ignore[reportAssignmentType]
+    in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]  # pyrefly: ignore[bad-override-mutable-attribute]
+    out_keys = [  # pyrefly: ignore[bad-override-mutable-attribute]
         keys.TOKENS_RESPONSE,
         keys.LOG_PROBS_RESPONSE,
         keys.VERSIONS,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Shaped
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -67,7 +68,7 @@ def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_tru
     return [
         group
         for group in groups
-        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
+        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(torch.any(group.advantages)))
     ]
 
 
@@ -165,5 +166,5 @@ def by_group(tokens: TensorDictBase, values: Shaped[Tensor, "*K N"]) -> dict[int
     >>> by_group(tokens, torch.tensor([0.5, 1.0, 2.0]))
     {7: tensor([0.5000, 1.0000]), 2: tensor([2.])}
     """
-    ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
+    ids, sizes = torch.unique_consecutive(tokens["group_id"].cpu(), return_counts=True)
     return dict(zip(ids.tolist(), values.detach().cpu().split(sizes.tolist(), dim=-1), strict=True))

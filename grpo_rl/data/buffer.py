@@ -33,7 +33,7 @@ class GroupBuffer(ReplayBuffer):
         )
         self._num_groups = num_groups
 
-    def extend(self, groups: Sequence[Group]) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def extend(self, groups: Sequence[Group]) -> object:
         """Stores the groups.
 
         Raises:
@@ -44,7 +44,7 @@ class GroupBuffer(ReplayBuffer):
             raise ValueError(f"{len(groups)} groups do not fit: {free} of {self._num_groups} places are free")
         return super().extend(groups)
 
-    def add(self, data: Group) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def add(self, data: Group) -> object:
         """Stores one group, as :meth:`extend` stores several."""
         return self.extend([data])
 

@@ -301,7 +301,7 @@ def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
     """
     packed = pack([group], policy.device)
     hidden = packed.by_token(forward_hidden(policy.model, packed))[:TOKENS]
-    head = policy.model.get_output_embeddings()
+    head: torch.nn.Linear = policy.model.get_output_embeddings()  # pyrefly: ignore[bad-assignment]
     logits = linear(hidden, head.weight, head.bias).float() * policy.logit_factor
     if policy.softcap is not None:
         logits = policy.softcap * (logits / policy.softcap).tanh()

@@ -85,7 +85,7 @@ def _in_group(
         losses = loss(tokens)
         if bad := [n for n, x in losses.items() if n.startswith("loss_") and not x.isfinite()]:
             return f"{bad[0]} is {losses[bad[0]].item()}, though every log-probability is finite ({_extremes(tokens)})"
-        tokens["log_prob"].register_hook(partial(_note, seen, "backward", "the log-probabilities"))
+        tokens["log_prob"].register_hook(partial(_note, seen, "backward", "the log-probabilities"))  # pyrefly: ignore[missing-attribute]
         losses["loss"].backward()
         if bad := optimizer.nonfinite_gradients():
             if "forward" in seen:
@@ -104,18 +104,18 @@ def _place(tokens: TensorDictBase, names: Sequence[str], group: Group) -> str | 
             continue
         bad = tokens["trainable"].cpu() & ~values.isfinite()
         if bad.any():
-            token = int(bad.nonzero()[0])
+            token = int(torch.nonzero(bad)[0])
             response = int(torch.repeat_interleave(group.lengths)[token])
             place = f"token {token - int(group.offsets[response])} of response {response}"
-            return f"{name} of {place} is {values[token].item()}"
+            return f"{name} of {place} is {float(values[token])}"
     return None
 
 
 def _extremes(tokens: TensorDictBase) -> str:
-    log_ratio = (tokens["log_prob"] - tokens["sampler_log_prob"])[tokens["trainable"]]
+    log_ratio = (tokens["log_prob"] - tokens["sampler_log_prob"])[tokens["trainable"]].detach()
     return (
-        f"log-ratios from {log_ratio.min().item():.3g} to {log_ratio.max().item():.3g}, advantages from "
-        f"{tokens['advantage'].min().item():.3g} to {tokens['advantage'].max().item():.3g}"
+        f"log-ratios from {float(log_ratio.min()):.3g} to {float(log_ratio.max()):.3g}, advantages from "
+        f"{float(tokens['advantage'].min()):.3g} to {float(tokens['advantage'].max()):.3g}"
     )
 
 

@@ -74,9 +74,9 @@ class Watch:
         self._members, self._deadline_s = members, deadline_s
         self._interval_s = min(LONGEST_INTERVAL_S, deadline_s / 10)
         store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s / 4)))
-        self._exchange, self._count, self._entered = "", 0, 0.0
-        self._beat, self._did, self._since, self._bye = 0, "", time.time(), None
-        now = time.monotonic()
+        self._exchange, self._count, self._entered, self._beat, self._did = "", 0, 0.0, 0, ""
+        self._bye: str | None = None
+        self._since, now = time.time(), time.monotonic()
         self._reached = self._looked = now
         self._heard = {member.rank: (0, now) for member in members}
         self._farewells: dict[int, float] = {}

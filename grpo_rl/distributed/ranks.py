@@ -138,7 +138,7 @@ class Ranks:
             ranks = cls(mode, device, **placement)
         ranks.told_after_s = told_after_s
         members = ranks.gather(Member.here(rank))
-        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        own = store.clone()  # pyrefly: ignore[missing-attribute]
         watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
         ranks.wait()  # everyone has given a sign of life
         watch.start()
@@ -305,7 +305,7 @@ def agreed(ranks: Ranks | None, work: Callable[[], X]) -> X:
         error = failed
     if errors := [of_rank for of_rank in ranks.gather(error) if of_rank is not None]:
         raise errors[0]
-    return done  # pyright: ignore[reportReturnType]
+    return done  # pyrefly: ignore[bad-return]
 
 
 def gathered(weights: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:

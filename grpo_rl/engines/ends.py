@@ -33,9 +33,9 @@ def text_decoder(model: str | Path) -> Tokenizer:
         ValueError: the folder has no fast tokenizer.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
-    if not tokenizer.is_fast:
+    if not tokenizer.is_fast:  # pyrefly: ignore[missing-attribute]
         raise ValueError(f"sampling.stop looks for text, and {model} has no fast tokenizer; use an end-of-sequence id")
-    return tokenizer.backend_tokenizer
+    return tokenizer.backend_tokenizer  # pyrefly: ignore[missing-attribute]
 
 
 class StopString:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 
-    jit = triton.jit
+    jit: Any = triton.jit
 except ImportError:  # no build for this platform: nothing below is called
     triton = tl = None
     jit = no_type_check

@@ -272,7 +272,7 @@ class _AtStopString(StoppingCriteria):
         self.lengths: list[int | None] = [None] * len(texts)
         """Tokens of each response that a stop string has ended."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         self._steps += 1
         for i, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[i] is None and self._texts[i].completed_by(token):

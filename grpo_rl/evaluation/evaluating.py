@@ -83,7 +83,7 @@ def evaluate_model(
         for task in to_do:
             start = time.perf_counter()
             try:
-                rows = [*source.task(task).rows][: own.rows]
+                rows = [*source.task(task).rows][: own.rows]  # pyrefly: ignore[unbound-name]
                 sampling = Sampling(**settings[task].sampling)
                 greedy = source.evaluate(task, rows, replace(sampling, temperature=0.0), 1, own.seed)
                 sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None

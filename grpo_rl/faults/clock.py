@@ -46,7 +46,7 @@ class Loop(VirtualLoop):
             self.errors.append(context["exception"])
 
     def _run_once(self) -> None:
-        super()._run_once()  # pyright: ignore[reportAttributeAccessIssue]
+        super()._run_once()  # pyrefly: ignore[missing-attribute]
         if self.errors:
             raise self.errors[0]
         self._after_turn()
@@ -166,7 +166,7 @@ class Process:
         self.events.errors.clear()  # raised already, and would be again before the loop is closed
         tasks = asyncio.all_tasks(self.events)
         for task in tasks:
-            task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+            task._log_destroy_pending = False  # pyrefly: ignore[missing-attribute]
             task.cancel()
         if tasks:  # what does not end by this dies with the loop
             self.events.run_until_complete(asyncio.wait(tasks, timeout=1.0))

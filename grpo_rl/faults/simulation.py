@@ -129,7 +129,7 @@ def _live(world: World, invariants: Invariants) -> bool:
         with lived_by(process):
             _train(world, invariants)
         return True
-    except (*ENDS,) as error:
+    except tuple(ENDS) as error:
         causes = next(causes for kind, causes in ENDS.items() if isinstance(error, kind))
         # A start that takes longer than it may is not tried again where no other engine runs.
         needed = MOST_REPLACED + 1 if causes is OF_ENGINES and "was not ready within" not in str(error) else 1

@@ -34,7 +34,7 @@ def _tokenizer(texts: Sequence[str]) -> dict[str, list[list[int]]]:
     return {"input_ids": [[int(text)] for text in texts]}
 
 
-_tokenizer.chat_template = None  # pyright: ignore[reportFunctionMemberAccess]
+_tokenizer.chat_template = None  # pyrefly: ignore[missing-attribute]
 
 
 class Environment:

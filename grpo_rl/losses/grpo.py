@@ -67,7 +67,7 @@ class GRPOLoss(LossModule):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(LossModule._AcceptedKeys):
         log_prob: NestedKey = "log_prob"
         """[N] log pi_theta of the sampled token, with gradient."""
         entropy: NestedKey = "entropy"
@@ -89,7 +89,7 @@ class GRPOLoss(LossModule):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    out_keys = ("loss", *LOSSES, *METRIC_SUMS)  # pyright: ignore[reportAssignmentType]
+    out_keys = ("loss", *LOSSES, *METRIC_SUMS)  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class GRPOLoss(LossModule):
         self._per_response = ratio != "token" or (correction != "none" and correction_level == "sequence")
 
     @property
-    def in_keys(self) -> list[NestedKey]:
+    def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
         """The entries that :meth:`forward` reads."""
         keys = self.tensor_keys
         names = [keys.log_prob, keys.entropy, keys.sampler_log_prob, keys.advantage, keys.trainable, keys.weight]
@@ -220,7 +220,7 @@ class GRPOLoss(LossModule):
                 sums["kl_ref"] = k3(log_prob, self._read(tensordict, keys.ref_log_prob))
             if self.correction != "none":
                 sums |= {"correction": terms["correction"], "corrected": terms["corrected"]}
-                sums["correction_squared"] = terms["correction"].square()
+                sums["correction_squared"] = torch.square(terms["correction"])
             for name, value in sums.items():
                 out[name] = torch.where(trainable, value.to(log_prob.dtype), 0.0).sum()
         return out

@@ -43,7 +43,7 @@ class SFTLoss(LossModule):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(LossModule._AcceptedKeys):
         log_prob: NestedKey = "log_prob"
         """[N] log pi_theta of each token, with gradient."""
         entropy: NestedKey = "entropy"
@@ -55,10 +55,10 @@ class SFTLoss(LossModule):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    out_keys = ("loss", "loss_sft", "tokens", "entropy")  # pyright: ignore[reportAssignmentType]
+    out_keys = ("loss", "loss_sft", "tokens", "entropy")  # pyrefly: ignore[bad-override-mutable-attribute]
 
     @property
-    def in_keys(self) -> list[NestedKey]:
+    def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
         """The entries that :meth:`forward` reads."""
         keys = self.tensor_keys
         return [keys.log_prob, keys.entropy, keys.trainable, keys.weight]

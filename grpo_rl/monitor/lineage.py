@@ -103,7 +103,7 @@ class LineageLog:
             for group_id, piece in by_group(tokens, values).items():
                 step.scored[group_id][name] = piece
         for name in LOSSES:
-            step.recorded[name] += losses[name].item()
+            step.recorded[name] += float(losses[name].detach())
 
     def end(self, grad_norm: float, lr: float, skipped: bool) -> None:
         """Ends the optimizer step, with what the optimizer returned."""

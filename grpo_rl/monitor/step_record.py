@@ -82,7 +82,7 @@ class StepRecord:
 
     def _add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         # Each value is read once: on a GPU, reading waits for all that was launched before.
-        values = {name: value.item() for name, value in losses.items() if name != "loss"}
+        values = {name: float(value.detach()) for name, value in losses.items() if name != "loss"}
         for name, value in values.items():
             self._sums[name] += value
         self.trained_tokens += len(tokens)

@@ -42,7 +42,7 @@ class TensorBoardLog:
             settings = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(config).items()}
             outcomes = OUTCOMES_OF_SFT if config.get("mode") == "sft" else OUTCOMES
             for summary in hparams(settings, dict.fromkeys(outcomes, 0.0)):
-                self._writer._get_file_writer().add_summary(summary)
+                self._writer._get_file_writer().add_summary(summary)  # pyrefly: ignore[missing-attribute]
             self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

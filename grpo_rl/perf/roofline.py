@@ -70,7 +70,7 @@ class ModelSizes:
         Args:
             pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
         """
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyrefly: ignore[missing-attribute]
         base = [p for name, p in model.named_parameters() if ".lora_" not in name]
         adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
         trunk = [p for p in base if p is not embedding and p is not head]

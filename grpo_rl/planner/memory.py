@@ -112,7 +112,7 @@ class Shape:
         adapters = 0
         if lora and lora.rank:
             targets = [model.get_submodule(name) for name in targeted(model, lora.targets)]
-            adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)  # pyright: ignore
+            adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)
         return cls(
             sizes=ModelSizes.of(model),
             itemsize=model.dtype.itemsize,
@@ -127,7 +127,7 @@ class Shape:
             head_dim=head_dim,
             norms=config.hidden_size * sum(name not in widths for name in norms),
             head_norms=sum(widths[name] for name in norms if name in widths),
-            tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,  # pyrefly: ignore[missing-attribute]
             positions=config.max_position_embeddings,
             adapters=adapters,
             experts=experts,

@@ -144,7 +144,7 @@ def attention(
         order = order.to(query.device)
         query, key, value = (x.index_select(2, order) for x in (query, key, value))
     out = _attend(query, key, value, prefix_layout, Rules(scale, sliding_window, softcap), s_aux)
-    return (out.index_select(1, order.argsort()) if chunk else out), None
+    return (out.index_select(1, order.argsort()) if chunk else out), None  # pyrefly: ignore[unbound-name]
 
 
 def query_scale(positions: Int[Tensor, " T"], floor: int | float, scale: int | float) -> Float[Tensor, " T"]:

@@ -209,7 +209,7 @@ class TwoPartAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_out):  # pyrefly: ignore[bad-override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         layout, rules, g = ctx.layout, ctx.rules, grad_out.contiguous()
         heads, kv_heads = q.shape[1], k.shape[1]
@@ -229,7 +229,7 @@ class TwoPartAttention(torch.autograd.Function):
             for seq, rows, keys in table.blocks(kv_heads, repeat, rules.window):
                 block = (x[seq, rows].flatten(1, 2) for x in parts)
                 mask = _causal_mask(rows, keys, repeat, rules.window)
-                dq, dk, dv = _block_backward(*block, kt[seq, keys], vt[seq, keys], mask, rules)
+                dq, dk, dv = _block_backward(*block, k=kt[seq, keys], v=vt[seq, keys], mask=mask, rules=rules)
                 parts[0][seq, rows] = dq.unflatten(1, (-1, repeat))
                 dkt[seq, keys] += dk
                 dvt[seq, keys] += dv
@@ -239,7 +239,8 @@ class TwoPartAttention(torch.autograd.Function):
         for node, rows, mask in _ancestor_blocks(layout, heads, repeat, rules.window):
             keys = slice(node.start, node.end)
             block = (_fold(x[rows], kv_heads) for x in (dq, q, g, lse, delta))
-            grads = _block_backward(*block, _fold(k[keys], kv_heads), _fold(v[keys], kv_heads), mask, rules)
+            k_block, v_block = _fold(k[keys], kv_heads), _fold(v[keys], kv_heads)
+            grads = _block_backward(*block, k=k_block, v=v_block, mask=mask, rules=rules)
             dq[rows] = _unfold(grads[0], heads)
             for total, grad in zip((dk, dv), grads[1:], strict=True):
                 total[keys] += _unfold(grad, kv_heads)
@@ -319,7 +320,7 @@ def _inputs_may_be_rounded(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.bfloat16:
         yield
         return
-    settings = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    settings = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

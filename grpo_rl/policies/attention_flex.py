@@ -77,7 +77,7 @@ def flex_shared_prefix(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    return (out if sinks is None else with_sinks(*out, sinks))[:, :, :tokens]  # pyright: ignore[reportArgumentType]
+    return (out if sinks is None else with_sinks(*out, sinks=sinks))[:, :, :tokens]
 
 
 @no_type_check  # traced: the tests' run-time type checks can't be

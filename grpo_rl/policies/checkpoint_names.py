@@ -43,7 +43,7 @@ class CheckpointNames:
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None and hasattr(model, "config"):
             # As transformers saves it: one that was read from no file has no prefix to put back.
-            conversions = get_model_conversion_mapping(model, add_legacy=False)  # pyright: ignore[reportArgumentType]
+            conversions = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
         back = [conversion.reverse_transform() for conversion in reversed(conversions or [])]
         self._renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]

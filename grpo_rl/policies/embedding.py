@@ -79,7 +79,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, grad_weight):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_rows, grad_weight):  # pyrefly: ignore[bad-override]
         if grad_rows is None:
             return grad_weight, None, None
         (ids,) = ctx.saved_tensors

@@ -162,7 +162,7 @@ class _TiledHead(torch.autograd.Function):
         return target_logit - top - log_total, log_total - mean_below
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_log_prob, grad_entropy):  # pyrefly: ignore[bad-override]
         hidden, weight, target_ids, bias, top, total, mean_below = ctx.saved_tensors
         make = ctx.make
         # Sums over tiles are fp32: bf16 would lose small terms.
@@ -229,7 +229,7 @@ class _RowTiledHead(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_log_prob, grad_entropy):  # pyrefly: ignore[bad-override]
         from grpo_rl.policies.head_triton import tile_gradient_
 
         hidden, weight, target_ids, bias, *statistics = ctx.saved_tensors
@@ -245,7 +245,7 @@ class _RowTiledHead(torch.autograd.Function):
             if ctx.cut is not None:
                 ctx.cut(logits, tokens.start)
             rows = (x[tokens] for x in (*statistics, grad_log_prob, grad_entropy))
-            grad = tile_gradient_(logits, target_ids[tokens], *rows, ctx.temperature, ctx.softcap)
+            grad = tile_gradient_(logits, target_ids[tokens], *rows, temperature=ctx.temperature, softcap=ctx.softcap)
             grad_hidden[tokens] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[tokens]

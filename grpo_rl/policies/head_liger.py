@@ -72,5 +72,5 @@ class _Owned(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, grad_weight):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_weight):  # pyrefly: ignore[bad-override]
         return grad_weight.to(ctx.dtype), None

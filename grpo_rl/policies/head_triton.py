@@ -7,7 +7,7 @@ Letters: n tokens of the tile, V vocabulary; z the logits that softmax sees.
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +17,7 @@ try:
     import triton
     import triton.language as tl
 
-    jit = triton.jit
+    jit: Any = triton.jit
 except ImportError:  # no build for this platform: `available` says so, and nothing below is called
     triton = tl = None
     jit = no_type_check
@@ -115,7 +115,7 @@ def tile_gradient_(
 
 
 def _block(vocabulary: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(vocabulary))
+    return min(BLOCK, triton.next_power_of_2(vocabulary))  # pyrefly: ignore[missing-attribute]
 
 
 # Triton reads a kernel's source: `no_type_check` keeps the tests' run-time type checks from wrapping it.

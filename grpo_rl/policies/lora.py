@@ -89,7 +89,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank or 0,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
     )
@@ -173,4 +173,4 @@ def _dequantized(model: torch.nn.Module, name: str, parameter: Tensor) -> Tensor
     # peft's dequantize_module_weight, which asks for less, also replaces the weight on a CPU: in 8 bits by one without
     # its scales once there was a forward.
     state = getattr(model.get_submodule(name.rpartition(".")[0]), "state", None)
-    return dequantize_bnb_weight(parameter, state).detach()  # pyright: ignore[reportArgumentType]
+    return dequantize_bnb_weight(parameter, state).detach()

@@ -110,7 +110,7 @@ class SharesPrompts(ToldLayout):
 
     def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
         """The mixer's output, [1, T, E]; without a layout, that of plain sequences."""
-        plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        plain = super().forward  # pyrefly: ignore[missing-attribute]
         if self.layout is None:
             return plain(hidden_states, *args, **keywords)
         layout = self.layout()

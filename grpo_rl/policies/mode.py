@@ -55,7 +55,7 @@ def _recomputed_without_noise(call: functools.partial[Any], *args: object) -> An
 
     The layer is taken from the call, as copies of a model share this function.
     """
-    layer = call.func.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    layer = call.func.__self__  # pyrefly: ignore[missing-attribute]
 
     def quietly(*args: object) -> Any:
         layer.training = False

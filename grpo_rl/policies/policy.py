@@ -175,7 +175,7 @@ class TrainPolicy:
         return call_whole(self._score, *arguments) if call_whole else self._score(*arguments)
 
     def _score(self, packed: Packed, kept: Kept | None) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        head = self.model.get_output_embeddings()
+        head: torch.nn.Linear = self.model.get_output_embeddings()  # pyrefly: ignore[bad-assignment]
         with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None

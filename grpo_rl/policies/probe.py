@@ -65,7 +65,7 @@ class AttentionCall:
     @property
     def window(self) -> int | None:
         """The window in the keywords, the only one that an attention function without masks knows."""
-        return self.keywords.get("sliding_window")  # pyright: ignore[reportReturnType]
+        return self.keywords.get("sliding_window")  # pyrefly: ignore[bad-return]
 
     @property
     def any_window(self) -> int | None:
@@ -248,7 +248,7 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
     # It would look for several sequences in the positions, which have no data here.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # Its mask takes the padding before each sequence from a tensor without data: there is none.
-    masking_utils.chunked_causal_mask_function = lambda size, _: chunked_causal_mask_function(size, _no_padding())
+    masking_utils.chunked_causal_mask_function = lambda size, _: chunked_causal_mask_function(size, _no_padding())  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

@@ -105,7 +105,7 @@ def record_routers(model: PreTrainedModel) -> None:
     except ValueError:  # a metric is no reason to refuse a model
         return
     before = router_record(model)
-    record: Any = before or RouterRecord()  # not its class: pyright takes its untraced methods for functions
+    record = before or RouterRecord()
     for name, _, router, experts in found:
         number = int(name.rpartition(".")[2])
         if before is None:

@@ -149,8 +149,8 @@ class Replays(ToldLayout):
     @torch.compiler.disable
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """The router's output, for the given experts where there are any."""
-        plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        layout = self.layout and self.layout()
+        plain = super().forward  # pyrefly: ignore[missing-attribute]
+        layout = self.layout() if self.layout else None
         routes = layout.cache.get(ROUTES) if layout else None
         if routes is None:
             return plain(*args, **keywords)

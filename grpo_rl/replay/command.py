@@ -58,5 +58,5 @@ def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:
         with contextlib.suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(name, local_files_only=True).decode
+            return AutoTokenizer.from_pretrained(name, local_files_only=True).decode  # pyrefly: ignore[missing-attribute]
     return None

@@ -147,7 +147,7 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
             with torch.no_grad():
                 terms = loss.terms(tokens)
             values = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
-            columns |= by_group(tokens, torch.stack([x.float() for x in (*values, tokens["trainable"])]))
+            columns |= by_group(tokens, torch.stack([x.float() for x in (*values, tokens["trainable"])]))  # pyrefly: ignore[missing-attribute]
         record.complete()
         record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)

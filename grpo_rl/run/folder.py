@@ -107,7 +107,8 @@ class RunFolder:
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
-        self._again, self._saved, self._gap = False, None, False
+        self._again = self._gap = False
+        self._saved: tuple[int, Path] | None = None
         self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
         try:
             self._open(resume, room)
@@ -161,7 +162,7 @@ class RunFolder:
         self.path, self._again = claimed.folder, claimed.again
         if claimed.over:
             print(*claimed.notes, sep="\n")
-        return self.path.absolute(), claimed.resume and str(claimed.resume), claimed.inside, claimed.over
+        return self.path.absolute(), str(claimed.resume) if claimed.resume else None, claimed.inside, claimed.over
 
     def _check(self, room: Room) -> None:
         """Refuses a folder that holds a run already, can't be written, or whose disk is too small.

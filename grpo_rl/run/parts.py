@@ -22,9 +22,9 @@ class Parts(CommonParts):
         needs_old_log_probs: whether the policy scores each collection before training on it.
     """
 
-    env: LLMEnv
+    env: LLMEnv  # pyrefly: ignore[bad-override-mutable-attribute]
     engine: Sampler
-    loss: GRPOLoss
+    loss: GRPOLoss  # pyrefly: ignore[bad-override-mutable-attribute]
     reference: ReferencePolicy | None
     compute_advantages: AdvantageEstimator
     buffer: GroupBuffer

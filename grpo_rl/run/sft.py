@@ -63,7 +63,7 @@ class HeldOutDemonstrations:
     def evaluate(self, step: int, *_engine: object) -> Evaluated:
         """Evaluates after a step; step 0 is the evaluation before training."""
         scored = self._policy.add_log_probs(self.rows, self._max_tokens)
-        self.evaluated_at, self.after = step, [-group.old_log_probs.sum().item() for group in scored]
+        self.evaluated_at, self.after = step, [-group.old_log_probs.sum().item() for group in scored]  # pyrefly: ignore[missing-attribute]
         if step == 0:
             self.before = self.after
         return Evaluated({"eval/loss": self._loss(self.after)})

@@ -194,7 +194,7 @@ def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Pat
         return unreadable(path, wrapped or error)
     cause = error.__cause__ if isinstance(error, HydraException) else None
     met = cause if isinstance(error, HydraException) else error
-    if line := _wrong_group(error) or (met and _wrong_defaults(met)):
+    if line := _wrong_group(error) or (_wrong_defaults(met) if met else None):
         return line
     what, why = _joined(error), _joined(cause) if cause else ""
     return f"{what} ({why})" if what and why else what or why or type(error).__name__

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from grpo_rl.by_name import is_name
 
@@ -190,7 +190,7 @@ def setting(default: Any, meaning: str, **constraints: Any) -> Any:
 class Section(Mapping[str, Any]):
     """A section of a config: a frozen dataclass whose fields are settings or sections, and a mapping of them."""
 
-    __dataclass_fields__: dict[str, dataclasses.Field]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)

@@ -25,7 +25,7 @@ def _fixed_folder() -> str | None:
     hydra_cfg = HydraConfig.instance().cfg
     assert hydra_cfg is not None
     key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
-    as_written = OmegaConf.to_container(hydra_cfg.hydra, resolve=False)[key]["dir"]  # pyright: ignore
+    as_written = OmegaConf.to_container(hydra_cfg.hydra, resolve=False)[key]["dir"]  # pyrefly: ignore[missing-attribute]
     return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
 
 

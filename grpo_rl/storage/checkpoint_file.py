@@ -54,8 +54,8 @@ class _Hashed:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256, self.error = hashlib.sha256(), None
+        self._file, self.sha256 = file, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, piece: memoryview) -> int:
         if self.error is None:

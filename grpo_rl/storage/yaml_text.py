@@ -31,7 +31,7 @@ def read_yaml(text: str) -> Any:
         value = yaml.safe_load(text)
         size, depth = _measured(value, {})
     except RecursionError:
-        size, depth = 0, DEEPEST + 1
+        value, size, depth = None, 0, DEEPEST + 1
     except (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(fault(error) or f"it is no YAML ({type(error).__name__})") from error
     if size > MOST_VALUES or depth > DEEPEST:

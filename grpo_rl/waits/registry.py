@@ -60,7 +60,7 @@ class Wait:
         self.line, self.thread = frame.f_lineno if frame else 0, threading.get_ident()
         loop = asyncio._get_running_loop()
         task = asyncio.current_task(loop) if loop else None
-        self._task = task and weakref.ref(task)
+        self._task = weakref.ref(task) if task else None
         self.since = self._waits.clock()
         self._waits.open[self] = None
         return self
@@ -81,7 +81,7 @@ class Wait:
     @property
     def task(self) -> asyncio.Task[object] | None:
         """The task that waits; None where a thread does. It is not kept: one that is abandoned ends, with its wait."""
-        return self._task and self._task()
+        return self._task() if self._task else None
 
     def age_s(self) -> float:
         """Seconds from the wait's begin, or its last sign of life, to now or to its end."""

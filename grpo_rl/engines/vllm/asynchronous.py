@@ -81,7 +81,7 @@ class AsyncVLLMEngine(VLLMBase):
         arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=how)
         with self._explained():
             self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
-        manager = self._llm.engine_core.resources.engine_manager
+        manager = self._llm.engine_core.resources.engine_manager  # pyrefly: ignore[missing-attribute]
         self.pids = [process.pid for process in getattr(manager, "processes", ())]
         """Process ids of vLLM's core."""
 
@@ -142,7 +142,7 @@ class AsyncVLLMEngine(VLLMBase):
     async def pause(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
         # Not `AsyncLLM.pause_generation`, which waits another 20 ms so that the last tokens are seen before it returns.
-        call = self._core.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keep_cache)
+        call = self._core.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keep_cache)  # pyrefly: ignore[missing-attribute]
         await self._within("a pause", call)
         self._pauses += 1
 

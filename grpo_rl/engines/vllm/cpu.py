@@ -153,7 +153,7 @@ def skip_proxies() -> None:
     @functools.wraps(rebind)
     def rebind_kernels(*args: Any, **keywords: Any) -> None:
         modules = {name: module for name, module in list(sys.modules.items()) if not _has_proxies(module)}
-        dispatcher.sys = types.SimpleNamespace(modules=modules)  # pyright: ignore[reportAttributeAccessIssue]
+        dispatcher.sys = types.SimpleNamespace(modules=modules)  # pyrefly: ignore[bad-assignment]
         try:
             rebind(*args, **keywords)
         finally:

@@ -139,7 +139,7 @@ class VLLMEngine(VLLMBase):
         """See :meth:`grpo_rl.engines.base.Engine.close`."""
         if self._llm is None:
             return
-        core, self._llm = self._llm.llm_engine.engine_core, None
+        core, self._llm = self._llm.llm_engine.engine_core, None  # pyrefly: ignore[bad-assignment]
         try:
             core.shutdown()
         finally:

@@ -101,7 +101,7 @@ def expert_place(model: torch.nn.Module, name: str) -> ExpertPlace | None:
     except AttributeError:
         layer = None
     names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name] if layer else []
-    if not match or match["projection"] not in names:
+    if not match or not layer or match["projection"] not in names:
         raise LookupError(
             f"vLLM's {type(model).__name__} has no expert that can be read for the checkpoint's {name!r}; set "
             "inference_model.engine=transformers"

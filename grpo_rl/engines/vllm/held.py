@@ -52,7 +52,7 @@ def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
     held = digest(rows_of(module, tensor.to(dtype), parts))
     if isinstance(module, VocabParallelEmbedding):
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
-        heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]
+        heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]  # pyrefly: ignore[not-callable]
         return same_or_none(held, *(made[0, 1] for head in heads if (made := packed_from(head))))
     return held
 
@@ -95,7 +95,7 @@ def shard_fingerprint(
         # The vocabulary is padded, and split by rows.
         first, rows = module.shard_indices.org_vocab_start_index, module.shard_indices.num_org_elements
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
-        heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
+        heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())  # pyrefly: ignore[not-callable]
         forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
         marks = [fingerprint(form[:rows], row_start=first) for form in forms]
         return same_or_none(*map(int, marks)) if len(marks) > 1 else marks[0]

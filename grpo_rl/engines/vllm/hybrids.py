@@ -29,10 +29,10 @@ def record_decays() -> None:
     has come, and drops that one.
     """
 
-    def composed(loader: Callable[..., None], function: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def composed(loader: Callable[..., None], fn: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def load_and_keep(param: Tensor, loaded_weight: Tensor) -> None:  # vLLM passes them by name
-            loader(param, function(loaded_weight))
-            load_and_keep.came = loaded_weight.detach().clone()  # pyright: ignore[reportFunctionMemberAccess]
+            loader(param, fn(loaded_weight))
+            load_and_keep.came = loaded_weight.detach().clone()  # pyrefly: ignore[missing-attribute]
 
         return load_and_keep
 

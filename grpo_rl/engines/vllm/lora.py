@@ -102,4 +102,4 @@ def held_factor_fingerprint(model_runner: Any, module: torch.nn.Module, part: st
 
 def without_adapter(module: torch.nn.Module) -> torch.nn.Module:
     """The layer itself, also where vLLM has wrapped it for adapters."""
-    return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module  # pyright: ignore[reportReturnType]
+    return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module

@@ -166,7 +166,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
             initialize_layerwise_reload(self.model)
             self._is_reloading = True
         with disable_mtp_completeness_check():
-            self.model.load_weights(weights)
+            self.model.load_weights(weights)  # pyrefly: ignore[not-callable]
         for _, _, info in self._waiting():
             for _, call in info.loaded_weights:
                 # The trainer will write over it before the rest of the layer comes.

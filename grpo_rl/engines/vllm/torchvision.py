@@ -55,7 +55,7 @@ def torchvision_stands_in() -> Iterator[None]:
         for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
             del sys.modules[name]
         if hidden:
-            sys.modules["torchvision"] = None  # pyright: ignore
+            sys.modules["torchvision"] = None
 
 
 class _StandIn(ModuleType):
@@ -68,7 +68,7 @@ class _StandIn(ModuleType):
 
 class _Finder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None  # pyright: ignore
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
