@@ -1,13 +1,12 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
-# make test:  lint, types, tests and doctests, likewise.
+# make test:  lint, types, doctests and the tests of what a user would notice, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
+# make test-all: everything: also the tests marked nightly, then those marked alone, one at a time.
 # make test-faults: 250 kills of runs and 1,000 damaged copies of runs; KILLS=1000 for more.
 # make docs: the site, in site/; every warning and broken link is an error.
-# make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
 # make audit: known vulnerabilities of what `pip install grpo-rl[cpu]` resolves to, by pip-audit; needs the network.
 # make fuzz: N=1000000 hostile inputs for each reader of foreign text (tests/fuzz/).
-# make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=4, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
@@ -19,10 +18,9 @@ SEEDS ?= 10000
 KILLS ?= 250
 ARGS ?=
 N ?= 1000000
-# What make quick leaves out: engines, scripts and processes of their own.
-ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
-	grpo_rl/cluster grpo_rl/engines/vllm
-IN_PARALLEL := not alone and not models and not nightly
+# What make quick leaves out: engines, scripts and processes of their own, and what imports vLLM.
+ENGINES := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
+	tests/collectors/test_tool_conversations.py grpo_rl/cluster grpo_rl/engines/vllm
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 
@@ -31,16 +29,15 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-slow test-seeds test-models test-faults fuzz audit lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-all test-seeds test-faults fuzz audit lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
-	@echo "make test    install, then lint, types, tests, doctests"
-	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
-	@echo "make test-slow   install, then the tests marked nightly, too long for make test (15 minutes on 2 CPU cores)"
+	@echo "make test    install, then lint, types, doctests and the tests of what a user would notice (MINUTES on 2 CPU cores)"
+	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a quarter)"
+	@echo "make test-all    install, then everything, nightly and before a release (ALLMINUTES)"
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
-	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make test-faults   install, then 250 kills of runs and 1,000 damaged copies of runs; KILLS=1000 for more"
 	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"
 	@echo "make audit   known vulnerabilities of what pip install grpo-rl[cpu] resolves to; needs the network"
@@ -62,7 +59,7 @@ $(DEV): $(RUN)
 train: $(RUN)
 	.venv/bin/python sota/grpo.py +experiment=quickstart $(ENGINE) $(ARGS)
 
-# Pyright takes one core, beside tests that wait for their processes.
+# Pyrefly takes five seconds, next to tests that wait for their processes.
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types pytest
 
@@ -74,33 +71,28 @@ lint: $(DEV)
 	.venv/bin/ruff format --check .
 
 types: $(DEV)
-	.venv/bin/pyright
+	.venv/bin/pyrefly check
 
-# Or each of many processes compiles our files anew.
-pytest: export PYTHONDONTWRITEBYTECODE =
+# Test processes share out the files. Without bytecode each of them would compile ours anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest
+IN_PARALLEL := $(PYTEST) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 pytest: $(DEV)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "$(IN_PARALLEL)" $(ARGS) \
-		|| { [ $$? -eq 1 ] && echo "Once more, one at a time, what failed beside the others:" \
-		&& .venv/bin/python -m pytest -n 1 -x --last-failed --last-failed-no-failures none -m "$(IN_PARALLEL)" $(ARGS); }
-	.venv/bin/python -m pytest -m "alone and not nightly" $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
+	$(IN_PARALLEL) -m "not nightly" $(ARGS)
 
-quick-tests: export PYTHONDONTWRITEBYTECODE =
 quick-tests: $(DEV)
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "not slow and not engine and not alone and not models and not network and not nightly" \
-		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
+	$(PYTEST) -q -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly and not slow" \
+		$(addprefix --ignore=,$(ENGINES)) $(ARGS)
+
+test-all: lint types
+	@status=0; \
+	$(IN_PARALLEL) -m "not alone" $(ARGS) || status=1; \
+	$(PYTEST) -m alone $$(grep -rl --include=*.py mark.alone tests) $(ARGS) || status=1; \
+	exit $$status
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
-
-test-slow: $(DEV)
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "nightly and not alone" \
-		$$(grep -rl --include=*.py mark.nightly tests) $(ARGS)
-	.venv/bin/python -m pytest -m "nightly and alone" $$(grep -rl --include=*.py mark.alone tests) $(ARGS)
-
-test-models: $(DEV)
-	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
 
 test-seeds: $(DEV)
 	.venv/bin/python -m grpo_rl.faults --seeds $(SEEDS) $(ARGS)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 # Test processes side by side compute with a thread each: with one for every core, threads wait for one another.
@@ -37,39 +38,24 @@ hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
 
-LONGEST = [
-    "run/test_async.py",
-    "faults/test_planted_bugs.py",
-    "faults/test_simulation.py",
-    "sota/test_slurm.py",
-    "engines/test_sampler_mismatch.py",
-    "run/test_run.py",
-    "diagnosis/test_mismatch.py",
-    "policies/test_exactness.py",
-    "distributed/test_ranks.py",
-    "engines/vllm/test_asynchronous.py",
-    "policies/test_hub.py",
-    "weights/test_transport.py",
-    "planner/test_plan.py",
-    "planner/test_peaks.py",
-    "test_packaging.py",
-    "test_notebook.py",
-]
-"""Files that take more than about half a minute, the longest first."""
+FIRST = ["run/test_async.py", "distributed/test_ranks.py", "run/test_run.py", "faults/test_simulation.py"]
+"""The longest files of `make test`, so that its processes end at about the same time."""
 
 
 def pytest_collection_modifyitems(items):
-    # Long files first, then others with slow tests: processes that share the files out end at about the same time.
+    place = {Path(__file__).parent / name: i for i, name in enumerate(FIRST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(LONGEST) + (item.path not in slow)))
+    items.sort(key=lambda item: place.get(item.path, len(FIRST) + (item.path not in slow)))
+    seen = Counter()
     for item in items:
+        seen[function := item.nodeid.partition("[")[0]] += 1
+        cases = item.get_closest_marker("cases")
+        if item.get_closest_marker("alone") or (cases and seen[function] > cases.args[0]):
+            item.add_marker(pytest.mark.nightly)
         if {"tiny_run", "default_model"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.engine)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_collection_finish(session):

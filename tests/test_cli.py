@@ -40,6 +40,7 @@ def test_batches_ends_with_one_where_something_does_not_divide(capsys):
     assert "left over: the group is cut" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,6 +73,8 @@ def test_what_is_no_command_line_ends_with_two_and_one_line(arguments, capsys):
     assert error.startswith("error: ") and error.endswith(" --help says more\n") and error.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("arguments", "mode"),
     [

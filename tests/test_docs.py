@@ -98,6 +98,7 @@ def test_links_and_files_that_a_page_names_are_there(page):
     assert not missing + [path for path in paths if not re.search("NAME|rhyme", path) and not (ROOT / path).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_classes_and_settings_that_a_page_names_exist(page):
     text = page.read_text()
@@ -132,8 +133,8 @@ MARKS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("page", "command"),
     [pytest.param(*own, id=f"{own[0]}-{i}", marks=MARKS.get(own[0], ())) for i, own in enumerate(OWN)],

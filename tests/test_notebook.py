@@ -25,8 +25,7 @@ def text_of(cell):
     return "".join(output.get("text", "") or output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 
-@pytest.mark.slow
-@pytest.mark.engine
+@pytest.mark.nightly
 def test_the_notebook_trains_and_shows_the_run(tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (install,), (parameters,) = cells(notebook, "install"), cells(notebook, "parameters")

@@ -117,6 +117,7 @@ def test_the_wheel_holds_data_templates_and_configs(wheel):
     assert any(name.startswith("grpo_rl/report/assets/") and name.endswith(".j2") for name in names)
 
 
+@pytest.mark.nightly
 def test_the_sdist_holds_every_file_of_the_checkout(checkout, unpacked_sdist):
     def files(folder):
         found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
@@ -126,6 +127,7 @@ def test_the_sdist_holds_every_file_of_the_checkout(checkout, unpacked_sdist):
     assert files(unpacked_sdist) == files(checkout)
 
 
+@pytest.mark.nightly
 def test_the_sdist_builds_the_wheel_of_the_checkout_byte_for_byte(unpacked_sdist, checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     (tmp_path / "a").mkdir()
@@ -134,6 +136,7 @@ def test_the_sdist_builds_the_wheel_of_the_checkout_byte_for_byte(unpacked_sdist
     assert from_sdist.read_bytes() == build("wheel", checkout, tmp_path / "b").read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])
 def test_a_second_build_elsewhere_and_later_has_the_same_bytes(kind, checkout, later_checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
@@ -174,7 +177,7 @@ def run_installed(*command: str | Path, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.engine
+@pytest.mark.nightly
 def test_an_installed_wheel_trains_from_any_folder(environment, tmp_path):
     one_step = [*tiny_run(tmp_path), "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
     (tmp_path / "configs").mkdir()
@@ -196,6 +199,7 @@ def test_an_installed_wheel_has_its_version_and_the_scripts_as_modules(environme
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", ["checkout", "unpacked_sdist"])  # the second has no links
 def test_an_editable_install_imports_the_sources(source, request, tmp_path):
     root = request.getfixturevalue(source)

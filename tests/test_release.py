@@ -44,7 +44,7 @@ def test_the_workflows_pass_zizmor_and_their_schema():
     lint("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_docker_is_given_builds_the_same_wheel(tmp_path):
     def wheel(source: Path) -> set[str]:
         out = tmp_path / f"wheel_of_{source.name}"

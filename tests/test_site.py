@@ -18,6 +18,8 @@ from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "sota" / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -120,7 +122,7 @@ def quantiles(names: set[str]) -> set[str]:
     return {name for name in names if name.startswith("reward_distribution/") and name.endswith(("p50", "p90"))}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

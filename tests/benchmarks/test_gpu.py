@@ -15,6 +15,8 @@ import torch
 
 from grpo_rl.testing import random_group
 
+pytestmark = pytest.mark.nightly
+
 ROWS = """
 import os, subprocess, sys, time
 from gpu_rows import NotAvailable

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 SCRIPTS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "benchmarks").glob("*.py"))
 
 
@@ -59,7 +61,6 @@ def test_an_arm_that_fails_says_why(script):
         harness.Arm("broken", head.arm, "no such head", head.Shape(2, 2, 2, 1.0), False, "cpu")
 
 
-@pytest.mark.nightly
 def test_an_arm_that_was_killed_between_its_steps_says_so(script):
     harness, head = script("harness"), script("head")
     arm = harness.Arm("killed", head.arm, head.OURS, head.Shape(2, 2, 2, 1.0), False, "cpu")

@@ -9,6 +9,8 @@ import pytest
 
 from grpo_rl.intervals import paired_interval
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 STEADY = "import time\nwhile True: time.sleep(0.02)"
 LEAKY = """

@@ -9,6 +9,8 @@ from grpo_rl.collectors import multi_turn
 from grpo_rl.testing import save_tiny_model
 from tests.envs.tools.plain_parser import PlainParser
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("path", ["synchronous", "asynchronous"])
 def test_tools_that_hold_up_the_engine_show(script, path, tmp_path, monkeypatch):

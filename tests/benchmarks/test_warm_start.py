@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from grpo_rl.run.folder import EVALUATION
+
+pytestmark = pytest.mark.nightly
 
 
 def test_grpo_alone_gets_the_seconds_of_sft_as_further_steps(script, monkeypatch, tmp_path, capsys):

@@ -9,6 +9,8 @@ import torch
 
 from grpo_rl.testing import random_group
 
+pytestmark = pytest.mark.nightly
+
 
 def test_the_token_ratio_is_counted_by_hand(script):
     shape = script("prefix").Shape

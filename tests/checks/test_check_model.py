@@ -31,6 +31,8 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.testing import run_script, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SHORT = ["inference_model.max_model_len=256", "sampling.max_new_tokens=32"]
 ENGINE = ["--engine", "transformers"]
@@ -90,7 +92,6 @@ def without(folder, *patterns):
 # ---- the whole check ----
 
 
-@pytest.mark.slow
 def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run, capsys, tmp_path):
     name = tiny_run[0].removeprefix("model.name=")
     assert main(["check-model", name, *tiny_run[1:], "train.total_dialog_turns=32", "train_model.compile=false"]) == 0
@@ -105,7 +106,7 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     assert first / 3 < float(mean) < 3 * first  # other prompts, the same rounding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_vllm_is_asked_unless_another_engine_is(model, check):
     pytest.importorskip("vllm")
     code, lines = check(model, *SHORT, "sampling.top_k=20", "sampling.stop=[ab]")  # which vLLM is started for
@@ -113,7 +114,6 @@ def test_vllm_is_asked_unless_another_engine_is(model, check):
     assert lines["sampler, trainer"][0] == "OK"
 
 
-@pytest.mark.slow
 def test_responses_are_sampled_as_in_training_but_for_their_length(model, check, monkeypatch):
     asked = []
 
@@ -142,7 +142,7 @@ def hybrid():
     return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("made", [mixture, hybrid])
 def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, made):
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, ma
         assert lines[about][0] == "OK", lines[about]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("fault", "line", "told"),
     [
@@ -186,7 +186,7 @@ def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(model, check, mo
     assert told in fixes(lines)[line]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_that_do_not_arrive_and_an_engine_that_fails_are_to_be_fixed(model, check, monkeypatch):
     class Deaf(TransformersEngine):
         def update_weights(self, weights, version):
@@ -206,7 +206,7 @@ def test_weights_that_do_not_arrive_and_an_engine_that_fails_are_to_be_fixed(mod
     }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("change", "about", "told"),
     [
@@ -312,6 +312,7 @@ def test_a_folder_without_weights_is_checked_quickly_and_told_otherwise(copied, 
     assert code == 1 and "with *.safetensors beside it" in fixes(lines)["model"]
 
 
+@pytest.mark.nightly
 def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
@@ -447,7 +448,6 @@ def test_a_base_model_without_template_is_no_fault(model):
     assert found["chat template"].kind == "note" and "several turns" not in found
 
 
-@pytest.mark.slow
 def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys):
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (copied / "chat_template.jinja").write_text(f"{refusing}{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}")

@@ -28,6 +28,8 @@ from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
+pytestmark = pytest.mark.nightly
+
 OF_MACHINE = ("packages", "open files", "shared memory", "clock", "run folder", "leftovers")
 
 

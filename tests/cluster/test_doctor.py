@@ -9,6 +9,8 @@ import pytest
 
 import grpo_rl.cluster  # noqa: F401, before ray
 
+pytestmark = pytest.mark.nightly
+
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -44,7 +46,6 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_with_overrides_the_config_is_checked_against_the_clusters_devices(two_nodes, capsys, tiny_run, tmp_path):
     words = ["doctor", "--ray", two_nodes.address, "--nodes", "2", "--quick", f"hydra.run.dir={tmp_path / 'run'}"]
     words += [*tiny_run, "inference_model.engine=vllm", "train_model.parallel=ddp", "train_model.num_devices=4"]

@@ -73,6 +73,7 @@ def listening(process):
     return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.nightly
 def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can_enter_its_folder():
     async def main():
         engine = await launch("engine 0", Engine, num_cpus=0.1)
@@ -130,6 +131,7 @@ def refuse(why: str) -> Engine:
     raise ValueError(why)
 
 
+@pytest.mark.nightly
 def test_what_cannot_start_says_why():
     async def main():
         with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
@@ -148,6 +150,7 @@ def test_what_cannot_start_says_why():
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_an_actor_that_hangs_is_named_in_time_and_counts_as_dead(tmp_path):
     said = []
 

@@ -34,6 +34,7 @@ def test_an_address_without_a_cluster_is_told_in_one_sentence():
         pass
 
 
+@pytest.mark.nightly
 def test_every_node_that_joined_is_asked(two_nodes):
     assert [node.resources["slot"] for node in nodes()] in ([2, 4], [4, 2])
     check_nodes(expected=2)
@@ -49,7 +50,7 @@ def test_room_is_taken_for_all_at_once_and_given_back(two_nodes):
             begun = time.monotonic()
             with watching(600.0) as watcher, watcher.saying(said.append), places([{"slot": 1}], deadline_s=1):
                 pass
-    assert time.monotonic() - begun < 1 + 5
+    assert time.monotonic() - begun < 1 + 30
     assert len(said) == 1
     assert re.match(
         r"Warning\. trainer has waited \S+ s for places in the cluster \(1 bundles\) before it ended", said[0]
@@ -71,6 +72,7 @@ def test_what_the_cluster_does_not_have_is_refused_with_numbers(two_nodes, bundl
         pass
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_gone_is_missed(two_nodes):
     lost = two_nodes.add_node(num_cpus=1)
     check_nodes(expected=3)
@@ -100,6 +102,7 @@ def test_a_folder_that_ray_can_t_be_given_is_named(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "is_told"), [(None, True), ("token", False), ("disabled", False)])
 def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_somebody_has_chosen(
     mode, is_told, monkeypatch, caplog

@@ -45,6 +45,7 @@ def test_ranks_meet_and_the_first_ones_result_comes_back():
     assert rank == 0 and len({*pids, os.getpid()}) == 3
 
 
+@pytest.mark.nightly
 def test_a_run_that_stops_by_itself_stops_the_script_with_its_words_and_what_waits_for_it_has_names(monkeypatch):
     names, wait = [], ray.wait
 
@@ -66,6 +67,7 @@ def test_a_run_that_stops_by_itself_stops_the_script_with_its_words_and_what_wai
     assert not PROCESS.open
 
 
+@pytest.mark.nightly
 def test_one_that_dies_is_told_though_the_others_wait_for_it():
     def die(rendezvous):
         if rendezvous.rank == 1:
@@ -76,6 +78,7 @@ def test_one_that_dies_is_told_though_the_others_wait_for_it():
         trained(die)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_killed_is_started_again_with_all_others_and_finds_what_they_left():
     def work(rendezvous):
         store = rendezvous.store()
@@ -94,6 +97,7 @@ def test_a_trainer_that_is_killed_is_started_again_with_all_others_and_finds_wha
     assert not any(os.path.exists(f"/proc/{pid}") for pid in before), "a process of the first start is still there"
 
 
+@pytest.mark.nightly
 def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
     def stop(rendezvous):
         if rendezvous.rank == 0:
@@ -104,6 +108,7 @@ def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
         trained(stop)
 
 
+@pytest.mark.nightly
 def test_an_error_keeps_its_words():
     def fail(rendezvous):
         raise ZeroDivisionError("of rank 0")
@@ -112,6 +117,7 @@ def test_an_error_keeps_its_words():
         trained(fail, count=1)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_is_passed_on_and_the_run_may_finish_its_step(tmp_path):
     listens = tmp_path / "listens"
 

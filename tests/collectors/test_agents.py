@@ -496,7 +496,7 @@ def test_a_session_ends_with_its_program_though_a_process_that_it_started_holds_
     begun = time.monotonic()
     with failed if code else contextlib.nullcontext():
         asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that nobody reads is too large for the pipe
-    assert time.monotonic() - begun < 10 and _ends(int((tmp_path / "pid").read_text()))
+    assert time.monotonic() - begun < 50 and _ends(int((tmp_path / "pid").read_text()))
 
 
 def test_a_program_reads_its_whole_row(tmp_path):

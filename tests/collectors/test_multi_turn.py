@@ -197,7 +197,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
         assert group.log_probs[group.trainable].lt(0).any() and group.log_probs[~group.trainable].eq(0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine

@@ -191,6 +191,7 @@ FAULTS = {
 """Faults by the names that they are told by; behind a comma, what is special."""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_within_two_steps_and_by_its_own_name_alone(model, dtype, name):
@@ -200,6 +201,7 @@ def test_a_planted_fault_is_named_within_two_steps_and_by_its_own_name_alone(mod
     assert set(named) == {f"mismatch/{name.split(',')[0]}"}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_with_a_bound_it_stops_the_run_before_the_weights_move(model, dtype, name):
@@ -212,6 +214,7 @@ def test_with_a_bound_it_stops_the_run_before_the_weights_move(model, dtype, nam
         assert all(torch.equal(a, b) for a, b in zip(before, training.policy.model.parameters(), strict=True))
 
 
+@pytest.mark.nightly
 def test_the_temperature_and_the_mass_that_were_used_are_found_out(model):
     with pytest.raises(MismatchError, match=r"sampled at about 0\.(9|899|901) and are scored at 1 "):
         Training(model, "bfloat16", sampled_at=0.9).step()
@@ -219,6 +222,7 @@ def test_the_temperature_and_the_mass_that_were_used_are_found_out(model):
         Training(model, "bfloat16", own_cuts={"top_p": 0.9}).step()
 
 
+@pytest.mark.nightly
 def test_a_truncation_is_told_by_what_went_wrong_with_it(model):
     """The engine cut on its own; it was told to, and its kept sets are lost; they are not what it drew from."""
     with pytest.raises(MismatchError, match=r"scores all of it\. Turn off what cuts there"):
@@ -229,6 +233,7 @@ def test_a_truncation_is_told_by_what_went_wrong_with_it(model):
         Training(model, "bfloat16", cuts={"top_k": 20}, fault=kept_widened).step()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cuts", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05, "top_p": 0.95}], ids=str)
 def test_with_kept_sets_truncated_sampling_is_no_fault_and_ratios_are_one(model, dtype, cuts):
@@ -240,6 +245,7 @@ def test_with_kept_sets_truncated_sampling_is_no_fault_and_ratios_are_one(model,
         assert set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/mass_kept"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 @pytest.mark.parametrize("size", [{}, {"prompts": 2, "group_size": 2, "max_new_tokens": 1}], ids=["usual", "4-tokens"])
@@ -324,6 +330,7 @@ def test_what_has_no_explanation_stops_the_run_above_the_bound_only_and_names_th
         loud.step()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("bound", [0.2, None])
 def test_a_log_probability_that_is_not_finite_is_no_mismatch_and_hides_none_that_follows(model, value, bound):
@@ -451,6 +458,7 @@ def run(overrides, folder, monkeypatch):
     return run_script(SCRIPT, overrides, folder / "run")
 
 
+@pytest.mark.nightly
 def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_path, monkeypatch):
     folder = run([*tiny, "optimizer.lr=0", "train.epochs=2"], tmp_path, monkeypatch)
     rows = read_metrics(folder)
@@ -462,6 +470,7 @@ def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
 
 
+@pytest.mark.nightly
 def test_the_script_stops_at_the_second_step_where_a_push_is_left_out(tiny, tmp_path, monkeypatch):
     push = WeightSync.push
 
@@ -474,6 +483,7 @@ def test_the_script_stops_at_the_second_step_where_a_push_is_left_out(tiny, tmp_
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.nightly
 def test_without_a_bound_the_script_tells_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     generate = TransformersEngine.generate
 

@@ -82,6 +82,7 @@ def test_a_healthy_step_is_not_explained(model):
     assert not result.skipped and result.trouble is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, value):
@@ -102,7 +103,7 @@ def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model)
     assert found in step.take().trouble
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inside_compiled_modules_too(model):
     step = Step(model, torch.bfloat16, compile=True)
     step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))
@@ -193,6 +194,7 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
 def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
     model, tiny_run, whose, tmp_path, monkeypatch, capsys

@@ -1,6 +1,6 @@
 """Several processes train as one does: losses, gradients and weights, sharded or replicated; and checkpoints move.
 
-`python tests/distributed/test_ranks.py FOLDER` is that training by 4 and then by 2 processes that talk over gloo.
+`python tests/distributed/test_ranks.py FOLDER 4` is that training by 4 processes that talk over gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 STEPS, SAVED_AT = 5, 3
+RESUMED = [("fsdp", "whole model"), ("fsdp", "adapters"), ("ddp", "whole model")]
 ADAPTERS = LoRA(rank=4, targets=["q_proj", "down_proj"])
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole model": {},
@@ -48,9 +49,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"gradient_checkpointing": True},
 }
 CASES = [*(("fsdp", variant) for variant in VARIANTS), ("ddp", "whole model"), ("ddp", "adapters")]
-SIZES = (4, 2)
-OF_SIZE = {4: CASES, 2: CASES[:1]}
-"""The cases that so many processes train from the beginning; two also go on with checkpoints of four."""
+OF_SIZE = {2: CASES[:1], 4: CASES}
+"""The cases that so many processes train from the beginning."""
 
 
 class Numbers(NamedTuple):
@@ -130,12 +130,15 @@ def steps(
 # The processes.
 
 
-def be_rank(folder: Path, rank: int, size: int) -> None:
+def joined(store: Path, rank: int, size: int) -> dict[str, Ranks]:
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    store = dist.FileStore(str(folder / f"store-{size}"), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
-    of_mode: dict[str, Ranks] = {mode: Ranks(mode) for mode in ("fsdp", "ddp")}
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(str(store), size))
+    return {mode: Ranks(mode) for mode in ("fsdp", "ddp")}
+
+
+def train_and_save(folder: Path, rank: int, size: int) -> None:
+    of_mode = joined(folder / f"store-{size}", rank, size)
     found: dict[Any, Any] = {}
     for mode, variant in OF_SIZE[size]:
         ranks = of_mode[mode]
@@ -158,13 +161,19 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
         found["bf16"] = list(steps(parts, fsdp))
     found["nan"] = [nan_on_one_rank(folder, ranks) for ranks in of_mode.values()]
     if size == 2:
-        for case in (("fsdp", "whole model"), ("fsdp", "adapters"), ("ddp", "whole model")):
-            for written_by in (4, 1):
-                found["resumed", written_by, *case] = resumed(folder, written_by, case, of_mode[case[0]])
+        found |= all_resumed(folder, 1, of_mode)
         found["torn"] = fsdp.gather(restored_beside_a_torn_one(folder, fsdp))
         found["full disk"] = fsdp.gather(full_disk_of_one_rank(folder, parts, fsdp))
     if rank == 0:
         torch.save(found, folder / f"of-{size}")
+    of_mode["fsdp"].close()
+
+
+def go_on_with_those_of_four(folder: Path, rank: int, size: int) -> None:
+    of_mode = joined(folder / "store-resumed", rank, size)
+    found = all_resumed(folder, 4, of_mode)
+    if rank == 0:
+        torch.save(torch.load(folder / "of-4", weights_only=False) | found, folder / "of-4")
     of_mode["fsdp"].close()
 
 
@@ -213,19 +222,23 @@ def resumed(folder: Path, written_by: int, case: tuple[str, str], ranks: Ranks |
     return list(steps(parts, ranks, first=SAVED_AT))
 
 
+def all_resumed(folder: Path, written_by: int, of_mode: dict[str, Ranks]) -> dict[Any, list[dict[str, Any]]]:
+    return {("resumed", *case): resumed(folder, written_by, case, of_mode[case[0]]) for case in RESUMED}
+
+
 def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, str]:
     """One part of the newest of two checkpoints is damaged: which one a rank gets, its first number there, and what
     it is told when it names the newest."""
     torn = folder / "torn"
     if ranks.rank == 0:
         for step in (2, SAVED_AT):
-            shutil.copytree(folder / "fsdp-whole model-4", torn, dirs_exist_ok=True)
+            shutil.copytree(folder / "fsdp-whole model-2", torn, dirs_exist_ok=True)
             if step < SAVED_AT:
                 newest = torn / f"checkpoint_{SAVED_AT:06d}.pt"
                 checkpoint_file.write(torn / f"checkpoint_{step:06d}.pt", checkpoint_file.read(newest) | {"step": step})
                 newest.unlink()
                 (torn / f"checkpoint_{SAVED_AT:06d}.shards").rename(torn / f"checkpoint_{step:06d}.shards")
-        part = next((torn / f"checkpoint_{SAVED_AT:06d}.shards").glob("*_rank_3.pt"))
+        part = next((torn / f"checkpoint_{SAVED_AT:06d}.shards").glob("*_rank_1.pt"))
         part.write_bytes(part.read_bytes()[:-1])
     ranks.wait()
     path, state = checkpoint.restore(torn, ranks=ranks)
@@ -255,14 +268,14 @@ def full_disk_of_one_rank(folder: Path, parts: tuple, ranks: Ranks) -> tuple[str
     raise AssertionError("a checkpoint without all of its parts was written")
 
 
-def fork_ranks(folder: Path, size: int) -> None:
+def fork_ranks(work: Callable[[Path, int, int], None], folder: Path, size: int) -> None:
     """One import for all of them; nothing of torch has run yet."""
     children = []
     for rank in range(size):
         if not (child := os.fork()):
             code = 1
             try:
-                be_rank(folder, rank, size)
+                work(folder, rank, size)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -302,12 +315,16 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list]]:
     return folder, found
 
 
-@pytest.fixture(scope="module")
-def together(alone) -> dict[int, dict]:
-    """The results of 4 and of 2 processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(alone[0])], check=True, timeout=240, env=environment)
-    return {size: torch.load(alone[0] / f"of-{size}", weights_only=False) for size in SIZES}
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+def together(request, alone) -> tuple[int, dict]:
+    """The number of processes, and their results."""
+    folder, size, environment = alone[0], request.param, {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, __file__, str(folder), str(size)], check=True, timeout=240, env=environment)
+    return size, torch.load(folder / f"of-{size}", weights_only=False)
+
+
+def of(size: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("together", [size], indirect=True)
 
 
 def assert_same(records, expected, tolerance=1e-6):
@@ -324,20 +341,22 @@ def assert_same(records, expected, tolerance=1e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "variant", "size"), [(*case, size) for size in SIZES for case in OF_SIZE[size]])
-def test_several_processes_train_as_one_does(alone, together, mode, variant, size):
-    expected = alone[1][variant]
-    assert all(record["gradient"].abs().max() > 1e-3 for record in expected)
-    assert expected[0]["norm"] > 0.5, "nothing was clipped"
-    assert_same(together[size][mode, variant], expected)
+def test_several_processes_train_as_one_does(alone, together):
+    size, found = together
+    for mode, variant in OF_SIZE[size]:
+        expected = alone[1][variant]
+        assert all(record["gradient"].abs().max() > 1e-3 for record in expected)
+        assert expected[0]["norm"] > 0.5, "nothing was clipped"
+        assert_same(found[mode, variant], expected)
 
 
-@pytest.mark.parametrize("written_by", [4, 1])
-@pytest.mark.parametrize("case", [("fsdp", "whole model"), ("fsdp", "adapters"), ("ddp", "whole model")])
-def test_two_processes_go_on_with_a_checkpoint_of_four_or_of_one(alone, together, written_by, case):
-    assert_same(together[2]["resumed", written_by, *case], alone[1][case[1]][SAVED_AT:])
+@pytest.mark.parametrize("case", RESUMED)
+def test_two_processes_go_on_with_a_checkpoint_of_four_or_of_one(alone, together, case):
+    assert_same(together[1]["resumed", *case], alone[1][case[1]][SAVED_AT:])
 
 
+@pytest.mark.nightly
+@of(4)
 @pytest.mark.parametrize("case", [("fsdp", "whole model"), ("ddp", "adapters")])
 def test_one_process_goes_on_with_a_checkpoint_of_four(alone, together, case):
     assert_same(resumed(alone[0], 4, case, None), alone[1][case[1]][SAVED_AT:])
@@ -352,6 +371,8 @@ def assert_exported(folder: Path, weights: torch.Tensor) -> None:
     assert model.generation_config.do_sample and model.generation_config.top_k == 7
 
 
+@pytest.mark.nightly
+@of(4)
 def test_a_sharded_checkpoint_becomes_one_model_folder(alone, together, tmp_path, capsys):
     folder, found = alone
     (path,) = checkpoint.checkpoints(folder / "fsdp-whole model-4")
@@ -365,50 +386,50 @@ def test_a_sharded_checkpoint_becomes_one_model_folder(alone, together, tmp_path
         export_checkpoint(*checkpoint.checkpoints(folder / "fsdp-adapters-4"), tmp_path / "other")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sharded_weights_are_exported_as_one_model_folder(alone, together, size):
-    assert_exported(alone[0] / f"exported-{size}", alone[1]["whole model"][-1]["weights"])
+def test_sharded_weights_are_exported_as_one_model_folder(alone, together):
+    assert_exported(alone[0] / f"exported-{together[0]}", alone[1]["whole model"][-1]["weights"])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_holds_its_share_of_weights_and_optimizer_state(together, size):
+def test_a_rank_holds_its_share_of_weights_and_optimizer_state(together):
+    size, found = together
     # 257 rows of the embedding, the largest tensor, cut into parts of equal size but for the last.
-    assert together[size]["largest share"] == pytest.approx(-(-257 // size) / 257)
+    assert found["largest share"] == pytest.approx(-(-257 // size) / 257)
 
 
 def test_the_gathered_weights_are_those_of_one_process(alone, together):
-    expected = alone[1]["whole model"][-1]["weights"]
-    for size in SIZES:
-        flat = torch.cat([weight.flatten() for weight in together[size]["gathered"].values()])
-        torch.testing.assert_close(flat, expected, rtol=0, atol=1e-6)
+    flat = torch.cat([weight.flatten() for weight in together[1]["gathered"].values()])
+    torch.testing.assert_close(flat, alone[1]["whole model"][-1]["weights"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.nightly
+@of(4)
 def test_bf16_weights_have_fp32_masters_when_they_are_sharded(alone, together):
     """The same rounding as in one process: gradients differ by that of bf16, masters by far less than its spacing."""
-    for got, want in zip(together[4]["bf16"], alone[1]["bf16"], strict=True):
+    for got, want in zip(together[1]["bf16"], alone[1]["bf16"], strict=True):
         assert got["norm"] == pytest.approx(want["norm"], rel=0.02)
         cosine = torch.nn.functional.cosine_similarity(got["gradient"].float(), want["gradient"].float(), dim=0)
         assert cosine > 0.999
-    assert together[4]["bf16"][-1]["weights"].dtype == torch.float32
+    assert together[1]["bf16"][-1]["weights"].dtype == torch.float32
 
 
+@of(2)
 def test_all_ranks_pass_over_a_torn_checkpoint_and_take_the_same_one(alone, together):
     weights = alone[1]["whole model"][SAVED_AT - 1]["weights"]
-    assert len(together[2]["torn"]) == 2
-    for name, first, error in together[2]["torn"]:
+    assert len(together[1]["torn"]) == 2
+    for name, first, error in together[1]["torn"]:
         assert name == "checkpoint_000002.pt" and first == pytest.approx(weights[0].item())
-        assert "_rank_3.pt is damaged" in error and error.endswith("torn/checkpoint_000002.pt")
+        assert "_rank_1.pt is damaged" in error and error.endswith("torn/checkpoint_000002.pt")
 
 
+@of(2)
 def test_a_full_disk_of_one_rank_is_told_on_all_and_nothing_is_left_of_it(together):
-    (first, left), second = together[2]["full disk"]
+    (first, left), second = together[1]["full disk"]
     assert second == (first, left) and "No space left on device" in first and "_rank_1.pt" in first
     assert left == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_step_with_a_nan_on_one_rank_is_left_out_on_all_of_them(together, size):
-    for ranks in together[size]["nan"]:
+def test_a_step_with_a_nan_on_one_rank_is_left_out_on_all_of_them(together):
+    for ranks in together[1]["nan"]:
         first, _ = ranks[0]
         assert all(said == first and same for said, same in ranks)
         (skipped, trouble), (skipped_too, trouble_too) = first
@@ -449,7 +470,7 @@ def test_several_processes_are_asked_for_by_name_and_by_torchrun(monkeypatch):
 
 
 def test_a_checkpoint_without_its_shards_is_refused_by_name(alone, together, tmp_path):
-    (path,) = checkpoint.checkpoints(alone[0] / "fsdp-whole model-4")
+    (path,) = checkpoint.checkpoints(alone[0] / f"fsdp-whole model-{together[0]}")
     alone_file = tmp_path / path.name
     alone_file.write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match="it has no sharded tensors beside it in checkpoint_000003.shards"):
@@ -459,5 +480,7 @@ def test_a_checkpoint_without_its_shards_is_refused_by_name(alone, together, tmp
 if __name__ == "__main__":
     importlib.import_module("peft")  # once, not in each process
     importlib.import_module("transformers.models.llama.modeling_llama")
-    for size in SIZES:
-        fork_ranks(Path(sys.argv[1]), size)
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    fork_ranks(train_and_save, folder, size)
+    if size == 4:
+        fork_ranks(go_on_with_those_of_four, folder, 2)

@@ -35,6 +35,7 @@ SCRIPT = """if True:
 """
 
 
+@pytest.mark.nightly
 def test_a_batch_of_fingerprints_equals_single_ones():
     env = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=env)

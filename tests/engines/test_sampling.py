@@ -174,12 +174,12 @@ def test_kept_sets_that_vllm_leaves_out_are_an_error_and_not_the_whole_distribut
         response.sampling_mask = mask
         output = Namespace(outputs=[response])
         with pytest.raises(RuntimeError, match="did not return the kept sets"):
-            samples_of(output, 0, Sampling(top_p=0.5), 10)  # pyright: ignore
-        assert samples_of(output, 0, Sampling(), 10).kept is None  # pyright: ignore
+            samples_of(output, 0, Sampling(top_p=0.5), 10)
+        assert samples_of(output, 0, Sampling(), 10).kept is None
         with pytest.raises(RuntimeError, match=r"vLLM \S+ did .*top_p=1.0, top_k=9 and min_p=0.0 .*start the engine"):
-            samples_of(output, 0, Sampling(top_k=9), 10)  # pyright: ignore
+            samples_of(output, 0, Sampling(top_k=9), 10)
         for top_k in (10, 11):  # of ten tokens it cuts none off, and vLLM drops it
-            kept = samples_of(output, 0, Sampling(top_k=top_k), 10).kept  # pyright: ignore
+            kept = samples_of(output, 0, Sampling(top_k=top_k), 10).kept
             assert kept is not None and kept.counts.tolist() == [0, 0] and not len(kept.ids)
 
 

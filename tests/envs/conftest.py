@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from grpo_rl.envs import search_qa
 from grpo_rl.envs.tools.search_index import load_corpus
 
+collect_ignore = ["tools/mcp_server.py"]  # it is a program
+
 CHAT_TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -165,6 +165,8 @@ def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):
     assert calculate("2+3") == "5" and failed == ["2+3"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("piece", ["Calculator: 1+1\n", "Calculator: ", "<tool_call>", "1,1", "9", "<answer>1"])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
@@ -226,6 +228,7 @@ def test_no_held_out_problem_is_trained_on():
         load_rows("arithmetic", "dev")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "rows", "calculations"), [("train", 7473, 23716), ("test", 1319, 4281)])
 def test_the_calculations_in_gsm8k_have_the_values_that_are_written_there(real_data, split, rows, calculations):
     found = load_rows(real_data / "gsm8k" / f"{split}.jsonl")

@@ -43,6 +43,7 @@ TASKS = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_our_tasks_keep_their_promises(name):

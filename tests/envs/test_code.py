@@ -67,6 +67,7 @@ NAMED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_a_name_of_a_test_is_not_the_programs_to_give(name, tmp_path):
     row, right, wrong = NAMED[name]
@@ -96,6 +97,7 @@ def test_functions_under_a_main_guard_or_with_infinite_results_are_tested():
     assert Code([], sandbox=SANDBOX).score(row, fenced(dataclass + guarded)).parts["all_passed"] == 1.0
 
 
+@pytest.mark.nightly
 def test_programs_that_wait_take_no_siblings_time_and_lose():
     task = Code([], sandbox=SANDBOX, time_s=1)
     task.ready(8)
@@ -105,11 +107,13 @@ def test_programs_that_wait_take_no_siblings_time_and_lose():
     assert [reward.measures["timed_out"] for reward in (*lost, right)] == [1.0, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_function_that_computes_too_long_is_measured():
     reward = Code([], sandbox=SANDBOX, time_s=1).score(FORMS["MBPP"], fenced("def add(a, b):\n    while True: pass"))
     assert reward.parts["tests"] == 0 and reward.measures == {"timed_out": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_published_forms_of_tests_pay_right_programs_in_full_and_wrong_ones_by_their_share(form, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS[form]) + "\n")
@@ -140,6 +144,7 @@ def test_what_should_come_out_is_not_in_the_prompt(tmp_path):
     assert task.prompt(helper)[-1]["content"] == "q"
 
 
+@pytest.mark.slow
 def test_a_group_is_judged_at_once_and_a_program_out_of_time_is_measured():
     task = Code([ECHO], sandbox=SANDBOX, time_s=1)
     responses = [fenced("print(input())"), fenced("while True: pass"), "no program", fenced("print('a b')")] * 2
@@ -157,6 +162,7 @@ def test_a_group_that_runs_out_of_time_has_no_reward_instead_of_a_wrong_one():
     assert isinstance(reward, TimeoutError) and "env.score_timeout_s" in str(reward)
 
 
+@pytest.mark.slow
 def test_generated_tasks_are_solved_by_their_solutions_and_none_is_in_both_splits():
     train, test = generated_rows("train"), generated_rows("test")
     assert not {row["question"] for row in train} & {row["question"] for row in test}

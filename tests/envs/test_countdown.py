@@ -132,6 +132,7 @@ def test_the_environment_scores_what_a_policy_samples(tokenizer):
     assert rollout[keys.REWARD].flatten().tolist() == pytest.approx([0.1, 1.1, 0.1, 1.1])
 
 
+@pytest.mark.slow
 def test_4096_answers_are_scored_in_two_seconds():
     puzzles = Puzzles(512)
     task = Countdown(puzzles)

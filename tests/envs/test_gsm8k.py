@@ -85,6 +85,7 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
     monkeypatch.setattr(patterns, "_workers", lambda _: workers)

@@ -113,7 +113,7 @@ def test_a_gold_answer_that_cannot_be_parsed_judges_nobody():
         Math([]).score({"problem": "?", "solution": "I don't know."}, r"\boxed{5}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_comparison_that_does_not_end_is_a_wrong_answer_and_spares_the_others():
     hangs = {"problem": "?", "answer": "(a+b+c+d)^{19}(e+f+g+h)^{19}"}  # written so in the gold, it is compared
     boxes = [r"\boxed{3/4}", r"\boxed{(a+b+c+d)^{19}(e+f+g+h)^{18}}", r"\boxed{2/4}"]

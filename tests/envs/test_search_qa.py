@@ -297,6 +297,8 @@ def test_the_environment_plays_several_turns(file, tokenizer):
     assert rollout[keys.REWARD][:, -1].flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("piece", ["Search: ", "Search: a\n", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     task = SearchQA([ROW], SearchIndex(DOCUMENTS))

@@ -230,6 +230,7 @@ def test_conversations_beside_the_prompt_are_not_read(tmp_path):
     assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS
 
 
+@pytest.mark.slow
 def test_a_message_names_the_setting_that_the_rows_came_from(tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))
     (tmp_path / "empty.jsonl").write_text("")

@@ -59,6 +59,7 @@ def test_an_endpoint_is_scored_with_pass_at_k_and_majority(server, data, tmp_pat
     assert set(server.keys) == {"Bearer sk-secret"}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server, data, tmp_path, capsys):
     out, server.respond = tmp_path / "out", knows_up_to_three
     words = [
@@ -86,6 +87,7 @@ def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server,
     assert "another model or with other settings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ValueError, OutOfMemoryError])
 def test_a_task_that_cannot_be_judged_fails_alone_and_the_source_is_closed_once(
     server, data, tmp_path, capsys, monkeypatch, kind
@@ -157,6 +159,7 @@ def test_a_comparison_names_the_settings_that_differ(tmp_path, capsys):
         assert "Note: the evaluations differ in dtype\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_in_the_dtype_that_it_began_with(data, tmp_path, capsys):
     """A model of one's own is in the machine's dtype, which another machine may not share."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out"

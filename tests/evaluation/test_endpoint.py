@@ -54,11 +54,11 @@ def test_an_endpoint_that_keeps_failing_is_given_up_by_name(server):
 
 
 def test_a_server_that_is_silent_is_left_at_the_deadline(server):
-    server.respond = lambda body: time.sleep(5)
+    server.respond = lambda body: time.sleep(30)
     start = time.monotonic()
     with pytest.raises(EndpointError, match="1 tries.*[Tt]imed? ?out"):
         Endpoint(server.url, served="tiny", retries=0, deadline_s=0.2).respond(asked("a"), 1, SAMPLING)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("code", [400, 401, 404])

@@ -20,6 +20,8 @@ import torch
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.training.checkpoint import checkpoints, load, save
 
+pytestmark = pytest.mark.nightly
+
 FOLDER = Path(__file__).parent
 NEEDS_LINUX = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and cc")
 

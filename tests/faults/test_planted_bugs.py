@@ -23,6 +23,8 @@ from grpo_rl.training import checkpoint
 from grpo_rl.weights import remote
 from grpo_rl.weights.push import WeightSync
 
+pytestmark = pytest.mark.nightly
+
 MOST_SEEDS = 500
 
 

@@ -20,25 +20,22 @@ from grpo_rl.faults.simulation import simulate
 from grpo_rl.faults.world import OFTEN
 from grpo_rl.storage.whole_file import write_whole
 
-SEEDS = 200
 
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return [simulate(seed) for seed in range(SEEDS)]
-
-
-def test_all_invariants_hold_in_every_seed(outcomes):
-    for outcome in outcomes:
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 200), marks=pytest.mark.nightly)], ids=str)
+def test_all_invariants_hold_in_every_seed(seeds):
+    for outcome in map(simulate, seeds):
         replay = f"python -m grpo_rl.faults --seed {outcome.seed} --trace"
         assert outcome.error is None, "\n".join([*outcome.events, outcome.error, replay])
 
 
-def test_every_kind_of_fault_happens_in_them(outcomes):
+@pytest.mark.nightly
+def test_every_kind_of_fault_happens_in_them():
+    outcomes = [simulate(seed) for seed in range(200)]
     assert {kind for outcome in outcomes for kind in outcome.faults} == OFTEN.keys()
     assert {reason for outcome in outcomes for reason in outcome.dropped} == {"alike", "unrewarded"}
 
 
+@pytest.mark.nightly
 def test_a_seed_replays_event_by_event():
     seed = 3
     first, second = simulate(seed, keeps_all=True), simulate(seed, keeps_all=True)

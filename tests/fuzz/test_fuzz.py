@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 
 from grpo_rl.storage.yaml_text import read_yaml
 
+pytestmark = pytest.mark.nightly
+
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 

@@ -67,6 +67,7 @@ def test_without_a_teacher_there_is_nothing_to_train_on():
         Settings.read(compose_config("grpo_gsm8k", ["loss=distill", "mode=sync"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -418,6 +418,7 @@ def test_the_batches_meet_every_clip_and_bound():
             assert 0.001 < met / tokens < 0.9, (name, flag)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["trl", "verl"])
 def test_rloos_gradient_equals_the_peers(peer):
@@ -588,6 +589,7 @@ def test_the_kl_in_the_reward_sums_what_verl_takes_off_each_tokens_reward():
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 def test_weights_of_sampler_against_trainer_equal_verls(how, level):

@@ -32,6 +32,7 @@ def test_the_papers_of_the_field_are_there():
     assert set(PRESETS) >= set(named.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     path = FOLDER / "loss" / f"{preset}.yaml"
@@ -74,6 +75,7 @@ def test_dr_grpo_divides_by_the_longest_response_unless_a_number_is_given():
     assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "annotated", "on_policy"),
     [
@@ -105,6 +107,7 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
     assert micro_batching(config(*overrides)).skip_zero_advantage is skips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -153,6 +156,7 @@ def tiny(tiny_run, own_cache):
     return [*tiny_run, *few, "train.checkpoint_frequency=0"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",

@@ -106,7 +106,6 @@ def test_neither_splits_nor_orders_of_a_step_change_its_gradient(loss, aggregate
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_two_processes_with_a_share_of_the_groups_each_have_the_gradient_of_one(tmp_path):
     """Each scores its own groups under the totals of the step; their gradients are added by gloo."""
     ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]

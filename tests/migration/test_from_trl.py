@@ -84,13 +84,14 @@ def settings_of(configs, name) -> Settings:
     return settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_a_published_config_becomes_settings_without_an_error(configs, name):
     settings = settings_of(configs, name)
     assert settings.model.name == read_published(name)[0]["model_name_or_path"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     "name", [name if i < 2 else pytest.param(name, marks=pytest.mark.nightly) for i, name in enumerate(MORE)]
@@ -288,6 +289,7 @@ def test_a_value_of_a_wrong_type_or_size_is_named(fields):
         convert(fields)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "others",
     [

@@ -282,6 +282,8 @@ def test_real_healthy_runs_hear_nothing(name):
     assert len(rows) >= 16 and advisories_of(rows, facts(**of_quickstart, **small)) == []
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("groups", [4, 16])
 def test_noisy_healthy_runs_hear_nothing(groups):
     told = {

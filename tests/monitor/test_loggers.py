@@ -179,7 +179,7 @@ def logger_class_or_skip(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_run, tmp_path, monkeypatch):
     for name in READERS:
         logger_class_or_skip(name)
@@ -372,7 +372,7 @@ def test_a_missing_package_names_the_remedy(name, monkeypatch):
         check_loggers(name, {})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mlflow_takes_a_server_and_one_that_goes_away_ends_no_run(tmp_path, monkeypatch):
     """MLflow's own server on the loopback, stopped in the middle: only what came after is lacking."""
     logger_class_or_skip("mlflow")

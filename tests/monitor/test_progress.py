@@ -208,7 +208,7 @@ def test_a_summary_without_evaluation_still_names_the_checkpoint():
     assert "checkpoint_3.pt" in text and "gain" not in text and "held-out" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
     """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

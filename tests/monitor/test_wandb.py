@@ -33,7 +33,7 @@ def own_children() -> list[str]:
     return [Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ") for pid in pids]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_resume(tmp_path):
     pytest.importorskip("wandb")
     run_dir = tmp_path / "run"

@@ -107,6 +107,7 @@ def test_the_plan_is_what_the_buffer_hands_out():
     assert {sum(group.size for group in batch) for batch in batches} == {plan.batch_responses}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_drawn_within_eighty_columns(name):
     of_ones_own = {
@@ -119,6 +120,7 @@ def test_every_config_is_drawn_within_eighty_columns(name):
     ET.fromstring(svg(plan, name))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("repeats", [3, 16, 64, 500])
 @pytest.mark.parametrize("prompts", [1, 40])
 def test_any_size_is_drawn_within_eighty_columns(prompts, repeats):
@@ -145,6 +147,7 @@ WRONG = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "fits"), WRONG.values(), ids=WRONG)
 def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):

@@ -18,6 +18,8 @@ from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
 
+pytestmark = pytest.mark.nightly
+
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -131,7 +133,6 @@ def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tm
     assert planned(sizes, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpointing, tmp_path):
@@ -139,7 +140,6 @@ def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpoint
     assert planned(MIXTURE, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_grows_by_what_is_planned():

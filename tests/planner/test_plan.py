@@ -97,6 +97,7 @@ LARGE = (
 )
 
 
+@pytest.mark.nightly
 def test_a_70b_llama_has_as_many_parameters_as_its_card_says(shape):
     assert PARAMETERS == 70_553_706_496
     assert (shape.parameters, shape.layer, shape.layers, shape.table) == (PARAMETERS, LAYER, 80, TABLE)
@@ -152,6 +153,7 @@ SMALL = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 80, "num_atte
 SMALL_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
@@ -267,6 +269,7 @@ def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the
     assert "inference_model.sleep=true" in remedies(awake)["train"]
 
 
+@pytest.mark.nightly
 def test_in_turns_on_several_devices_is_planned_asleep_and_marked_as_what_no_script_does(model, capsys, monkeypatch):
     asked = scenario_of(model, "64xH100", *LARGE, mode="sync")
     turned, written = with_devices(asked)
@@ -330,6 +333,7 @@ def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_bot
     assert not any("sleep" in text for text in advice)
 
 
+@pytest.mark.nightly
 def test_the_command_says_how_one_device_is_divided(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "160")
     config = dict(zip(SHAPE, QWEN["7b"][1], strict=True))
@@ -426,6 +430,7 @@ def test_between_nodes_the_network_is_the_narrow_place():
     assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -512,6 +517,7 @@ def test_memory_is_that_of_all_experts_and_work_that_of_those_a_token_visits(a3b
     assert engine.weights == 2 * MIXTURE / 4
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_keeps_the_vectors_of_every_expert_that_a_token_visits(a3b):
     """Against a model that visits one expert less: all that an expert's token keeps, and its part of the peak."""
     shapes = [Shape.of(model) for model in (a3b, mixture(num_experts_per_tok=7))]
@@ -547,6 +553,7 @@ def test_only_linear_layers_of_a_mixture_under_adapters_are_quantised(a3b):
     assert weights == 2 * 48 * 128 * EXPERT + 0.5 * beside + 2 * 48 * 8 * (2048 + 4096)
 
 
+@pytest.mark.nightly
 def test_a_mixture_takes_less_time_than_a_dense_model_of_its_size(a3b):
     with torch.device("meta"):  # an MLP as wide as all experts together
         config = Qwen3Config(**(A3B | {"intermediate_size": 128 * 768}))
@@ -578,6 +585,7 @@ def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
     assert once == pytest.approx(2 * read, rel=0.01)  # one after the other
 
 
+@pytest.mark.nightly
 def test_a_folder_without_weights_is_enough_and_one_without_a_config_is_not(capsys, tmp_path):
     shutil.copy(LLAMA_70B / "config.json", tmp_path)
     assert main(["plan", f"model.name={tmp_path}", "cluster=64xH100", *LARGE]) == 0
@@ -586,6 +594,7 @@ def test_a_folder_without_weights_is_enough_and_one_without_a_config_is_not(caps
     assert "has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_the_command_prints_a_plan_and_ends_with_one_where_it_does_not_fit(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", *LARGE]) == 0
@@ -609,6 +618,7 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
          "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [

@@ -48,6 +48,7 @@ def simulation(model):
     return simulate_plan(make_plan(scenario_of(model)))
 
 
+@pytest.mark.nightly
 def test_responses_that_are_alike_take_as_long_as_the_plan_says(model):
     plan = make_plan(scenario_of(model))
     turns = simulate_plan(plan, tail=1).turns
@@ -70,6 +71,7 @@ def test_responses_that_are_alike_overlap_as_two_phases_can(model):
     assert found.gain == pytest.approx((sample + train + push) / (max(sample, train) + push), rel=0.05)
 
 
+@pytest.mark.nightly
 def test_with_a_long_tail_sampling_at_once_waits_no_more_and_holds_its_bound(simulation):
     planned, turns = simulation.planned.outcome, simulation.turns.outcome
     assert planned.waiting <= 0.1 and planned.staleness_max <= 2 and turns.staleness_max == 0
@@ -98,6 +100,7 @@ def test_neighbours_use_all_devices_and_fit(model):
     assert {abs(layout.train - train) for layout in near} >= {4, 8}  # a sixteenth and an eighth of 64
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "bound"), [("sync", 2), ("async", 0)])
 def test_in_turns_nothing_is_simulated_at_once(model, mode, bound):
     plan = make_plan(scenario_of(model, f"train.max_staleness={bound}", mode=mode))
@@ -135,6 +138,7 @@ def test_a_margin_leaves_out_the_rush_at_the_start_and_nothing_else():
     assert without.waiting == 0 and without.responses == with_start.responses == 40
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_simulation_below_the_plan(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     words = [f"model.name={LLAMA_70B}", "+experiment=plan_70b_64gpus", "cluster=64xH100"]
@@ -146,6 +150,7 @@ def test_the_command_prints_the_simulation_below_the_plan(capsys, monkeypatch):
     assert "Lengths" not in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_one_device_samples_and_trains_in_turns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     words = [
@@ -157,6 +162,7 @@ def test_one_device_samples_and_trains_in_turns(capsys, monkeypatch):
     assert "all 1, in turns" in out and "best:" not in out.partition("Lengths")[2]
 
 
+@pytest.mark.nightly
 def test_the_page_on_staleness_says_what_the_simulator_gives():
     # benchmarks/staleness.py's balanced scenario: "1 gives 1.8 times, and 2 gives 2.1 times", waiting less than 2 %.
     balanced = SimulatorConfig(engines=8, train_tokens_per_s=5e3, steps=60)

@@ -72,6 +72,7 @@ def test_a_dead_engine_loses_its_answers_and_takes_no_more():
         ends(SLOW, [10], act=die)
 
 
+@pytest.mark.slow
 def test_with_a_long_tail_the_trainer_hardly_waits_and_both_phases_overlap():
     both, turns = simulate(LONG_TAIL), simulate(replace(LONG_TAIL, max_staleness=0))
     sample_s, train_s = turns.waiting * turns.seconds, turns.training * turns.seconds

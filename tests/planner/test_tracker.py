@@ -24,7 +24,7 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.planner.memory import Shape, Training, training_footprint
 from grpo_rl.policies.head import _RowTiledHead
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 GIB = 2**30
 LLAMA_70B = {

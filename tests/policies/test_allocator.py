@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -59,6 +59,7 @@ def qkv(tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype=to
     return [torch.randn(1, h, tokens, size, generator=g, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 20, 133])
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -174,7 +175,6 @@ def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
         assert padded <= max(512, 1.5 * tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles CPU kernels with g++")
 def test_the_compiled_cpu_kernel_which_skips_blocks_gives_the_same_values(monkeypatch):

@@ -18,6 +18,8 @@ from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import save_tiny_model
 
+pytestmark = pytest.mark.nightly
+
 needs_compiler = pytest.mark.skipif(not compiler.has_compiler("cpu"), reason="no C++ compiler")
 
 
@@ -67,7 +69,6 @@ print(why_uncompiled("cpu"))
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(folder, tmp_path):
@@ -94,7 +95,6 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 )
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):
@@ -143,7 +143,6 @@ print(why_uncompiled("cpu"))
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path):

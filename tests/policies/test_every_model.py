@@ -349,7 +349,6 @@ def model_page(verdicts: dict[tuple[str, float | None], Verdict] | None = None) 
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
     verdicts = check(FEW)
     equal = {name for (name, _), v in verdicts.items() if v.kind == "equal"}
@@ -397,7 +396,7 @@ def test_a_class_that_is_equal_without_noise_and_refused_with_it_is_no_verdict()
         TOOL["merged"]({("A", None): equal, ("A", 0.3): refused})
 
 
-@pytest.mark.models
+@pytest.mark.nightly
 def test_every_model_of_transformers_is_scored_like_its_own_forward_or_refused():
     verdicts = check(NAMES)
     assert len(NAMES) >= 173

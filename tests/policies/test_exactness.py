@@ -226,15 +226,19 @@ def assert_scored_like_the_plain_road(
     assert_equal_gradients(actual_gradients, expected_gradients, gradient_tolerance)
 
 
+OFTEN = {"llama-tied", "qwen3-windows", "gemma2", "mla"}
+EACH_FAMILY = [pytest.param(f, marks=() if f in OFTEN else pytest.mark.nightly) for f in FAMILIES]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
     model = fp64_model(family)
     assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family_scores_a_tree_of_prefixes_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(fp64_model(family), forked_groups(VOCAB), checkpointing=checkpointing)
 
@@ -269,15 +273,11 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-IN_MAKE_TEST = [("qwen3-windows", True)]
-OTHERS = [(family, False) for family in FAMILIES] + [("llama-tied", True), ("gemma2", True)]
+COMPILED = [*((family, False) for family in FAMILIES), *((f, True) for f in ("llama-tied", "gemma2", "qwen3-windows"))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    IN_MAKE_TEST + [pytest.param(*case, marks=pytest.mark.models) for case in OTHERS if case not in IN_MAKE_TEST],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "checkpointing"), COMPILED)
 @pytest.mark.usefixtures("traced")
 def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(
@@ -290,7 +290,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("traced")
 def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
@@ -308,7 +308,7 @@ def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatc
         policy.score(groups_of([(5, [3, 2])]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("traced")
 def test_a_layer_that_is_compiled_too_often_is_an_error():
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
@@ -375,7 +375,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     assert_scored_like_the_plain_road(model, groups, temperature, checkpointing, list(split.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -454,7 +454,7 @@ def errors_in_bf16(seed: int) -> torch.Tensor:
     return torch.stack(errors).detach()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_is_no_further_from_fp64_than_the_plain_bf16_road():
     """Both roads round at every product, each at other places, so their errors differ by chance.
 

@@ -125,6 +125,7 @@ def test_huge_logits_stay_finite():
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
+@pytest.mark.nightly
 def test_fp32_entropies_of_the_default_model_are_within_5e_5_nats_of_fp64(default_model_on_text):
     hidden, weight, target = default_model_on_text
     expected = full(hidden.double(), weight.double(), target, None, 1.0, None)

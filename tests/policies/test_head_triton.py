@@ -44,6 +44,7 @@ def plain_gradient(logits, target, up, temperature, softcap):
     return torch.autograd.grad((log_prob * up[0] + entropy * up[1]).sum(), leaf)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "softcap"), TRANSFORMS)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_statistics_and_gradient_equal_those_of_autograd_in_fp64(vocabulary, temperature, softcap):
@@ -192,7 +193,7 @@ def test_the_kernels_are_offered_on_cuda_alone():
     assert available("cuda") == torch.cuda.is_available()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.nightly)])
 def test_the_compiler_takes_what_the_interpreter_takes(capability, tmp_path):
     """Down to machine code for A100 and H100, which needs neither; in a process where Triton does not interpret."""

@@ -231,6 +231,7 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
     assert ranks[0].told and ranks[0].told == ranks[1].told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny, quantization):
     """The tied head, which no file has, is not one of them."""
@@ -473,9 +474,8 @@ def converted(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.network
 @pytest.mark.slow
-@pytest.mark.nightly  # test_the_default_is_converted_once has a small one
+@pytest.mark.nightly
 class TestTheEmbeddedDefault:
     def test_is_bfloat16_with_a_tied_head_that_is_stored_once(self, converted):
         with safe_open(converted / "model.safetensors", "pt") as file:

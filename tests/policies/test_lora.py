@@ -88,6 +88,7 @@ def weighted(log_prob, entropy):
     return (weights * torch.stack([log_prob, entropy])).sum()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("targets", TARGETS)
@@ -118,6 +119,7 @@ def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(fa
     assert [name for name, p in ours.named_parameters() if p.grad is not None] == list(adapters)
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_no_score_and_start_the_same_under_one_seed(folder):
     plain = TrainPolicy.load(folder, torch.float32).score(GROUPS)
     torch.manual_seed(123)
@@ -178,6 +180,7 @@ def test_the_reference_is_the_base_and_no_second_model(folder, monkeypatch):
         assert not b.ref_log_probs.requires_grad
 
 
+@pytest.mark.slow
 def test_after_the_reference_has_scored_training_goes_on_as_before(folder):
     def stepped(with_reference):
         policy = TrainPolicy.load(folder, torch.bfloat16, lora=LoRA(rank=4))
@@ -215,7 +218,6 @@ def test_a_reference_that_is_interrupted_while_it_begins_leaves_the_policy_as_it
     assert not any(layer.disable_adapters for layer in adapted_layers(model).values())
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):

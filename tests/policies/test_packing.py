@@ -173,6 +173,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "setting"), REFUSED.values(), ids=REFUSED)
 def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting_without_its_weights(
     name, config, setting
@@ -248,6 +249,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpointing", "change"), CHANGES.values(), ids=CHANGES)
 def test_a_mode_that_is_changed_under_a_policy_is_refused_and_right_again_under_a_new_one(checkpointing, change):
     """Under each change layers would drop activations again, or recompute nothing, and nothing else would show it."""

@@ -67,6 +67,7 @@ def qwen_by_hand(model, ids, routes):
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_replayed_experts_give_the_result_and_gradients_of_experts_forced_by_hand(checkpointing):
     group = with_routes(random_group(prompt=5, lengths=[4, 1, 6], vocab=VOCAB))
@@ -91,6 +92,7 @@ def test_replayed_experts_give_the_result_and_gradients_of_experts_forced_by_han
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-4  # routers learn
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_replaying_a_models_own_choice_changes_nothing_and_another_changes_something(name):

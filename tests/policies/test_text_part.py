@@ -84,6 +84,7 @@ def scored_by_whole(model: PreTrainedModel, temperature: float) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLES)
 def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
@@ -109,6 +110,7 @@ def test_a_type_with_a_text_part_is_left_to_the_text_parts_own_check(kind, tmp_p
     check_class(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])
 def test_what_was_trained_is_pushed_and_exported_as_a_model_of_text_alone(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path / "whole")

@@ -80,6 +80,7 @@ def replayed(folder, step, *overrides, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.cases(1)
 def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     folder, seen = trained
     logged = [row for row in read_metrics(folder) if "loss/total" in row]
@@ -138,6 +139,7 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
     assert len(differences) == 10 and differences == sorted(differences, reverse=True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("preset", sorted({path.stem for path in (FOLDER / "loss").glob("*.yaml")} - {"distill"}))
 def test_every_preset_replays(plain, preset, capsys):
     told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
@@ -196,6 +198,7 @@ def test_tokens_are_shown_as_text_and_the_tables_fit_a_narrow_terminal(plain, ca
     assert main(["replay", str(plain), "2", "loss.advantage=no_std"]) == 0  # the model it started from has one too
 
 
+@pytest.mark.nightly
 def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_path, capsys):
     """Every ratio of GSPO is 1 with one optimizer step a collection: the weights are still the same."""
     folder = tmp_path / "run"
@@ -215,6 +218,7 @@ def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_the
     assert told["other"]["not_scored_groups"] == skipped and told["run"]["not_scored_groups"] == 0
 
 
+@pytest.mark.nightly
 def test_a_step_of_zero_variance_groups_alone_replays(tiny, tmp_path, capsys):
     folder = tmp_path / "run"
     run([*tiny, "train.total_dialog_turns=16", "env.reward.reasoning_pattern='never said'"], folder)
@@ -224,6 +228,7 @@ def test_a_step_of_zero_variance_groups_alone_replays(tiny, tmp_path, capsys):
     assert main(["replay", str(folder), "1", "loss=cispo"]) == 0  # as tables, too
 
 
+@pytest.mark.nightly
 def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, capsys, monkeypatch):
     generate, folder = TransformersEngine.generate, tmp_path / "run"
     monkeypatch.setattr(
@@ -278,6 +283,7 @@ def test_what_the_page_on_lineage_shows_runs(plain, capsys):
     assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["step"] == 2
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(plain, cut)
@@ -288,6 +294,7 @@ def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp
         pd.testing.assert_frame_equal(ours, theirs)
 
 
+@pytest.mark.nightly
 def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
     run([*tiny, "train.lineage=false"], tmp_path / "run")
     assert not (tmp_path / "run" / TOKENS).exists()

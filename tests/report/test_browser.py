@@ -16,7 +16,7 @@ from grpo_rl.report import compare, serve
 from grpo_rl.report import page as pages
 from grpo_rl.report.files import signature
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e{{7*7}}"
 

@@ -15,7 +15,7 @@ from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.token_log import SCHEMA
 from grpo_rl.report import page as pages
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e<b>bold</b>"
 SAID = ("Sum first.\nCalculator: 2+2", "\ntool\n4\nassistant\n", "<answer>4</answer>")

@@ -90,6 +90,7 @@ def test_without_a_step_nothing_is_claimed():
     assert headline([], {}) == "No training step was logged yet."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int ''", "[" * 2000])
 def test_a_config_that_yaml_cant_read_is_named(tmp_path, value):
     (tmp_path / "config.yaml").write_text(f"a: {value}\n")

@@ -35,6 +35,7 @@ def advisories(tiny_run, folder, capsys, *overrides, steps=STEPS):
     return json.loads((folder / "summary.json").read_text())["advisories"], lines
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "since", "overrides", "setting"),
     [
@@ -57,6 +58,7 @@ def test_a_run_says_what_is_wrong_once(tiny_run, tmp_path, capsys, name, since, 
     assert told["page"] in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_does_not_repeat_its_advisories(tiny_run, tmp_path, capsys):
     first, lines = advisories(tiny_run, tmp_path / "run", capsys)
     assert len(first) == len(lines) == 1

@@ -122,6 +122,7 @@ def test_a_failure_is_told_after_ctrl_c_has_broken_off_the_wait_for_it():
         background.wait()
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_for_a_checkpoint_stops_the_run_at_its_next_step(tiny_run, tmp_path, monkeypatch):
     write = checkpoint_file.write
 

@@ -68,6 +68,7 @@ def test_a_resumed_run_evaluates_and_keeps_as_the_uninterrupted_one(finished, se
     assert [without_clocks(row) for row in read_metrics(cut)] == [without_clocks(row) for row in read_metrics(finished)]
 
 
+@pytest.mark.nightly
 def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(settings, tmp_path, capsys):
     # A learning rate of 0: no evaluation is better than the first.
     still = [*settings, "optimizer.lr=0", "evaluate.patience=2", "evaluate.samples=0", "evaluate.tasks=[]"]
@@ -84,6 +85,7 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
     assert ((folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns) == written
 
 
+@pytest.mark.nightly
 def test_the_last_evaluation_of_a_run_that_used_its_budget_stops_nothing(settings, tmp_path, capsys):
     still = [*settings, "optimizer.lr=0", "evaluate.patience=4", "evaluate.samples=0", "evaluate.tasks=[]"]
     folder = run([*still, "evaluate.keep_best=false"], tmp_path / "run")
@@ -92,6 +94,7 @@ def test_the_last_evaluation_of_a_run_that_used_its_budget_stops_nothing(setting
     assert "Stopped early" not in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolonged(settings, tmp_path):
     ends = [*settings, "evaluate.frequency=3", "evaluate.patience=9", "evaluate.samples=0", "evaluate.tasks=[]"]
     ends += ["optimizer.schedule=constant"]
@@ -104,6 +107,7 @@ def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolo
     assert {state["anchor"][0], *(step for step, _ in state["since"])} >= {4} and state["best"][0] == best
 
 
+@pytest.mark.nightly
 def test_the_scores_that_best_and_patience_follow_are_checked_before_a_model_is_loaded(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
     for score, message in (("pass@3", "did you mean pass@2"), ("math/accuracy", "is none of reward, accuracy, ")):
@@ -111,6 +115,7 @@ def test_the_scores_that_best_and_patience_follow_are_checked_before_a_model_is_
             run([*settings, f"evaluate.score={score}"], tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_another_score_after_a_resume_begins_the_comparison_anew(finished, settings, tmp_path, capsys):
     shutil.copytree(finished, cut := tmp_path / "cut")
     shutil.rmtree(cut / "model")

@@ -38,7 +38,7 @@ def of_three_steps(tiny_run, folder, monkeypatch):
         return tiny, run(tiny, folder), calls
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_in_its_memory(tiny_run, tmp_path, monkeypatch, capsys):
     _, folder, calls = of_three_steps(tiny_run, tmp_path / "run", monkeypatch)
     # Two optimizer steps of two groups in each step: the third begins again, with each group for itself.
@@ -60,6 +60,7 @@ def test_it_goes_on_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, mo
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_lacks_memory_before_training_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):
     def none(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -203,6 +203,7 @@ def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):
     assert origin("{}")["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("typed", ["--async optimizer.lr=fast", "env.dataset=math optimizer.lr=fast"])
 def test_the_command_is_kept_as_it_was_typed(typed, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", *typed.split()])

@@ -102,6 +102,7 @@ def test_a_run_leaves_all_its_files(finished):
     assert len(checkpoints(finished / "checkpoints")) == 4
 
 
+@pytest.mark.nightly
 def test_totals_and_the_time_of_day_grow_over_resumes(finished, tiny, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(finished, cut)
@@ -125,6 +126,7 @@ def test_the_log_of_the_folder_has_each_step_and_note_with_its_time(finished):
     assert any(re.search(said, line) for line in lines)
 
 
+@pytest.mark.nightly
 def test_a_run_that_keeps_no_checkpoint_says_that_it_cannot_be_prolonged(tiny, tmp_path, monkeypatch, capsys):
     settings = [*tiny, "train.keep_final_checkpoint=false", "train.total_dialog_turns=16"]
     folder = run(settings, tmp_path / "run")
@@ -169,6 +171,7 @@ def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished)
         assert row["train/skipped_groups"] == row["reward/zero_std_fraction"] * 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
     cut = tmp_path / "cut"
@@ -186,6 +189,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
         pd.testing.assert_frame_equal(*(pd.read_parquet(f / name) for f in (cut, finished)))
 
 
+@pytest.mark.nightly
 def test_a_run_that_begins_from_a_checkpoint_of_elsewhere_is_cut_off_and_goes_on(finished, tiny, tmp_path, monkeypatch):
     backup = shutil.copy(finished / "checkpoints" / "checkpoint_000001.pt", tmp_path)
     words, folder = [*tiny, "train.checkpoint_frequency=20", f"resume={backup}"], tmp_path / "run"
@@ -228,6 +232,7 @@ def test_held_out_responses_are_kept_before_and_after(finished):
     assert after["answer"].tolist() == ["0", "1", "2", "3"] and after["prompt"].str.contains("?", regex=False).all()
 
 
+@pytest.mark.nightly
 def test_the_runs_clock_goes_on_after_a_resume(finished, tiny, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(finished, cut)
@@ -258,6 +263,7 @@ def test_the_evaluation_before_training_is_on_the_clock_where_it_began(finished)
     assert before["time/at_s"] + before["time/evaluate_s"] <= first["time/at_s"] - sum(phases)
 
 
+@pytest.mark.nightly
 def test_no_token_is_recorded_where_none_is_asked_for(tiny, tmp_path):
     folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "logger.token_groups=0"], tmp_path / "run")
     assert not (folder / "tokens.parquet").exists() and not (folder / "held_out.parquet").exists()
@@ -280,7 +286,7 @@ def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path):
     assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_a_mixture_logs_its_routers_every_step(tiny, tmp_path):
     model = tmp_path / "mixture"
     shutil.copytree(tiny[0].partition("=")[2], model)
@@ -300,6 +306,7 @@ def test_a_run_of_a_mixture_logs_its_routers_every_step(tiny, tmp_path):
         assert "router/replayed_differ" not in row
 
 
+@pytest.mark.nightly
 def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
     overrides = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "optimizer.lr=1e-3,1e-4"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
@@ -321,6 +328,7 @@ def test_a_run_says_what_it_does_before_its_first_step(tiny, tmp_path, capsys):
     ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -345,6 +353,7 @@ def test_bad_input_is_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, 
         run([*tiny, override], tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_rows_without_their_columns_are_refused(tiny, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1?", "answer": "#### 1"}\n{"prompt": "2?"}\n')
@@ -373,6 +382,7 @@ def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, t
     assert load(saved)["step"] == read_metrics(folder)[-1]["step"]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
     generate, goes_on_after_the_first = TransformersEngine.generate, []
 
@@ -414,6 +424,7 @@ def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished):
         run(tiny, finished)
 
 
+@pytest.mark.nightly
 def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path):
     path = tmp_path / "held_out.jsonl"
     path.write_text(
@@ -478,6 +489,7 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
     assert outcome(cut) == outcome(finished)
 
 
+@pytest.mark.nightly
 def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finished, tmp_path, monkeypatch, capsys):
     longer = tmp_path / "longer"
     shutil.copytree(finished, longer)
@@ -494,6 +506,7 @@ def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finis
     assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
 
 
+@pytest.mark.nightly
 def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise KeyError("group_id")
@@ -523,6 +536,7 @@ def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, mo
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_compiler_says_so_in_one_line_and_trains(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     short = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "train_model.compile=null"]
@@ -533,6 +547,7 @@ def test_a_run_without_a_compiler_says_so_in_one_line_and_trains(tiny, tmp_path,
         run([*short, "train_model.compile=true"], tmp_path / "other")
 
 
+@pytest.mark.nightly
 def test_a_folder_in_which_nothing_was_trained_is_taken_by_the_next_start(tiny, tmp_path, monkeypatch, capsys):
     """A start that fails, and a run that is killed after its first evaluation; without resume=auto."""
     short, folder = [*tiny, "train.total_dialog_turns=16"], tmp_path / "run"
@@ -549,6 +564,7 @@ def test_a_folder_in_which_nothing_was_trained_is_taken_by_the_next_start(tiny, 
         run(short, folder)
 
 
+@pytest.mark.nightly
 def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, finished, tmp_path, monkeypatch):
     live = tmp_path / "outputs" / "live"
     shutil.copytree(finished, live)
@@ -570,6 +586,7 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
     assert comparable(live) == comparable(finished)
 
 
+@pytest.mark.nightly
 def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path):
     shutil.copytree(finished, live := tmp_path / "live")
     lock = FolderLock(live)
@@ -581,6 +598,7 @@ def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(t
     assert "0.7654321" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
 
 
+@pytest.mark.nightly
 def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished, bare := tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
@@ -614,6 +632,7 @@ def test_an_evaluation_with_a_changed_digit_is_none_and_one_of_an_earlier_versio
     assert read_evaluation(tmp_path, 3) == ([0.25], None)
 
 
+@pytest.mark.nightly
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
     for number, name in enumerate(["a", "b", "live"]):
         shutil.copytree(finished, tmp_path / name)
@@ -631,6 +650,7 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
         claimed.lock.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -655,6 +675,7 @@ def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
         run([*tiny, f"resume={damaged}"], tmp_path / "unused")
 
 
+@pytest.mark.nightly
 def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
     from grpo_rl.data.buffer import GroupBuffer
 
@@ -678,6 +699,7 @@ def sections(section, prefix=""):
     return found
 
 
+@pytest.mark.nightly
 def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     """Recorded at the access itself, after the checks, which read keys only to refuse their values."""
     from grpo_rl.settings.declaration import Section, declared
@@ -720,6 +742,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     assert not unread
 
 
+@pytest.mark.nightly
 def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
     import importlib.util
 
@@ -729,6 +752,7 @@ def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeyp
         run([*tiny, "inference_model.engine=vllm"], tmp_path / "run")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("file", ["metrics.jsonl", "completions.parquet/part-00000001.parquet", "summary.json"])
 def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_path, monkeypatch, file):
     """A failed write names no file by itself, in Python as little as in Arrow."""
@@ -751,6 +775,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_
     assert str(stopped.value).endswith(f". Go on with: resume={tmp_path / 'run'}")
 
 
+@pytest.mark.nightly
 def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "metrics.jsonl")
@@ -760,6 +785,7 @@ def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkey
         run(tiny, tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path):
     with pytest.raises(SystemExit, match="error: "):
         run([*tiny, "optimizer.lr=[1"], tmp_path / "run")
@@ -794,6 +820,7 @@ def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(finis
         run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused")
 
 
+@pytest.mark.nightly
 def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, tmp_path, monkeypatch):
     folder, synced, appeared = tmp_path / "run", {}, []
     fsync, replace = os.fsync, os.replace
@@ -818,6 +845,7 @@ def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, 
     assert appeared == ["checkpoint_000001.pt", "checkpoint_000002.pt"]
 
 
+@pytest.mark.nightly
 def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny[0].split("=")[1], tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -849,6 +877,7 @@ class RankZero:
         pass
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
 def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
     """One that waited for rank zero, which has stopped, would wait for ever."""

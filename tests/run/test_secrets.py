@@ -71,6 +71,7 @@ OWN = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("script", ["grpo.py", "sft.py"])
 def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     script, tiny_run, tmp_path, monkeypatch, own_cache, capfd
@@ -90,6 +91,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("words", "composed"),
     [
@@ -108,6 +110,7 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_r
     assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

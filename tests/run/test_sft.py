@@ -110,6 +110,7 @@ class Kept:
 """
 
 
+@pytest.mark.nightly
 def test_loggers_get_the_metrics_and_no_table(tiny, tmp_path, monkeypatch):
     (tmp_path / "own_logger.py").write_text(LOGGER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -141,6 +142,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_be_prolonged(tiny, finished, 
     assert {load(path)["version"] for path in checkpoints(folder / "checkpoints")} == {0}
 
 
+@pytest.mark.nightly
 def test_a_prolonged_run_keeps_the_short_step_that_it_ended_with(tiny, tmp_path):
     folder = run([*tiny, "train.epochs=1", "evaluate.rows=0"], tmp_path / "run")
     run([*tiny, "train.epochs=2", "evaluate.rows=0", f"resume={folder}"], tmp_path / "unused")
@@ -149,6 +151,7 @@ def test_a_prolonged_run_keeps_the_short_step_that_it_ended_with(tiny, tmp_path)
     assert "step 4/4 · loss " in (folder / "sft.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
     folder = tmp_path / "run"
     run(tiny, folder)
@@ -158,7 +161,6 @@ def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tiny, finished, tmp_path):
     words = ["train_model.parallel=ddp", "train.epochs=1", "train_model.timeout_s=120", f"hydra.run.dir={tmp_path}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -173,7 +175,7 @@ def test_two_processes_take_the_steps_of_one(tiny, finished, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_imitate_resume_and_are_merged_into_the_model_that_grpo_goes_on_from(tiny, tmp_path):
     words = [*tiny, "train_model.lora.rank=4", "train_model.lora.alpha=8", "optimizer.lr=3e-2", "train.epochs=4"]
     whole = run(words, tmp_path / "whole")
@@ -187,6 +189,7 @@ def test_adapters_imitate_resume_and_are_merged_into_the_model_that_grpo_goes_on
     assert not [name for name, _ in model.named_parameters() if "lora_" in name]
 
 
+@pytest.mark.nightly
 def test_grpo_goes_on_from_the_model_it_writes_and_that_says_what_was_demonstrated(tiny, tiny_run, tmp_path):
     longer = ["train.epochs=30", "train.optim_batch_size=6", "train.checkpoint_frequency=0", "evaluate.rows=0"]
     warm = run([*tiny, *longer], tmp_path / "sft")
@@ -211,6 +214,7 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
     assert [row["train/tokens"] for row in rows] == [8]  # two epochs of two rows, a letter and the end each
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -227,6 +231,7 @@ def test_settings_of_sampling_and_rewards_are_refused(overrides, message):
         Settings.read(compose_config("sft", overrides))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

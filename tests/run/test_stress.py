@@ -32,6 +32,8 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.within_memory import WithinMemory
 
+pytestmark = pytest.mark.nightly
+
 END = 0
 """The tiny model's end of sequence, which is its padding too."""
 LOSS_SETTINGS = [
@@ -77,7 +79,6 @@ REWARDS = (
 )
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
@@ -281,7 +282,6 @@ WINDOW = 10
 
 # Behind many other tests in one process the count of objects fell by 97 in each window; the cause was not found.
 @pytest.mark.alone
-@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("leak", [None, "tensors"])
 def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):

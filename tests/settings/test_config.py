@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def config(*overrides):
         return compose("grpo_gsm8k", overrides=list(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml")))
 def test_every_experiment_passes_the_checks(experiment):
     cfg = config(f"+experiment={experiment}")
@@ -190,6 +192,16 @@ def test_a_group_of_ones_own_takes_names_alone(tmp_path):
         assert "abcsecret" not in str(told.value)
 
 
+@pytest.fixture
+def recursion_limit():
+    """Python's default; libraries that earlier tests imported have raised it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "where"),
     [
@@ -197,7 +209,7 @@ def test_a_group_of_ones_own_takes_names_alone(tmp_path):
         ({"env.path": "${model}", "model.name": "${env}"}, " at (env.path|model.name)"),
     ],
 )
-def test_what_is_too_deep_to_be_resolved_is_refused(values, where):
+def test_what_is_too_deep_to_be_resolved_is_refused(values, where, recursion_limit):
     cfg = config()
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, force_add=True)
@@ -205,7 +217,7 @@ def test_what_is_too_deep_to_be_resolved_is_refused(values, where):
         Settings.read(cfg)
 
 
-def test_a_file_at_a_package_too_deep_to_merge_is_named_with_the_one_that_asks_for_it(tmp_path):
+def test_a_file_at_a_package_too_deep_to_merge_is_named_with_the_one_that_asks_for_it(tmp_path, recursion_limit):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/deep.yaml").write_text(f"defaults: ['/loss@{'a.' * 400}a': dapo, _self_]\n")
     message = r"loss/dapo\.yaml, asked for by experiment/deep\.yaml, has the package 'experiment\.a\..*' of 402 levels"
@@ -221,6 +233,7 @@ def test_an_unknown_key_from_a_file_is_refused_too():
         Settings.read(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -292,6 +305,7 @@ def values_of(dataset):
     return {key: select(values, key) for key in leaves(values)}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
@@ -319,6 +333,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
         assert all(text.split("; quoted")[0].removesuffix(", or null") == kinds[key] for key, text in told.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -358,6 +373,7 @@ def test_several_wrong_types_are_told_at_once():
     assert str(error.value).count("it must be") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["optimizer.lr=1", "env.system_prompt=null", "mismatch.bound=null", "train_model.lora.rank=null", "mode=sync"]
@@ -398,6 +414,7 @@ def test_naming_a_task_chooses_its_config():
         Settings.read(config("env=prompt_response"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -475,6 +492,7 @@ def test_each_section_is_told_by_its_first_line():
 WHOLE = {"sampling": Sampling, "optimizer": PolicyOptimizer, "train_model.lora": LoRA, "mismatch": Mismatch}
 
 
+@pytest.mark.slow
 def test_each_setting_is_read_by_code():
     """A key is read by its name as an attribute or a key in the code outside settings/, or as an argument of a part."""
     sources = [path for folder in ("grpo_rl", "sota") for path in (ROOT / folder).rglob("*.py")]
@@ -539,6 +557,8 @@ def test_other_names_of_settings_are_names_of_none_and_lead_to_one_that_exists()
 AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

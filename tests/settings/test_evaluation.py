@@ -13,6 +13,8 @@ from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("words", "message"),

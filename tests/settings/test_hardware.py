@@ -39,6 +39,7 @@ def cpu(tmp_path, monkeypatch):
     return set_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -107,7 +108,7 @@ def test_a_run_says_what_its_dtype_has_to_do_with_the_cpu(cpu):
     assert note_on_dtype("float32", torch.device("cpu")) is note_on_dtype("bfloat16", torch.device("cpu")) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch, asked before, goes on seeing a GPU that is hidden")
 def test_a_run_on_a_cpu_without_bfloat16_trains_in_float32_and_goes_on_elsewhere_in_the_dtype_it_began_with(
     cpu, tmp_path, capsys

@@ -9,6 +9,8 @@ from grpo_rl.settings.mixture import entries
 from grpo_rl.settings.mixture_tasks import settings_of_tasks
 from grpo_rl.settings.schema import Settings
 
+pytestmark = pytest.mark.slow
+
 
 def read(*overrides):
     return Settings.read(compose_config("grpo_gsm8k", list(overrides)))

@@ -21,6 +21,8 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 from grpo_rl.testing import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 SOURCE = """
 from dataclasses import dataclass, field
 from typing import Literal
@@ -156,7 +158,7 @@ def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, token
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tokenizer):
     env = make_env(settings("env.isolated=true"), tokenizer)
     assert env.score(0, [tokenizer("night").input_ids])[0].total == 1.0
@@ -322,6 +324,7 @@ def test_a_setting_of_the_task_is_taken_beside_an_experiment(folder, monkeypatch
     assert env.dataset == "own_tasks:Echo" and env.task["weight"] == 4
 
 
+@pytest.mark.nightly
 def test_a_sweep_over_two_tasks_takes_a_setting_of_both(folder, monkeypatch):
     words = [
         "env.task=own_tasks:Echo,own_tasks:Made",

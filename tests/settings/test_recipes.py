@@ -43,6 +43,7 @@ def whole(tiny, tmp_path_factory):
     return folder, run([*tiny, *EVERYTHING], folder)
 
 
+@pytest.mark.nightly
 def test_the_coefficient_moves_by_the_logged_kl(whole):
     rows = whole[1]
     assert rows[0]["kl/coef"] == 0.1 and len(rows) > 2
@@ -84,7 +85,6 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path):
     settings = [
         *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
@@ -117,7 +117,7 @@ def test_all_of_it_resumes_exactly(whole, tiny, tmp_path):
         assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, tmp_path):
     few = [*tiny, "train.epochs=4", "train.total_dialog_turns=32", "policy.kl_coef=0.01", "train_model.dtype=float32"]
     free = run(few, tmp_path / "free")
@@ -127,6 +127,7 @@ def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, 
     assert [row["train/optimizer_steps"] for row in held] == [2, 2]
 
 
+@pytest.mark.nightly
 def test_the_reference_may_be_another_model(tiny, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=1)
     settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16", "optimizer.lr=0"]
@@ -135,6 +136,7 @@ def test_the_reference_may_be_another_model(tiny, tmp_path):
     assert far[0]["kl/ref"] > 0.1 and same[0]["kl/ref"] < 1e-3
 
 
+@pytest.mark.nightly
 def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_path):
     wider = save_tiny_model(tmp_path / "wider", hidden_size=128)
     settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16"]
@@ -148,6 +150,7 @@ def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_p
         run([*settings, f"ref_model.name={wider}"], tmp_path / "again")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -39,6 +39,7 @@ def test_three_trials_maximise_the_held_out_gain(tmp_path, monkeypatch):
     assert found["best_value"] == pytest.approx(-abs(math.log10(best) + 5))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("failure", [ValueError("bad"), RuntimeError("out of memory"), "engine", "no evaluation"])
 def test_a_failed_trial_does_not_end_the_sweep(tmp_path, monkeypatch, failure):
     tried = []
@@ -58,6 +59,7 @@ def test_a_failed_trial_does_not_end_the_sweep(tmp_path, monkeypatch, failure):
     assert len(tried) == 3 and found["best_value"] == 3.0 and found["best_params"]["train.seed"] == tried[2]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_sweep(tmp_path, monkeypatch):
     tried = []
 

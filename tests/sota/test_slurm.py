@@ -185,7 +185,6 @@ def job(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_ray_starts_with_a_token_on_every_node_and_nothing_is_left_but_the_trainings_exit_code(job):
     (job.run / "checkpoints").mkdir(parents=True)
@@ -201,7 +200,7 @@ def test_ray_starts_with_a_token_on_every_node_and_nothing_is_left_but_the_train
     assert job.left() == [] and not job.scontrol_log.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_the_time_limit_ranks_write_a_checkpoint_and_the_job_that_is_queued_again_goes_on(job):
     job.start("mode=sync", training="waits")
     job.send(signal.SIGUSR1)
@@ -215,7 +214,7 @@ def test_at_the_time_limit_ranks_write_a_checkpoint_and_the_job_that_is_queued_a
     assert job.seen()["words"]["resume"] == job.seen()["words"]["hydra.run.dir"] == str(job.run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
 def test_what_is_cancelled_gets_a_checkpoint_and_is_not_queued_again(job, mode):
     job.start(f"mode={mode}", training="waits")
@@ -225,7 +224,7 @@ def test_what_is_cancelled_gets_a_checkpoint_and_is_not_queued_again(job, mode):
     assert (job.run / "checkpoints" / "checkpoint_000001.pt").exists() and not job.scontrol_log.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
 def test_what_hangs_when_it_is_cancelled_is_ended_before_slurm_does(job, mode):
     job.start(f"mode={mode}", training="hangs", GRPO_RL_GRACE_S="1")
@@ -262,6 +261,7 @@ def test_a_command_that_is_not_pythons_is_refused(job):
     assert code == 1 and "GRPO_RL_COMMAND=bash train.sh; it has to begin with python" in out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "patience"), [("FAKE_DOWN", 60), ("FAKE_HANGS", 3)])
 def test_a_node_that_cant_be_reached_is_named_before_anything_starts(job, fault, patience):
     job.start(**{fault: "node-b", "GRPO_RL_PATIENCE_S": str(patience)})
@@ -271,7 +271,6 @@ def test_a_node_that_cant_be_reached_is_named_before_anything_starts(job, fault,
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_node_whose_ray_does_not_join_is_named(job):
     job.start(FAKE_NO_RAY="node-b", GRPO_RL_PATIENCE_S="20")
     code, out = job.wait()
@@ -279,6 +278,7 @@ def test_a_node_whose_ray_does_not_join_is_named(job):
     assert not (job.run / "seen.json").exists() and job.left() == []
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_checkpoint_is_set_aside(job):
     job.run.mkdir()
     (job.run / "metrics.jsonl").write_text("of a run that died early")

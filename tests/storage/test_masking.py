@@ -100,6 +100,8 @@ def test_masked_texts_are_told_apart_without_a_way_back():
     assert len({apart("password", f"guess-{i}") for i in range(20_000)}) <= 4096
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "text", ["x", "key", "://", "token ", "://x", "key=", "key=[", "key='\\", 'key={"\\', "--key,", "-key', "]
 )

@@ -16,6 +16,7 @@ def test_aliases_of_few_values_are_read_and_those_of_many_refused_at_once():
         read_yaml(aliases(8))
 
 
+@pytest.mark.slow
 def test_a_hundred_levels_are_read_and_no_more_whether_written_out_or_by_aliases():
     assert read_yaml("[" * 99 + "]" * 99) and read_yaml("[" * 100 + "]" * 100)
     by_alias = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 1300))

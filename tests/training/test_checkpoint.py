@@ -62,7 +62,6 @@ def test_each_rank_goes_on_with_its_own_random_state_unless_there_are_more_or_fe
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
     """A child process is killed with SIGKILL while it writes; this one loads what is left."""
     checkpoint.save(tmp_path, 1, {"step": 1, "data": torch.ones(10)})
@@ -436,6 +435,7 @@ def files_of(path):
 FUZZED = 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [write_whole, write_sharded])
 def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, write, capsys):
     template = tmp_path / "template"

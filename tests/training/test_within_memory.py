@@ -24,6 +24,8 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.within_memory import WithinMemory, _RanOut
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [
     replace(
         random_group(prompt=4, lengths=[3, 5, 2, 6], vocab=257, group_id=i, seed=i),
@@ -99,6 +101,7 @@ def test_a_step_that_fits_has_the_same_gradient_to_the_bit(model, dtype):
     assert said == [] and all(map(torch.equal, ours, plain(model, 40, dtype)))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["room", "room_back"])
 def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bit(model, place, dtype):

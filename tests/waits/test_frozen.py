@@ -46,8 +46,8 @@ def told(folder, names):
     with watching(DEADLINE_S) as watcher, watcher.telling(folder):
         watcher.say = said = Said()
         yield said
-        assert said.came.wait(10)
-    assert said.seconds < DEADLINE_S + 5
+        assert said.came.wait(60)
+    assert said.seconds < DEADLINE_S + 30
     assert said[0].startswith("Warning. trainer has waited ") and names in said[0], said
     record = read_record(folder / "waits.txt")
     assert any(names in late for late in record.overdue) and names in record.table
@@ -87,7 +87,7 @@ def test_the_start_of_a_scorers_own_process_is_not_told_as_its_slowness():
 def test_a_frozen_logger(tmp_path):
     class WandB:
         def log(self, step, metrics):
-            said.came.wait(10)
+            said.came.wait(60)
 
     with told(tmp_path, "the logger wandb (step 3)") as said:
         loggers = Loggers(print, path=tmp_path / "metrics.jsonl")
@@ -98,7 +98,7 @@ def test_a_frozen_logger(tmp_path):
 
 def test_a_frozen_data_loader(tmp_path):
     with told(tmp_path, "reading the data of gsm8k") as said, start_phase("reading the data of gsm8k", print):
-        said.came.wait(10)
+        said.came.wait(60)
 
 
 class Transport(RemoteTransport):
@@ -160,7 +160,6 @@ for child in pairs:
 
 
 @pytest.mark.nightly  # test_waits.py has its parts
-@pytest.mark.slow
 def test_a_frozen_rank(tmp_path):
     subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], timeout=100)
     for frozen in (0, 1):

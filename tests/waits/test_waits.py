@@ -452,13 +452,13 @@ def test_a_log_that_hangs_holds_up_neither_the_next_warning_nor_the_end_of_the_r
             with waiting(what, deadline_s=1, waits=waits):
                 clock.now += 3
                 watcher._look()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert ["a checkpoint" in shown[0], "the logger wandb" in shown[1]] == [True, True]
     with watcher._looking:  # another thread looks, and does not come to an end
         with watcher.telling(tmp_path), watcher.saying(progress.note):
             pass
     hangs.set()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 def test_what_is_late_at_the_end_is_said_before_the_logs_are_closed_and_never_later(waits, clock, tmp_path, capsys):

@@ -59,6 +59,7 @@ def test_checkpoints_hold_adapters_alone_and_the_run_leaves_a_whole_model_that_h
         assert torch.equal(parameter, trained[name]) != is_target, name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
     whole, _ = finished
@@ -73,6 +74,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     assert timeless[0] == timeless[1]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -98,6 +100,7 @@ def test_bad_settings_are_told_in_one_line_before_a_model_is_loaded(tiny, tmp_pa
         run([*tiny, *overrides], tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, quantization):
     pytest.importorskip("bitsandbytes")
@@ -110,6 +113,7 @@ def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_pa
     assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
 
 
+@pytest.mark.nightly
 def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path):
     whole, _ = finished
     changed, model = tmp_path / "run", Path(tiny[0].split("=")[1])

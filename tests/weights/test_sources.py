@@ -234,6 +234,7 @@ def engine(request, folder):
     made.close()
 
 
+@pytest.mark.cases(2)
 def test_an_engine_samples_from_the_adapters_it_was_sent_last(folder, engine):
     policy = adapted(folder, torch.float32)
     sync = WeightSync(policy.model, engine, engine.version)
@@ -264,6 +265,7 @@ def test_one_changed_number_of_an_adapter_is_a_failed_delivery(folder, engine):
     sync.verify()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["tied", "untied", "embedding"])
 def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder, tmp_path, monkeypatch, kind):
     """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
@@ -320,6 +322,7 @@ def beside(folder):
     engine.close()
 
 
+@pytest.mark.nightly
 def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one(folder, beside, monkeypatch):
     """Even if the cache is not dropped: keys and values are kept by the name of the adapter that made them."""
     monkeypatch.setattr(beside._llm, "reset_prefix_cache", lambda: True)
@@ -367,6 +370,7 @@ def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(folder,
         beside.generate([PROMPT], n=1, sampling=Sampling(max_new_tokens=1))
 
 
+@pytest.mark.nightly
 def test_a_closed_engine_with_adapters_leaves_no_layer_behind(folder):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine
@@ -449,8 +453,6 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
     assert result.stdout.split() == ["torch.bfloat16", str(numel)]
 
 
-@pytest.mark.slow
-@pytest.mark.network  # the model comes from PyPI the first time
 @pytest.mark.nightly
 @pytest.mark.parametrize("push", ["adapter", "merged"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):

@@ -72,6 +72,7 @@ def served(folders):
     made.close()
 
 
+@pytest.mark.nightly
 def test_its_process_leaves_nothing_in_shared_memory_if_it_is_killed(served):
     assert [left_if_killed(pid) for pid in served.engine.pids] == [set()]
 
@@ -85,6 +86,7 @@ def log_probs_by_transformers(model, prompt, response):
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
+@pytest.mark.nightly
 def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_says(served, folders):
     old, new = models(folders)
     sync = WeightSync(old, served.transport, served.engine.version)
@@ -122,6 +124,7 @@ class Overtaken(LoopControl):
         return asyncio.run_coroutine_threadsafe(late(), self._loop)
 
 
+@pytest.mark.nightly
 def test_parts_of_an_update_that_overtake_each_other_are_taken_in_their_order(served, folders):
     for version, model in enumerate(models(folders), served.engine.version + 1):
         transport = SharedMemoryTransport([Overtaken(served.engine, served.loop)], bucket_bytes=1 << 15)
@@ -131,6 +134,7 @@ def test_parts_of_an_update_that_overtake_each_other_are_taken_in_their_order(se
         transport.close()
 
 
+@pytest.mark.nightly
 def test_ids_go_on_where_they_were_and_what_comes_in_a_pause_is_answered_after_it(served, folders):
     old, new = models(folders)
     greedy = Sampling(temperature=0.0, max_new_tokens=200, min_new_tokens=200)
@@ -152,6 +156,7 @@ def test_ids_go_on_where_they_were_and_what_comes_in_a_pause_is_answered_after_i
     assert set(late.result(60).versions.tolist()) == {version + 1}
 
 
+@pytest.mark.nightly
 def test_a_response_that_a_stop_string_ends_has_versions_and_kept_sets_of_all_its_tokens(served, folders):
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
     sampling = Sampling(temperature=2.0, top_k=200, stop=DIGITS, max_new_tokens=300)
@@ -166,6 +171,7 @@ def test_a_response_that_a_stop_string_ends_has_versions_and_kept_sets_of_all_it
         assert truncated == (text[-1:] not in DIGITS and response[-1] != tokenizer.eos_token_id)
 
 
+@pytest.mark.nightly
 def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_older_weights_made(
     served, folders, monkeypatch
 ):
@@ -214,6 +220,7 @@ def test_what_fails_while_an_update_is_given_up_is_not_kept_quiet():
     worker.abandon_weight_update()
 
 
+@pytest.mark.nightly
 def test_an_aborted_request_says_so_and_the_others_go_on(served):
     one, other = (served.start(served.engine.generate(name, PROMPTS[0], 2, LONG)) for name in ("one", "other"))
     served.wait_for_tokens(10)
@@ -223,6 +230,7 @@ def test_an_aborted_request_says_so_and_the_others_go_on(served):
     assert len(other.result(60).response_ids) == 600
 
 
+@pytest.mark.nightly
 def test_sleeping_holds_requests_and_waking_goes_on_with_them(served):
     answer = served.start(served.engine.generate("held", PROMPTS[0], 1, LONG))
     served.wait_for_tokens(10)
@@ -233,6 +241,7 @@ def test_sleeping_holds_requests_and_waking_goes_on_with_them(served):
     assert len(answer.result(60).response_ids) == 300
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_leaves_no_room_is_refused(served):
     with pytest.raises(ValueError, match="400 tokens"):
         served.start(served.engine.generate("too long", [3] * 400, 1, LONG)).result(60)

@@ -14,6 +14,7 @@ from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync
 
 
+@pytest.mark.nightly
 def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
     """A sweep builds one engine after another in one process; notes on reloaded layers used to keep every one alive."""
     pytest.importorskip("vllm")
@@ -33,6 +34,7 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
     assert [o for o in gc.get_objects() if type(o).__name__ in ("QKVParallelLinear", "VocabParallelEmbedding")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_an_engine_starts_where_proxies_raise_at_any_look(tmp_path, monkeypatch):
     local = pytest.importorskip("werkzeug.local", reason="Werkzeug comes with MLflow's server")
@@ -57,6 +59,7 @@ def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
         adapter_arguments(4, ["q_proj"], torch.float32, on_gpu=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_on_cpu_a_short_prompt_is_not_computed_for_every_response_and_norms_are_kernels(tmp_path):
     pytest.importorskip("vllm")
@@ -79,6 +82,7 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_response_and_norms_are_
         engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_path, monkeypatch):
     pytest.importorskip("vllm")

@@ -138,6 +138,7 @@ def push(engine, folder, version, bucket_bytes=1 << 14):
         transport.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
     folders, second = saved
@@ -152,6 +153,7 @@ def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
         engine.engine.close()
 
 
+@pytest.mark.cases(1)
 @packs_bfloat16
 @pytest.mark.slow
 def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_digests(saved, monkeypatch):
@@ -194,7 +196,7 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
         here.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
     from grpo_rl.engines.vllm import experts
 

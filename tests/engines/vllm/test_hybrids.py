@@ -14,6 +14,7 @@ from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 
 pytest.importorskip("vllm")
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="what is mended here is vLLM's on a CPU"),
 ]

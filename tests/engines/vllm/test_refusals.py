@@ -104,7 +104,7 @@ def test_other_errors_stay_as_they_are():
         raise RuntimeError("bad weights")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cache's size is set on CPUs")
 @pytest.mark.parametrize(
     "name", ["engine.VLLMEngine", pytest.param("asynchronous.AsyncVLLMEngine", marks=pytest.mark.nightly)]

@@ -19,6 +19,7 @@ from grpo_rl.policies.policy import TrainPolicy
 
 pytest.importorskip("vllm")
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="these are recorded on a CPU"),
 ]

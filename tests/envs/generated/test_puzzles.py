@@ -14,6 +14,7 @@ def puzzles(request) -> Puzzles:
     return Puzzles(2000, request.param, sizes=(2, 3, 4, 6))
 
 
+@pytest.mark.slow
 def test_every_puzzle_has_a_solution_that_uses_all_its_numbers(puzzles):
     task = Countdown(puzzles, use_all=True)
     for row in puzzles:

@@ -186,6 +186,7 @@ guard.score({}, ["fine", "a" * 40 + "b"], "row 7")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_it(tmp_path):
     script = tmp_path / "script.py"
@@ -286,7 +287,7 @@ def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
     assert len(told) == 2 and "on row 5" in told[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_hangs_in_processes_of_its_own_is_told_at_its_deadline(tmp_path, monkeypatch):
     (tmp_path / "backtracks.py").write_text(BACKTRACKS)
     monkeypatch.syspath_prepend(tmp_path)

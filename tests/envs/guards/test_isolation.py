@@ -66,7 +66,7 @@ def act(tmp_path, monkeypatch):
     (tmp_path / "isolated_cases.py").write_text(CASES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "isolated_cases", raising=False)
-    import isolated_cases  # pyright: ignore[reportMissingImports]
+    import isolated_cases
 
     yield isolated_cases.act
     sys.modules.pop("isolated_cases", None)
@@ -133,6 +133,7 @@ def test_calls_for_which_no_time_is_left_are_not_made(act):
         assert calls.map([("double", 4)]) == [8]
 
 
+@pytest.mark.alone
 def test_starting_a_worker_is_no_part_of_a_deadline(act):
     # A fresh interpreter alone takes longer than this.
     with IsolatedCalls(act, workers=1, deadline_s=0.03) as calls:
@@ -265,6 +266,7 @@ def run(folder: Path, rest: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(folder / "script.py")], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["", "raise SystemExit(0)", "1 / 0", "calls.map([('double', 1)] * 50)"])
 def test_nothing_is_left_behind_when_the_program_ends_and_the_main_script_runs_once(act, tmp_path, rest):
     script = run(tmp_path, rest)

@@ -128,6 +128,7 @@ def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, 
         langdetect.DetectorFactory.seed = seed
 
 
+@pytest.mark.nightly
 def test_another_process_with_other_hashes_gives_the_same_languages():
     # Names in capitals: which language this is hangs on the draw.
     names = ["ALICE", "BRIAN", "CAROLINE", "DAVID", "EVELYN", "FIONA", "GEORGE", "HANNAH", "IAN", "JULIA"]
@@ -170,7 +171,7 @@ def test_the_language_is_langdetects_own(monkeypatch):
         assert detect_language(text) == langdetects(text), text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_of_each_recorded_answer_is_langdetects_own(recorded, monkeypatch):
     monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
     texts = {

@@ -149,7 +149,6 @@ def real_server():
 
 
 @pytest.mark.nightly
-@pytest.mark.engine
 def test_three_steps_train_on_a_real_server_with_vllm(real_server, three_steps):
     rows = three_steps(["env.dataset=openenv", f"env.url={real_server}", "env.max_turns=3"], 480, digits)
     # Three turns earn 0.1 each for a digit, or the last one 1 for the number.

@@ -106,7 +106,6 @@ def test_an_environment_of_verifiers_keeps_a_tasks_promises():
 
 @needs_verifiers
 @pytest.mark.nightly
-@pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="needs textarena==0.7.4")
 def test_three_steps_train_on_hangman_of_textarena_with_vllm(three_steps, tmp_path, monkeypatch):
     # The corpus that the game would download.

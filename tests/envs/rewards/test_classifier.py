@@ -117,6 +117,7 @@ def plan(*words, visible=4, mode="sync"):
     return allocate(settings, mode, visible=visible)
 
 
+@pytest.mark.slow
 def test_the_device_plan_gives_it_a_gpu_of_its_own_or_that_of_training():
     shared, own, listed = "{name: m}", "{name: m, num_devices: 1}", "{name: m, devices: [3]}"
     assert plan(f"+env.rewards.model={shared}").reward == ()

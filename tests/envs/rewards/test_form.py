@@ -103,6 +103,7 @@ def test_a_wrong_setting_is_named(reward, settings, message):
         reward("text", **settings)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",

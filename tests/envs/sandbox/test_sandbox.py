@@ -53,6 +53,7 @@ def test_limits_hold_without_a_sandbox_too():
     )
 
 
+@pytest.mark.slow
 @in_each
 def test_a_program_that_computes_or_sleeps_too_long_is_stopped_and_said_to_be(kind):
     start = time.monotonic()

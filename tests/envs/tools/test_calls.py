@@ -147,6 +147,7 @@ def test_no_text_makes_it_fail(text):
     assert (reply_to_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "piece", ["Shout: ", "Shout: a\n", "<tool_call>", "</tool_call>", " ", "\n ", "<shout", "<answer>"]
 )

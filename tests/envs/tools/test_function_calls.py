@@ -89,6 +89,6 @@ def test_a_schema_that_nothing_runs_is_refused():
             return "done"
 
     with pytest.raises(ValueError, match=r"Forgets: the tool f is a JSON schema, and nothing runs it; override call\("):
-        LLMEnv(Forgets(), None, 1, 2)  # pyright: ignore[reportArgumentType]
+        LLMEnv(Forgets(), None, 1, 2)
     functions.check_functions(Runs())
     functions.check_functions(Tools())

@@ -34,6 +34,8 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 from tests.envs.tools.plain_parser import PlainParser
 
+pytestmark = pytest.mark.slow
+
 close = Server.close
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 COMMAND = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
@@ -90,7 +92,7 @@ def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, argument
         monkeypatch.setattr(task._of["add"], "timeout_s", 1.0)
     starts, begun = task._of["add"].starts, time.monotonic()
     (told,) = results(task, (name, arguments))
-    assert told.startswith(f"Error: RuntimeError: the MCP server {COMMAND} {why}") and time.monotonic() - begun < 12
+    assert told.startswith(f"Error: RuntimeError: the MCP server {COMMAND} {why}") and time.monotonic() - begun < 50
     monkeypatch.undo()
     assert results(task, ("add", {"a": 1, "b": 1})) == ["2"]
     assert task._of["add"].starts == starts + again
