@@ -16,6 +16,8 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.envs.base import Reward, ScoreError, Task
 from grpo_rl.testing import check_task, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parent.parent / "docs" / "tasks.md"
 
 
@@ -49,7 +51,6 @@ class Crashing(Good):
         return Reward({"length": 1.0 / len(response)})
 
 
-@pytest.mark.slow
 def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
     """Promises that an environment or a collector breaks, not a task."""
     real = SyncCollector.collect

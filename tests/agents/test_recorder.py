@@ -287,6 +287,7 @@ def check_a_session(play, steps, responses, parses):
     assert counts["rewritten"] + 1 <= roots and len(sequences) <= 1 + counts["rewritten"] + counts["branches"]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(steps=STEPS, responses=RESPONSES, parses=st.booleans())
 def test_no_id_differs_between_what_was_sampled_read_and_trained_on(play, steps, responses, parses):

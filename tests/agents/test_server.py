@@ -17,6 +17,8 @@ from grpo_rl.engines.base import Sampling
 from tests.agents.conftest import Played
 from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)
 
 

@@ -43,6 +43,8 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import evaluate
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=8)
 
 

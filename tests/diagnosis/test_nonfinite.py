@@ -23,6 +23,8 @@ from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 BATCHING = MicroBatching(max_tokens=4096)
 MARK = 200
@@ -82,7 +84,6 @@ def test_a_healthy_step_is_not_explained(model):
     assert not result.skipped and result.trouble is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, value):
@@ -111,7 +112,6 @@ def test_inside_compiled_modules_too(model):
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
-@pytest.mark.slow
 def test_while_a_step_is_looked_into_other_kernels_stay_compiled(model):
     step, compiled = Step(model, torch.bfloat16, compile=True), []
 

@@ -93,6 +93,7 @@ def test_groups_may_be_noted_while_metrics_are_taken():
     assert curriculum.metrics()["curriculum/too_easy"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed):
     def begin():

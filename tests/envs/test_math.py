@@ -15,6 +15,8 @@ from grpo_rl.envs.grading.verification import MAX_CHARS, verify
 from grpo_rl.envs.guards.isolation import WorkerDied
 from grpo_rl.envs.math import Math, MathEnv, load_rows
 
+pytestmark = pytest.mark.slow
+
 ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}
 
 
@@ -87,7 +89,6 @@ def test_a_gold_answer_that_takes_too_long_itself_cannot_be_judged(monkeypatch):
     assert isinstance(Math([row]).score_many([row], [r"\boxed{x+1}"])[0], Unjudgeable)
 
 
-@pytest.mark.slow
 def test_all_500_gold_solutions_verify(real_data):
     rows = load_rows(real_data / "math500" / "math500.json")
     assert len(rows) == 500

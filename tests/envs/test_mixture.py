@@ -78,6 +78,7 @@ def task_of(env, prompt):
     return env.task.name_of(env.task.rows[prompt.row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_tasks_are_drawn_in_proportion(tokenizer, seed):
     """A chi-square test that a right mixture fails once in 100,000 times; one of 0.475 instead of 0.5 fails it."""

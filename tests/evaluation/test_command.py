@@ -37,6 +37,7 @@ def knows_up_to_three(body):
     return f"<answer>{number if number < 4 else 99}</answer>"
 
 
+@pytest.mark.slow
 def test_an_endpoint_is_scored_with_pass_at_k_and_majority(server, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server.respond = knows_up_to_three

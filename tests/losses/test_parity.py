@@ -406,6 +406,7 @@ def test_every_preset_has_a_peer():
     assert {case.values[0] for case in CASES} | {"rloo"} >= PRESETS.keys()
 
 
+@pytest.mark.slow
 def test_the_batches_meet_every_clip_and_bound():
     """A clip that no ratio meets would be compared with nothing."""
     for name, flags in {
@@ -552,6 +553,7 @@ def test_the_entropy_bonus_equals_verls(name):
     assert_same(ours(batch, settings, 0.0, entropy_coef=0.3), verl(batch, settings, 0.0, entropy_coef=0.3), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "k3_is"])
 def test_clip_fractions_kl_and_entropy_equal_trls_metrics(name):
     for seed in range(5):

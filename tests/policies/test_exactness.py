@@ -395,6 +395,7 @@ def test_prompts_and_responses_of_hundreds_of_tokens_are_scored_like_the_plain_r
     assert_scored_like_the_plain_road(model, [*groups, later])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 40, 1000])
 @pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
 def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):

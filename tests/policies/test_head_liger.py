@@ -55,6 +55,7 @@ def test_values_and_gradients_equal_ours(liger, temperature):
     torch.testing.assert_close(theirs, ours, rtol=liger, atol=liger)
 
 
+@pytest.mark.slow
 def test_a_policy_scores_with_it_and_a_tied_weight_gets_one_gradient_in_the_dtype_that_is_kept(liger, tmp_path):
     group = random_group(prompt=5, lengths=[3, 0, 4])
     gradients = []

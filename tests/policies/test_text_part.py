@@ -22,6 +22,8 @@ from grpo_rl.run.export import export
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model
 from grpo_rl.weights.push import WeightSync
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 50
 TEXT = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -85,7 +87,6 @@ def scored_by_whole(model: PreTrainedModel, temperature: float) -> torch.Tensor:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLES)
 def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
     whole = whole_model(name)
@@ -110,7 +111,6 @@ def test_a_type_with_a_text_part_is_left_to_the_text_parts_own_check(kind, tmp_p
     check_class(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])
 def test_what_was_trained_is_pushed_and_exported_as_a_model_of_text_alone(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path / "whole")

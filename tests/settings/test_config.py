@@ -158,6 +158,7 @@ def test_an_override_that_takes_too_long_or_goes_too_deep_to_read_is_refused(ove
         read_eval([override])
 
 
+@pytest.mark.slow
 def test_fifty_levels_are_no_more_than_a_config_takes():
     levels = "[" * 49 + "]" * 49
     assert compose_config("grpo_gsm8k", [f"+hydra.x={levels}", "env.repeats=3"]).env.repeats == 3
@@ -528,6 +529,7 @@ def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     assert with_loss(settings, ["loss=dapo"]).model.chat_template == settings.model.chat_template
 
 
+@pytest.mark.slow
 def test_configs_that_differ_in_what_is_masked_are_written_differently():
     def written(**changes):
         settings = Settings.read(config()).with_values({"logger.settings": {"x": {"api_key": "abc"}}} | changes)

@@ -701,6 +701,7 @@ def kill_at(monkeypatch, number):
         monkeypatch.setattr(os, name, operation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["next step", "same step again", "same step alone", "set aside"])
 def test_a_kill_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, save_sharded, monkeypatch, what):
     works = {

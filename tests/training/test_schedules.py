@@ -185,6 +185,7 @@ def test_a_decay_of_one_or_more_would_never_move():
         RefreshRule("average", decay=1.0)
 
 
+@pytest.mark.slow
 def test_a_refreshed_reference_is_the_policy_and_an_average_is_summed_in_fp32(tmp_path):
     folder = save_tiny_model(tmp_path)
     reference = ReferencePolicy.load(folder, torch.bfloat16)

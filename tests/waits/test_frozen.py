@@ -67,6 +67,7 @@ class Frozen(Task):
         return Reward({"right": 1.0})
 
 
+@pytest.mark.slow
 def test_a_frozen_scorer(tmp_path):
     with told(tmp_path, "the scorer Frozen (row 5)"):
         guard = ScoreGuard(Frozen(3.0), DEADLINE_S, max_failed_fraction=1.0)
@@ -84,6 +85,7 @@ def test_the_start_of_a_scorers_own_process_is_not_told_as_its_slowness():
     assert limits == [DEADLINE_S + START_TIMEOUT_S]
 
 
+@pytest.mark.slow
 def test_a_frozen_logger(tmp_path):
     class WandB:
         def log(self, step, metrics):
@@ -96,6 +98,7 @@ def test_a_frozen_logger(tmp_path):
     assert "logger.mode=offline" in said[0]
 
 
+@pytest.mark.slow
 def test_a_frozen_data_loader(tmp_path):
     with told(tmp_path, "reading the data of gsm8k") as said, start_phase("reading the data of gsm8k", print):
         said.came.wait(60)

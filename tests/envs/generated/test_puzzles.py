@@ -8,13 +8,14 @@ from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.generated.puzzles import Puzzles, is_held_out
 from grpo_rl.envs.grading.expressions import check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["train", "test"])
 def puzzles(request) -> Puzzles:
     return Puzzles(2000, request.param, sizes=(2, 3, 4, 6))
 
 
-@pytest.mark.slow
 def test_every_puzzle_has_a_solution_that_uses_all_its_numbers(puzzles):
     task = Countdown(puzzles, use_all=True)
     for row in puzzles:

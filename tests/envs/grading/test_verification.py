@@ -11,6 +11,8 @@ from grpo_rl.envs.grading.boxed import equal
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import MAX_CHARS, verify
 
+pytestmark = pytest.mark.slow
+
 EQUIVALENT = [
     # fractions and decimals
     (r"\frac{1}{2}", "1/2"), (r"\frac12", r"\dfrac{2}{4}"), (r"\frac{1}{2}", "0.5"), (r"-\frac{3}{4}", r"\frac{-3}{4}"),

@@ -14,6 +14,8 @@ import pytest
 
 from grpo_rl.envs.guards.isolation import IsolatedCalls, WorkerDied
 
+pytestmark = pytest.mark.slow
+
 CASES = """
 import os, signal, sys, time
 
@@ -94,7 +96,6 @@ def test_results_come_in_the_order_of_the_arguments(act):
         assert calls.map([]) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hang", [("sleep", 1000), ("spin",)])
 def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
     with IsolatedCalls(act, workers=1, deadline_s=0.5) as calls:
@@ -108,7 +109,6 @@ def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
             assert result == 2 * at
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("problem", [ZeroDivisionError(), BrokenPipeError(), SystemExit(3)])
 def test_what_is_raised_by_who_is_told_of_a_result_shifts_no_later_result(act, problem):
     def told(at, result):
@@ -238,7 +238,6 @@ def test_workers_end_with_the_object_that_has_them(act):
     assert ended(worker)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="groups are killed everywhere, /proc is Linux's")
 def test_a_killed_call_takes_its_children_with_it(act, tmp_path):
     with IsolatedCalls(act, workers=1, deadline_s=1) as calls:
@@ -266,7 +265,6 @@ def run(folder: Path, rest: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(folder / "script.py")], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["", "raise SystemExit(0)", "1 / 0", "calls.map([('double', 1)] * 50)"])
 def test_nothing_is_left_behind_when_the_program_ends_and_the_main_script_runs_once(act, tmp_path, rest):
     script = run(tmp_path, rest)
@@ -275,7 +273,6 @@ def test_nothing_is_left_behind_when_the_program_ends_and_the_main_script_runs_o
     assert ended(int(lines[1]))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker that hangs outlives a killed parent")
 @pytest.mark.parametrize("hang", ["('sleep', 1000)", "('spin',)"])
 def test_nothing_is_left_behind_when_the_program_is_killed_while_a_call_hangs(act, tmp_path, hang):

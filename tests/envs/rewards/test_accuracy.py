@@ -8,6 +8,8 @@ import pytest
 from grpo_rl.envs.rewards.text import accuracy
 from grpo_rl.envs.task import Unjudgeable
 
+pytestmark = pytest.mark.slow
+
 VERDICTS = {("7", "7"): True, ("7", "8"): False, ("?", "7"): None}
 
 
