@@ -1,6 +1,6 @@
 """Writes docs/model_classes.md, the verdict on every causal language model: `python tools/model_classes.py`.
 
-It tries all that the installed transformers has, a minute or two. `make test-models` does too, and compares the page.
+It tries all that the installed transformers has, a minute or two. `make test-all` does too, and compares the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ before any weight is read. A config of an equal class can ask for what is refuse
 check-model NAME` looks at one model ([models](models.md)).
 
 `python tools/model_classes.py` writes this page from the verdicts of `tests/policies/test_every_model.py`. `make
-test-models` compares it, and prints each reason in full.
+test-all` compares it, and prints each reason in full.
 """  # noqa: E501
 REASONS = {
     "transformers can't exchange its attention": "attention of its own, which transformers can't exchange",

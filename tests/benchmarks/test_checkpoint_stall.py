@@ -20,7 +20,6 @@ def test_steps_beside_a_checkpoint_are_those_that_follow_it(script):
     assert times.steps() == ([1.0, 1.0], [2.0, 2.5])
 
 
-@pytest.mark.slow
 def test_a_slow_disk_holds_up_the_next_step_and_misses_the_bar(script, tmp_path, monkeypatch, own_cache, capsys):
     stall, write = script("checkpoint_stall"), checkpoint_file.write
 

@@ -82,7 +82,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_a_row_is_imported_and_run_by_a_new_process(script, rows, place, tmp_path):
     good = script("gpu").measure(rows.good, place, 60, log := tmp_path / "row.log")
     assert (good.figures, good.ended, good.failed) == ({"seconds": 3.0, "rate": 2.0}, None, False)
@@ -103,7 +102,6 @@ def test_a_row_that_fails_or_is_refused_or_dies_says_so_and_keeps_the_figures_it
     assert (at_full_size.ended, at_full_size.failed) == ("needs two GPUs", True)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_row_over_its_limit_is_ended_with_all_that_it_started(script, rows, place, tmp_path):
     outcome = script("gpu").measure(rows.slow, place, 5, tmp_path / "row.log")
@@ -116,7 +114,6 @@ def test_a_row_over_its_limit_is_ended_with_all_that_it_started(script, rows, pl
     assert not is_alive(child)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_file_is_written_after_each_row_and_later_rows_see_what_earlier_ones_measured(
     script, rows, place, tmp_path, monkeypatch
@@ -239,7 +236,6 @@ def no_work(script, place, monkeypatch):
     return rows
 
 
-@pytest.mark.slow
 def test_every_bar_is_of_a_figure_that_its_row_yields(script, place, no_work):
     for name, row in script("gpu").ROWS.items():
         # The shapes of prefix are named by their sizes.
@@ -249,7 +245,6 @@ def test_every_bar_is_of_a_figure_that_its_row_yields(script, place, no_work):
             assert figures["steps/s, async over sync"] == "the quickstart gave no rate"
 
 
-@pytest.mark.slow
 def test_the_whole_steps_figures_come_while_its_arms_are_still_there(place, no_work):
     figures = {}
     for what, figure in no_work.whole_step(place):
@@ -321,7 +316,6 @@ for step in (1, 2, 3):
     assert capfd.readouterr().out == "step 1\nstep 2\nstep 3\n"
 
 
-@pytest.mark.slow
 def test_a_training_rows_groups_were_sampled_by_its_policy(script, tmp_path):
     from grpo_rl.policies.policy import TrainPolicy
 
@@ -333,7 +327,6 @@ def test_a_training_rows_groups_were_sampled_by_its_policy(script, tmp_path):
     assert all(group.old_log_probs is None for group in groups)
 
 
-@pytest.mark.slow
 def test_a_config_that_the_script_refuses_is_no_failure_and_a_broken_run_is_one(script, tmp_path):
     rows = script("gpu_rows")
     with pytest.raises(rows.NotAvailable, match="not available: .*no_such_setting"):
@@ -387,7 +380,6 @@ def test_ligers_head_makes_the_gradients_of_all_logits(script):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_model_of_a_shape_is_made_once_and_trains(script, tmp_path):
     from grpo_rl.policies.policy import TrainPolicy
 

@@ -12,7 +12,6 @@ from grpo_rl.intervals import paired_interval
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, rows, density",
     [("binary", 20, 0.5), ("binary", 200, 0.05), ("sums", 20, 0.5), ("sums", 50, 0.2), ("continuous", 20, 1.0)],
@@ -22,7 +21,6 @@ def test_the_paired_interval_covers_a_gain_of_zero_in_93_to_97_per_cent(script, 
     assert 0.93 <= found <= 0.97
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["binary", "sums", "continuous"])
 def test_where_few_rows_change_the_interval_covers_no_less(script, shape):
     assert script("intervals").coverage(paired_interval, shape, 20, 0.05, 2000, seed=7) >= 0.95

@@ -67,7 +67,6 @@ def plant_engine(monkeypatch, engine):
 # ---- in order ----
 
 
-@pytest.mark.slow
 def test_a_run_in_order_has_nothing_to_fix_and_nothing_is_left(tiny_run, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["doctor", *tiny_run, f"hydra.run.dir={run}"]) == 0
@@ -134,7 +133,6 @@ def test_a_model_without_a_chat_template_is_told(look, tmp_path, tiny_run):
     )
 
 
-@pytest.mark.slow
 def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     class Dropping(Wrapped):
         def update_weights(self, weights, version):
@@ -146,7 +144,6 @@ def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     assert list(to_fix(lines)) == ["push"] and "model.layers.1.mlp.up_proj.weight" in to_fix(lines)["push"]
 
 
-@pytest.mark.slow
 def test_a_sampler_that_differs_from_the_trainer_is_told(look, monkeypatch):
     class Shifted(Wrapped):
         def generate(self, prompts, n, sampling):
@@ -171,7 +168,6 @@ def wrong(completions, **_):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [("slow", "ran out of time on row 0: .* raise env.score_timeout_s"), ("wrong", "failed on row 0: .*answer")],
@@ -421,13 +417,11 @@ def cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
 
 
-@pytest.mark.slow
 def test_as_many_processes_as_train_sum_a_tensor(look, cores):
     kind, text = look(*TWO, only=["collectives"], mode="async")["collectives"]
     assert kind == "OK" and text.startswith("2 processes summed a tensor by gloo in ")
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_or_ends_is_told(look, cores, monkeypatch):
     real = devices.start
 
@@ -551,7 +545,6 @@ def test_what_the_deadline_leaves_no_time_for_is_skipped(tmp_path, monkeypatch):
     assert found[-1] == Finding("SKIP", "fine", "the 4 s are over; --deadline-s gives more")
 
 
-@pytest.mark.slow
 def test_settings_that_cant_be_read_leave_the_machine_to_be_told(capsys, tmp_path):
     assert main(["doctor", "env.repeat=4", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
     out = capsys.readouterr().out

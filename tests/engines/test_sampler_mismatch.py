@@ -124,7 +124,6 @@ def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkey
     assert diagnose(context, [shifted(s) for s in scored], thorough=False).name == "shifted"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}], ids=str)
 def test_truncated_sampling_is_on_the_floor_with_its_kept_sets_and_named_without_them(sampled, cut, monkeypatch):
     policy, engine, weights, prompts, _, _ = sampled

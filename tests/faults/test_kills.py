@@ -26,11 +26,8 @@ FOLDER = Path(__file__).parent
 NEEDS_LINUX = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and cc")
 
 
-@pytest.mark.slow
 @NEEDS_LINUX
-@pytest.mark.parametrize(
-    ("kills", "modes"), [(6, ["sync"]), pytest.param(20, ["sync", "async"], marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("kills", "modes"), [(6, ["sync"]), (20, ["sync", "async"])])
 def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(
     tmp_path, script, kills, modes
 ):

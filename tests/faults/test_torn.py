@@ -15,8 +15,7 @@ pytestmark = pytest.mark.nightly
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("each", [1, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("each", [1, 4])
 def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken(each):
     count = str(25 * each)
     command = [sys.executable, str(FOLDER / "torn.py"), "--count", count, "--finish-every", "20"]

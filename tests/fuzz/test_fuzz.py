@@ -59,7 +59,6 @@ def seeds_read_once(target, folder):
     return seeds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", fuzz_targets.TARGETS, ids=lambda target: target.name)
 def test_no_input_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -261,7 +260,6 @@ quick_hydra.quicken()
 """
 
 
-@pytest.mark.slow
 def test_a_config_is_the_same_when_hydras_work_on_shipped_files_is_kept(tmp_path):
     more = ["+loss@hydra.job=dapo", "+env@hydra=countdown", "loss=dapo\nloss.clip_high=0.3", "env.seed=${now:%Y}"]
     read = RESULTS.format(work=str(tmp_path), count=40, more=more)

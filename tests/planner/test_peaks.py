@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Mo
 
 from grpo_rl.planner.memory import Shape, Training, training_footprint
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
 
@@ -118,29 +117,19 @@ def planned(sizes: dict, lengths: Lengths, checkpointing: bool) -> float:
     return training_footprint(shape, Training(checkpointing=checkpointing), 1, prompt + sum(responses), "cpu").total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpointing", "tied"),
-    [
-        # A minute and a half without fast bfloat16 kernels, and else a second.
-        pytest.param(False, False, marks=[pytest.mark.nightly] if lacks_bfloat16() else []),
-        pytest.param(True, True, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("checkpointing", "tied"), [(False, False), (True, True)])
 def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tmp_path):
     sizes = SMALL | {"tie_word_embeddings": tied}
     peak = peak_of_tensors(sizes, LONG, checkpointing, tmp_path)
     assert planned(sizes, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpointing, tmp_path):
     peak = peak_of_tensors(MIXTURE, LONG, checkpointing, tmp_path)
     assert planned(MIXTURE, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_grows_by_what_is_planned():
     # Beside tensors: freed memory that is kept, and the libraries' own.

@@ -96,10 +96,10 @@ def tracked_peak(config: LlamaConfig, ranks: int, tokens: int, checkpointing: bo
 @pytest.mark.parametrize(
     ("ranks", "layers", "tokens", "checkpointing"),
     [
-        pytest.param(8, 8, 8192, True, marks=pytest.mark.nightly),
+        (8, 8, 8192, True),
         (64, 4, 2048, False),
-        pytest.param(64, 8, 8192, True, marks=pytest.mark.nightly),
-        pytest.param(512, 8, 16384, True, marks=pytest.mark.nightly),
+        (64, 8, 8192, True),
+        (512, 8, 16384, True),
     ],
 )
 def test_the_training_peak_of_a_70b_shape_is_that_of_the_tracker(

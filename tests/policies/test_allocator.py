@@ -31,7 +31,6 @@ print(used - before, after - before, resident() - before)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize(("told", "kept"), [("keep", True), ("leave", False)])
 def test_freed_memory_stays_until_it_is_given_back(told, kept):

@@ -115,9 +115,7 @@ def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "as_layers", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["norms and MLPs", "layers"]
-)
+@pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
 def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
     policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
     if as_layers:

@@ -36,7 +36,6 @@ def started(program: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @needs_compiler
 @torch._dynamo.config.patch(specialize_float=False)
 @inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})
@@ -69,7 +68,6 @@ print(why_uncompiled("cpu"))
 """
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(folder, tmp_path):
     failing = tmp_path / "g++"
@@ -95,7 +93,6 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 )
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):
     counts = []
@@ -143,7 +140,6 @@ print(why_uncompiled("cpu"))
 """
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path):
     cxx, armed = tmp_path / "g++", tmp_path / "armed"

@@ -3,7 +3,7 @@
 Each class is built tiny, with settings far from harmless: windows shorter than sequences, heads that are not
 hidden_size / num_attention_heads wide, biases, scores far from uniform; once with the dropout that the class has by
 default, and once with 0.3 for every setting that looks like noise. `make test` takes some classes and
-`make test-models` takes all.
+`make test-all` takes all.
 """
 
 from __future__ import annotations

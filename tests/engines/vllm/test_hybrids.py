@@ -15,7 +15,6 @@ from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="what is mended here is vLLM's on a CPU"),
 ]
 
@@ -29,8 +28,6 @@ HALF = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attentio
 GATED = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=128, linear_value_head_dim=128)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=64)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=64)
-DEAR = ("mamba", "convolution")
-"""Left to `make test-slow`."""
 MODELS = {
     "linear-attention-under-images": (
         "Qwen3_5ForConditionalGeneration",
@@ -88,9 +85,7 @@ def mismatch(engine, model) -> float:
     return (scored - torch.cat([s.log_probs for s in samples])).abs().mean().item()
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind in DEAR else ()) for kind in MODELS]
-)
+@pytest.mark.parametrize("kind", MODELS)
 def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(kind, tmp_path):
     from grpo_rl.engines.vllm.engine import VLLMEngine
 

@@ -20,7 +20,6 @@ from grpo_rl.policies.policy import TrainPolicy
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="these are recorded on a CPU"),
 ]
 LAYERS, EXPERTS, CHOSEN = 4, 16, 4
