@@ -39,16 +39,17 @@ hypothesis.settings.load_profile("project")
 
 
 FIRST = ["run/test_async.py", "distributed/test_ranks.py", "run/test_run.py", "faults/test_simulation.py"]
-"""The longest files of `make test`, so that its processes end at about the same time."""
+"""Run first: the longest files of `make test`; its processes then end at about the same time."""
 
 
 def pytest_collection_modifyitems(items):
     place = {Path(__file__).parent / name: i for i, name in enumerate(FIRST)}
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: place.get(item.path, len(FIRST) + (item.path not in slow)))
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("nightly")}
+    items.sort(key=lambda item: place.get(item.path, len(FIRST) + (item.path not in long)))
     seen = Counter()
     for item in items:
-        seen[function := item.nodeid.partition("[")[0]] += 1
+        function = item.nodeid.partition("[")[0]
+        seen[function] += 1
         cases = item.get_closest_marker("cases")
         if item.get_closest_marker("alone") or (cases and seen[function] > cases.args[0]):
             item.add_marker(pytest.mark.nightly)

@@ -24,7 +24,7 @@ before any weight is read. A config of an equal class can ask for what is refuse
 check-model NAME` looks at one model ([models](models.md)).
 
 `python tools/model_classes.py` writes this page from the verdicts of `tests/policies/test_every_model.py`. `make
-test-all` compares it, and prints each reason in full.
+test-all` compares it; `pytest -s tests/policies/test_every_model.py` prints each reason in full.
 """  # noqa: E501
 REASONS = {
     "transformers can't exchange its attention": "attention of its own, which transformers can't exchange",

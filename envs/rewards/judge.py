@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
 from grpo_rl.envs.rewards.judge_settings import check_counts, check_numbers, check_texts, check_truths
@@ -134,9 +134,9 @@ class Judge:
         self._when_spent, self._prices = when_spent, (input_price, output_price)
         self._counting, self._until = threading.Lock(), math.inf
         self._client: JsonClient | None = None
-        self._counts, self._sharing = dict.fromkeys(COUNTS, 0.0), [self]
+        self._counts, self._sharing = dict.fromkeys(COUNTS, 0.0), list[Judge]((self,))
 
-    def share_budget(self, other: Self) -> None:
+    def share_budget(self, other: Judge) -> None:
         """Keeps one budget with another judge: what either has used is used for both. Each counts its own."""
         if self in other._sharing:
             return

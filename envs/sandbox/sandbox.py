@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
 from grpo_rl.envs.sandbox.seccomp import filter_of
@@ -161,8 +161,9 @@ class Sandbox:
             BrokenTests: the tests fail before the program is asked for anything, as they would for any program.
         """
         with _Files() as files:
-            content = {"setup": setup, "tests": list(tests), "names": list(names)}
-            content |= {"entry_point": entry_point, "only": only}
+            content = dict[str, Any](
+                setup=setup, tests=list(tests), names=list(names), entry_point=entry_point, only=only
+            )
             verdicts = files.empty()
             asked, ask = files.pipe()
             told, tell = files.pipe()

@@ -118,8 +118,8 @@ def checked_calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
     """
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
-        named = function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else {}
-        if not isinstance(named.get("arguments"), (str, Mapping)):
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not named or not isinstance(function.get("arguments"), (str, Mapping)):  # pyrefly: ignore[missing-attribute]
             raise ValueError(f"{call!r:.80} is no call; it must have a function with a name and arguments")
     return [dict(call) for call in calls]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.buffer import GroupBuffer
@@ -14,7 +13,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.compiler import why_uncompiled
-from grpo_rl.policies.hub import check_finite, resolve_model
+from grpo_rl.policies.hub import check_finite, load_tokenizer, resolve_model
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import has_adapters
 from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
@@ -114,7 +113,7 @@ def _check_finite(folder: Path, peers: Peers | None) -> None:
 
 
 def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> None:
-    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]  # pyrefly: ignore[missing-attribute]
+    vocabularies = [load_tokenizer(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
             f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -32,10 +33,10 @@ def text_decoder(model: str | Path) -> Tokenizer:
     Raises:
         ValueError: the folder has no fast tokenizer.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if not tokenizer.is_fast:  # pyrefly: ignore[missing-attribute]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.is_fast:
         raise ValueError(f"sampling.stop looks for text, and {model} has no fast tokenizer; use an end-of-sequence id")
-    return tokenizer.backend_tokenizer  # pyrefly: ignore[missing-attribute]
+    return tokenizer.backend_tokenizer
 
 
 class StopString:

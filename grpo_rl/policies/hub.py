@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import torch
@@ -326,7 +327,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **source, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)  # pyrefly: ignore[bad-assignment]
+    tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     # GGUF names the pre-tokenizer ("smollm") without describing it, and transformers falls back on GPT-2's, which
     # differs where white space stands before a digit. The original splits digits off first.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
@@ -367,7 +368,7 @@ def _sha256(path: Path) -> str:
 
 def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with another chat template than its own where one is given."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # pyrefly: ignore[bad-assignment]  # by default it asks
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
     if chat_template:
         tokenizer.chat_template = chat_template
     return tokenizer

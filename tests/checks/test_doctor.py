@@ -28,8 +28,6 @@ from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
-pytestmark = pytest.mark.nightly
-
 OF_MACHINE = ("packages", "open files", "shared memory", "clock", "run folder", "leftovers")
 
 
@@ -67,6 +65,7 @@ def plant_engine(monkeypatch, engine):
 # ---- in order ----
 
 
+@pytest.mark.nightly
 def test_a_run_in_order_has_nothing_to_fix_and_nothing_is_left(tiny_run, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["doctor", *tiny_run, f"hydra.run.dir={run}"]) == 0
@@ -133,6 +132,7 @@ def test_a_model_without_a_chat_template_is_told(look, tmp_path, tiny_run):
     )
 
 
+@pytest.mark.slow
 def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     class Dropping(Wrapped):
         def update_weights(self, weights, version):
@@ -144,6 +144,7 @@ def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     assert list(to_fix(lines)) == ["push"] and "model.layers.1.mlp.up_proj.weight" in to_fix(lines)["push"]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_differs_from_the_trainer_is_told(look, monkeypatch):
     class Shifted(Wrapped):
         def generate(self, prompts, n, sampling):
@@ -168,6 +169,7 @@ def wrong(completions, **_):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [("slow", "ran out of time on row 0: .* raise env.score_timeout_s"), ("wrong", "failed on row 0: .*answer")],
@@ -417,11 +419,13 @@ def cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
 
 
+@pytest.mark.nightly
 def test_as_many_processes_as_train_sum_a_tensor(look, cores):
     kind, text = look(*TWO, only=["collectives"], mode="async")["collectives"]
     assert kind == "OK" and text.startswith("2 processes summed a tensor by gloo in ")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_come_or_ends_is_told(look, cores, monkeypatch):
     real = devices.start
 
@@ -478,6 +482,7 @@ def leaves_a_child(case):
 """
 
 
+@pytest.mark.nightly
 def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkeypatch):
     (tmp_path / "planted_checks.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -535,6 +540,7 @@ with guarding(60.0) as run:
             assert time.monotonic() < end
 
 
+@pytest.mark.nightly
 def test_what_the_deadline_leaves_no_time_for_is_skipped(tmp_path, monkeypatch):
     (tmp_path / "planted_checks.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -545,6 +551,7 @@ def test_what_the_deadline_leaves_no_time_for_is_skipped(tmp_path, monkeypatch):
     assert found[-1] == Finding("SKIP", "fine", "the 4 s are over; --deadline-s gives more")
 
 
+@pytest.mark.nightly
 def test_settings_that_cant_be_read_leave_the_machine_to_be_told(capsys, tmp_path):
     assert main(["doctor", "env.repeat=4", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
     out = capsys.readouterr().out

@@ -9,8 +9,6 @@ import pytest
 
 import grpo_rl.cluster  # noqa: F401, before ray
 
-pytestmark = pytest.mark.nightly
-
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -30,6 +28,7 @@ def two_nodes():
     made.shutdown()
 
 
+@pytest.mark.nightly
 def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_nodes, capsys, tmp_path):
     folder = tmp_path / "run"
     assert main(["doctor", "--ray", two_nodes.address, "--names", "first,second", "--folder", str(folder)]) == 0
@@ -44,6 +43,7 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
     assert "Nothing to fix (" in out and "config" not in out
 
 
+@pytest.mark.nightly
 def test_with_overrides_the_config_is_checked_against_the_clusters_devices(two_nodes, capsys, tiny_run, tmp_path):
     words = ["doctor", "--ray", two_nodes.address, "--nodes", "2", "--quick", f"hydra.run.dir={tmp_path / 'run'}"]
     words += [*tiny_run, "inference_model.engine=vllm", "train_model.parallel=ddp", "train_model.num_devices=4"]
@@ -55,6 +55,7 @@ def test_with_overrides_the_config_is_checked_against_the_clusters_devices(two_n
     assert "OK    dataset" in out and "OK    clock" in out and "To fix: devices (" in out
 
 
+@pytest.mark.nightly
 def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_path):
     def fails(number):
         if number == 1:
@@ -108,6 +109,7 @@ def test_nodes_that_cant_sum_are_named(monkeypatch):
     )
 
 
+@pytest.mark.nightly
 def test_a_node_that_does_not_come_is_named(two_nodes, capsys):
     words = ["doctor", "--ray", two_nodes.address, "--deadline-s", "1"]
     assert main([*words, "--names", "first,second,third"]) == 2
@@ -117,6 +119,7 @@ def test_a_node_that_does_not_come_is_named(two_nodes, capsys):
     assert "2 of 3 nodes (first, second) have joined within 1 s; see" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_folder_that_a_node_does_not_see_is_refused(two_nodes, tmp_path, monkeypatch):
     @ray.remote(num_cpus=0)
     def blind(file):

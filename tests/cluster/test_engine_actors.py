@@ -73,7 +73,6 @@ def listening(process):
     return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.nightly
 def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can_enter_its_folder():
     async def main():
         engine = await launch("engine 0", Engine, num_cpus=0.1)

@@ -34,7 +34,6 @@ def test_an_address_without_a_cluster_is_told_in_one_sentence():
         pass
 
 
-@pytest.mark.nightly
 def test_every_node_that_joined_is_asked(two_nodes):
     assert [node.resources["slot"] for node in nodes()] in ([2, 4], [4, 2])
     check_nodes(expected=2)

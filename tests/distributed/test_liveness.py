@@ -110,11 +110,10 @@ def error_line(found: dict[str, Any], rank: int) -> str:
     return line
 
 
-@pytest.mark.nightly
 def test_a_killed_rank_is_named_at_once(found):
     killed = found["killed"]
     assert killed["codes"] == {"0": LOST_CODE, "1": -signal.SIGKILL}
-    assert killed["seconds"]["0"] < DEADLINE_S
+    assert killed["seconds"]["0"] < 30  # long before the longest wait
     assert re.fullmatch(
         rf"error: rank 1 \(\S+, process {killed['pids'][1]}\) died in phase train of step 3 since \d\d:\d\d:\d\d"
         rf"(, in the exchange `\w+` since [\d:]+)?\. The others end, with exit code {LOST_CODE}\.",

@@ -157,8 +157,7 @@ def train_and_save(folder: Path, rank: int, size: int) -> None:
             found["gathered"] = gathered(parts[0].model.named_parameters(), rank)
     fsdp = of_mode["fsdp"]
     parts = make(folder, fsdp, dtype=torch.bfloat16)
-    if size == 4:
-        found["bf16"] = list(steps(parts, fsdp))
+    found["bf16"] = list(steps(parts, fsdp))
     found["nan"] = [nan_on_one_rank(folder, ranks) for ranks in of_mode.values()]
     if size == 2:
         found |= all_resumed(folder, 1, of_mode)
@@ -169,7 +168,7 @@ def train_and_save(folder: Path, rank: int, size: int) -> None:
     of_mode["fsdp"].close()
 
 
-def go_on_with_those_of_four(folder: Path, rank: int, size: int) -> None:
+def resume_checkpoints_of_four(folder: Path, rank: int, size: int) -> None:
     of_mode = joined(folder / "store-resumed", rank, size)
     found = all_resumed(folder, 4, of_mode)
     if rank == 0:
@@ -323,15 +322,15 @@ def together(request, alone) -> tuple[int, dict]:
     return size, torch.load(folder / f"of-{size}", weights_only=False)
 
 
-def of(size: int) -> pytest.MarkDecorator:
+def with_processes(size: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("together", [size], indirect=True)
 
 
-def assert_same(records, expected, tolerance=1e-6):
+def assert_same(records, expected, tolerance=1e-6, case=""):
     for got, want in zip(records, expected, strict=True):
         for name in ("old_log_probs", "gradient", "weights"):
-            of = f"{name}: {{}}".format
-            torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance, msg=of)
+            explained = f"{case}{name}: {{}}".format
+            torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance, msg=explained)
         assert got["sums"].keys() == want["sums"].keys()
         for name, value in want["sums"].items():
             # Sums of exponentials of differences of log-probabilities magnify their last digit.
@@ -347,7 +346,7 @@ def test_several_processes_train_as_one_does(alone, together):
         expected = alone[1][variant]
         assert all(record["gradient"].abs().max() > 1e-3 for record in expected)
         assert expected[0]["norm"] > 0.5, "nothing was clipped"
-        assert_same(found[mode, variant], expected)
+        assert_same(found[mode, variant], expected, case=f"{mode}, {variant}: ")
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -356,7 +355,7 @@ def test_two_processes_go_on_with_a_checkpoint_of_four_or_of_one(alone, together
 
 
 @pytest.mark.nightly
-@of(4)
+@with_processes(4)
 @pytest.mark.parametrize("case", [("fsdp", "whole model"), ("ddp", "adapters")])
 def test_one_process_goes_on_with_a_checkpoint_of_four(alone, together, case):
     assert_same(resumed(alone[0], 4, case, None), alone[1][case[1]][SAVED_AT:])
@@ -371,19 +370,22 @@ def assert_exported(folder: Path, weights: torch.Tensor) -> None:
     assert model.generation_config.do_sample and model.generation_config.top_k == 7
 
 
-@pytest.mark.nightly
-@of(4)
 def test_a_sharded_checkpoint_becomes_one_model_folder(alone, together, tmp_path, capsys):
     folder, found = alone
-    (path,) = checkpoint.checkpoints(folder / "fsdp-whole model-4")
+    (path,) = checkpoint.checkpoints(folder / f"fsdp-whole model-{together[0]}")
     assert main(["export", str(path), str(tmp_path / "model")]) == 0
     assert str(tmp_path / "model") in capsys.readouterr().out
     assert_exported(tmp_path / "model", found["whole model"][SAVED_AT - 1]["weights"])
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages }}"
     with pytest.raises(ValueError, match="is there already and not empty"):
         export_checkpoint(path, tmp_path)
+
+
+@pytest.mark.nightly
+@with_processes(4)
+def test_a_sharded_checkpoint_of_adapters_alone_is_refused(alone, together, tmp_path):
     with pytest.raises(ValueError, match="is of adapters"):
-        export_checkpoint(*checkpoint.checkpoints(folder / "fsdp-adapters-4"), tmp_path / "other")
+        export_checkpoint(*checkpoint.checkpoints(alone[0] / "fsdp-adapters-4"), tmp_path / "other")
 
 
 def test_sharded_weights_are_exported_as_one_model_folder(alone, together):
@@ -401,8 +403,6 @@ def test_the_gathered_weights_are_those_of_one_process(alone, together):
     torch.testing.assert_close(flat, alone[1]["whole model"][-1]["weights"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.nightly
-@of(4)
 def test_bf16_weights_have_fp32_masters_when_they_are_sharded(alone, together):
     """The same rounding as in one process: gradients differ by that of bf16, masters by far less than its spacing."""
     for got, want in zip(together[1]["bf16"], alone[1]["bf16"], strict=True):
@@ -412,7 +412,7 @@ def test_bf16_weights_have_fp32_masters_when_they_are_sharded(alone, together):
     assert together[1]["bf16"][-1]["weights"].dtype == torch.float32
 
 
-@of(2)
+@with_processes(2)
 def test_all_ranks_pass_over_a_torn_checkpoint_and_take_the_same_one(alone, together):
     weights = alone[1]["whole model"][SAVED_AT - 1]["weights"]
     assert len(together[1]["torn"]) == 2
@@ -421,7 +421,7 @@ def test_all_ranks_pass_over_a_torn_checkpoint_and_take_the_same_one(alone, toge
         assert "_rank_1.pt is damaged" in error and error.endswith("torn/checkpoint_000002.pt")
 
 
-@of(2)
+@with_processes(2)
 def test_a_full_disk_of_one_rank_is_told_on_all_and_nothing_is_left_of_it(together):
     (first, left), second = together[1]["full disk"]
     assert second == (first, left) and "No space left on device" in first and "_rank_1.pt" in first
@@ -483,4 +483,4 @@ if __name__ == "__main__":
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
     fork_ranks(train_and_save, folder, size)
     if size == 4:
-        fork_ranks(go_on_with_those_of_four, folder, 2)
+        fork_ranks(resume_checkpoints_of_four, folder, 2)

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.nightly
 FLOOR = 0.05
 """Mean |difference| in nats that bf16 alone explains here: 0.033 was measured with vLLM on CPU (docs/log.md)."""
 SAMPLING = Sampling(temperature=0.9, max_new_tokens=24)
-ENGINES = ["vllm", "transformers"]
-FIRST, *OTHERS = ENGINES if find_spec("vllm") else ENGINES[1:]
+ENGINES = ["vllm", "transformers"] if find_spec("vllm") else ["transformers"]
 
 
 class Sampled(NamedTuple):
@@ -61,7 +60,7 @@ def sample(engine, prompts, sampling):
     ]
 
 
-@pytest.fixture(scope="module", params=[FIRST, *OTHERS])
+@pytest.fixture(scope="module", params=ENGINES)
 def sampled(request, default_model):
     from transformers import AutoTokenizer
 
@@ -75,7 +74,6 @@ def sampled(request, default_model):
     ]
     policy = TrainPolicy.load(default_model, torch.bfloat16, temperature=0.9)
     if request.param == "vllm":
-        pytest.importorskip("vllm")
         from grpo_rl.engines.vllm.engine import VLLMEngine
 
         Engine = partial(VLLMEngine, sampling=Sampling(top_p=0.9))
@@ -105,7 +103,7 @@ def test_the_wrong_temperature_shows(sampled):
     assert gap > 1.5 * FLOOR, json.dumps(gap.item())
 
 
-@pytest.mark.parametrize("sampled", [FIRST], indirect=True)
+@pytest.mark.parametrize("sampled", ENGINES[:1], indirect=True)
 def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkeypatch):
     policy, engine, weights, prompts, groups, trainer = sampled
     context = DiagnosisContext(policy, weights, engine, SAMPLING, 8192, lambda g: f"group {g.group_id}", repr)

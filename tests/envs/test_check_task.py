@@ -30,8 +30,8 @@ TASKS = {
     "gsm8k": lambda: GSM8K(WORDS),
     "ifeval": lambda: IFEval(FORMS),
     "math": lambda: Math([{"problem": "1?", "answer": "1"}, {"problem": "x?", "answer": "x"}]),
-    "countdown": lambda: Countdown([{"numbers": [3, 4], "target": 7}, {"numbers": [2, 5], "target": 10}]),
     "calculator": lambda: Calculator(WORDS),
+    "countdown": lambda: Countdown([{"numbers": [3, 4], "target": 7}, {"numbers": [2, 5], "target": 10}]),
     "search_qa": lambda: SearchQA(QUESTIONS, SearchIndex([Document("Emma", "A novel by Jane Austen.")])),
     "code": lambda: Code(
         [{"question": f"Print {n}.", "tests": [{"input": "", "output": n}]} for n in "12"], sandbox=ANY

@@ -19,15 +19,16 @@ IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
 
 
 # Each has once taken the square of its length, or is near one that did; of those alike one is in make test.
-PIECES = ["1", "1,234", "- ", "1 / ", "\\frac{1", "<answer>", "#### ", "{,}", "answer is ", "\\boxed{1}"]
-MORE_PIECES = [
+PIECES = [
+    "1", "1,234", "- ", "1 / ", "\\frac{1", "<answer>", "#### ", "{,}", "answer is ", "\\boxed{1}",
     "1,", "1,234,5", "-", "$", "1/", "^{", "</answer>", ".", "1e", "1.", "\\", " ", "\u202f1", "<answer> 1", "answer ",
     "1=", "1 + ", "\\boxed{", "#### 1=", "x",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", [*PIECES, *(pytest.param(piece, marks=pytest.mark.nightly) for piece in MORE_PIECES)])
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("piece", PIECES)
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     for hostile in (text, text + "5", "<answer>" + text, "-" + text + "x"):
@@ -85,7 +86,6 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
 
 
-@pytest.mark.nightly
 @pytest.mark.alone
 def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
     monkeypatch.setattr(patterns, "_workers", lambda _: workers)

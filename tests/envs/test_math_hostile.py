@@ -108,7 +108,6 @@ def failed(texts, results):
     return [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)]
 
 
-@pytest.mark.nightly
 def test_no_hostile_text_hangs_or_crashes_the_judge():
     texts = hostile_texts(600)
     results = judged(texts)
@@ -116,7 +115,6 @@ def test_no_hostile_text_hangs_or_crashes_the_judge():
 
 
 @pytest.mark.alone
-@pytest.mark.nightly
 def test_10_000_hostile_texts_are_judged_in_a_minute():
     texts = hostile_texts(10_000, seed=1)
     start = time.monotonic()

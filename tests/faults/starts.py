@@ -13,7 +13,6 @@ import functools
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import SystemRandom
 
 from kill_points import Point, arm, folder_of_library, points
 
@@ -137,9 +137,7 @@ def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = 
     tallies = [folder.with_suffix(f".tally{number}") for number in range(mode.processes)]
     for file in (log, witness, *tallies):
         file.unlink(missing_ok=True)
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = SystemRandom().randrange(10_000, 32_000)  # below those that the kernel hands out to others meanwhile
     begun, children = time.monotonic(), {}
     for number in range(mode.processes):
         if not (child := os.fork()):

@@ -23,7 +23,7 @@ from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report.files import read_summary
 from grpo_rl.testing import without_clocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 DEADLINE_S, MODES = 5.0, ("ddp", "fsdp")

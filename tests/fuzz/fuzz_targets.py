@@ -42,7 +42,7 @@ class Target:
         seeds: inputs that it takes; bytes for files that are not text.
         check: asserts what must hold of the result.
         error: the one error that it documents; None: no input makes it raise.
-        examples: in ``make test``.
+        examples: in ``make test-all``.
         may_name_environment: allows the canary's value in results and messages: a config can read the environment.
         watched: False: another process does the work and watches it, and this one may start it anew.
         clock: seconds of the work; other processes have no part in this thread's CPU time.

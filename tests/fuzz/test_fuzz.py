@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 
 from grpo_rl.storage.yaml_text import read_yaml
 
-pytestmark = pytest.mark.nightly
-
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 
@@ -59,12 +57,20 @@ def seeds_read_once(target, folder):
     return seeds
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", fuzz_targets.TARGETS, ids=lambda target: target.name)
+def test_no_seed_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data in seeds_read_once(target, tmp_path):
+        fuzz_targets.run(target, data, tmp_path)
+    assert canary.touched(tmp_path) == [] and not (tmp_path / "planted").exists()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", fuzz_targets.TARGETS, ids=lambda target: target.name)
 def test_no_input_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seeds = seeds_read_once(target, tmp_path)
-    for data in seeds:
-        fuzz_targets.run(target, data, tmp_path)
 
     @settings(max_examples=target.examples, phases=PHASES, derandomize=True, database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -76,6 +82,7 @@ def test_no_input_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monk
     assert canary.touched(tmp_path) == [] and not (tmp_path / "planted").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", [target for target in fuzz_targets.TARGETS if target.error is None],
                          ids=lambda target: target.name)  # fmt: skip
 def test_a_line_of_a_megabyte_takes_no_longer_than_its_deadline(target, tmp_path, canary):
@@ -185,6 +192,7 @@ def told_by(code):
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=60)
 
 
+@pytest.mark.nightly
 def test_only_an_input_that_hangs_ends_its_process():
     told = told_by(IN_TIME)
     assert told.stdout.endswith("[0, 1]\n") and "sound: 50 inputs" in told.stdout
@@ -223,6 +231,7 @@ def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
     assert told[-1].startswith("planted: 9 inputs in ")
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_cut_off_goes_on_where_it_ended():
     cut = told_by(GOES_ON.format(first=2, count=40, processes=1, seconds=1)).stdout
     first, count = map(int, re.search(r"goes on with --first (\d+) --count (\d+)\n", cut).groups())
@@ -260,6 +269,7 @@ quick_hydra.quicken()
 """
 
 
+@pytest.mark.nightly
 def test_a_config_is_the_same_when_hydras_work_on_shipped_files_is_kept(tmp_path):
     more = ["+loss@hydra.job=dapo", "+env@hydra=countdown", "loss=dapo\nloss.clip_high=0.3", "env.seed=${now:%Y}"]
     read = RESULTS.format(work=str(tmp_path), count=40, more=more)

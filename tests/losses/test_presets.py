@@ -156,20 +156,17 @@ def tiny(tiny_run, own_cache):
     return [*tiny_run, *few, "train.checkpoint_frequency=0"]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["loss=dr_grpo"], marks=pytest.mark.nightly),
         ["loss=dapo", "loss.mask_truncated=false", "loss.top_entropy_fraction=0.5"],  # a random model never ends
-        pytest.param(["loss=gspo"], marks=pytest.mark.nightly),
-        pytest.param(["loss=cispo", "loss.kl=k3_is"], marks=pytest.mark.nightly),
-        ["loss=rloo"],
-        pytest.param(
-            ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"], marks=pytest.mark.nightly
-        ),
         ["loss=icepop", "loss.aggregate=prompt_mean"],
+        ["loss=dr_grpo"],
+        ["loss=gspo"],
+        ["loss=cispo", "loss.kl=k3_is"],
+        ["loss=rloo"],
+        ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"],
     ],
     ids=" ".join,
 )

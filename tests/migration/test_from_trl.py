@@ -93,9 +93,7 @@ def test_a_published_config_becomes_settings_without_an_error(configs, name):
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(
-    "name", [name if i < 2 else pytest.param(name, marks=pytest.mark.nightly) for i, name in enumerate(MORE)]
-)
+@pytest.mark.parametrize("name", MORE)
 def test_a_published_config_trains_a_step_of_a_tiny_model(configs, name, tmp_path):
     """Overrides that make it smaller: the model, its data, lengths, batch and devices, which this machine has not."""
     env = settings_of(configs, name).env

@@ -148,9 +148,8 @@ def log(loggers, run_dir, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["wandb", *(pytest.param(name, marks=pytest.mark.nightly) for name in READERS if name != "wandb")]
-)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", READERS)
 def test_a_resumed_run_has_no_step_twice_and_none_too_few(name, tmp_path):
     """Killed after step 3 without a word, resumed after step 2, once more cut off, and then prolonged."""
     logger_class_or_skip(name)

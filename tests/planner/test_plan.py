@@ -97,7 +97,6 @@ LARGE = (
 )
 
 
-@pytest.mark.nightly
 def test_a_70b_llama_has_as_many_parameters_as_its_card_says(shape):
     assert PARAMETERS == 70_553_706_496
     assert (shape.parameters, shape.layer, shape.layers, shape.table) == (PARAMETERS, LAYER, 80, TABLE)
@@ -430,7 +429,6 @@ def test_between_nodes_the_network_is_the_narrow_place():
     assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -71,7 +71,6 @@ def test_responses_that_are_alike_overlap_as_two_phases_can(model):
     assert found.gain == pytest.approx((sample + train + push) / (max(sample, train) + push), rel=0.05)
 
 
-@pytest.mark.nightly
 def test_with_a_long_tail_sampling_at_once_waits_no_more_and_holds_its_bound(simulation):
     planned, turns = simulation.planned.outcome, simulation.turns.outcome
     assert planned.waiting <= 0.1 and planned.staleness_max <= 2 and turns.staleness_max == 0

@@ -12,7 +12,7 @@ from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 
@@ -100,6 +100,7 @@ def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], layers
 
 
+@pytest.mark.nightly
 @needs_compiler
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
@@ -115,6 +116,7 @@ def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
 
 
 @needs_compiler
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
 def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
     policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
@@ -131,6 +133,7 @@ def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder
             scored(policy, groups)
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_compiled_layer_runs_fewer_kernels_than_its_operators(folder):
     def operators(policy: TrainPolicy) -> int:

@@ -18,8 +18,6 @@ from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import save_tiny_model
 
-pytestmark = pytest.mark.nightly
-
 needs_compiler = pytest.mark.skipif(not compiler.has_compiler("cpu"), reason="no C++ compiler")
 
 
@@ -36,6 +34,7 @@ def started(program: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @needs_compiler
 @torch._dynamo.config.patch(specialize_float=False)
 @inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})
@@ -68,6 +67,7 @@ print(why_uncompiled("cpu"))
 """
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(folder, tmp_path):
     failing = tmp_path / "g++"
@@ -93,6 +93,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 )
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):
     counts = []
@@ -140,6 +141,7 @@ print(why_uncompiled("cpu"))
 """
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path):
     cxx, armed = tmp_path / "g++", tmp_path / "armed"

@@ -226,8 +226,8 @@ def assert_scored_like_the_plain_road(
     assert_equal_gradients(actual_gradients, expected_gradients, gradient_tolerance)
 
 
-OFTEN = {"llama-tied", "qwen3-windows", "gemma2", "mla"}
-EACH_FAMILY = [pytest.param(f, marks=() if f in OFTEN else pytest.mark.nightly) for f in FAMILIES]
+IN_MAKE_TEST = {"llama-tied", "qwen3-windows", "gemma2", "mla"}
+EACH_FAMILY = [pytest.param(f, marks=() if f in IN_MAKE_TEST else pytest.mark.nightly) for f in FAMILIES]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
@@ -379,9 +379,9 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        pytest.param("llama-tied", {}, id="full", marks=pytest.mark.nightly),
-        pytest.param("mistral-window", {}, id="narrow-window", marks=pytest.mark.nightly),
-        pytest.param("mistral-window", dict(sliding_window=150), id="wide-window", marks=pytest.mark.nightly),
+        pytest.param("llama-tied", {}, id="full"),
+        pytest.param("mistral-window", {}, id="narrow-window"),
+        pytest.param("mistral-window", dict(sliding_window=150), id="wide-window"),
         pytest.param("gemma2", dict(num_hidden_layers=2), id="capped-alternating"),
     ],
 )

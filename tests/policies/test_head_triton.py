@@ -194,7 +194,7 @@ def test_the_kernels_are_offered_on_cuda_alone():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("capability", [90, 80])
 def test_the_compiler_takes_what_the_interpreter_takes(capability, tmp_path):
     """Down to machine code for A100 and H100, which needs neither; in a process where Triton does not interpret."""
     script = """if True:

@@ -742,7 +742,6 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     assert not unread
 
 
-@pytest.mark.nightly
 def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
     import importlib.util
 

@@ -91,7 +91,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("words", "composed"),
     [

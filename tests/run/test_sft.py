@@ -214,7 +214,6 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
     assert [row["train/tokens"] for row in rows] == [8]  # two epochs of two rows, a letter and the end each
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -32,8 +32,6 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.within_memory import WithinMemory
 
-pytestmark = pytest.mark.nightly
-
 END = 0
 """The tiny model's end of sequence, which is its padding too."""
 LOSS_SETTINGS = [
@@ -79,6 +77,7 @@ REWARDS = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
@@ -194,6 +193,7 @@ def test_gradients_of_odd_batches_equal_those_of_plain_forward_passes(model, kin
         torch.testing.assert_close(ours[name], plain[name], rtol=0, atol=1e-4 * scale)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("settings", LOSS_SETTINGS)
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_batches_train_in_bf16_under_every_surrogate(model, kind, settings):
@@ -210,6 +210,7 @@ def masked(group: Group) -> Group:
     return replace(group, trainable=torch.zeros_like(group.trainable))
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("settings", LOSS_SETTINGS)
 @pytest.mark.parametrize(
     ("groups", "batching"),

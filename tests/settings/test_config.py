@@ -560,7 +560,6 @@ AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
 
 
 @pytest.mark.slow
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -102,8 +102,8 @@ def test_a_step_that_fits_has_the_same_gradient_to_the_bit(model, dtype):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["room", "room_back"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bit(model, place, dtype):
     ours, said, within, loss = trained(model, 80, dtype, **{place: 40})
     assert len(said) == 1 and "4 groups and 80 tokens" in said[0] and "micro-batches of 40" in said[0]

@@ -1,4 +1,4 @@
-"""Whatever freezes is named within its deadline and 5 seconds, while the rest of the process goes on."""
+"""Whatever freezes is named within half a minute of its deadline, while the rest of the process goes on."""
 
 from __future__ import annotations
 

@@ -234,7 +234,6 @@ def engine(request, folder):
     made.close()
 
 
-@pytest.mark.cases(2)
 def test_an_engine_samples_from_the_adapters_it_was_sent_last(folder, engine):
     policy = adapted(folder, torch.float32)
     sync = WeightSync(policy.model, engine, engine.version)

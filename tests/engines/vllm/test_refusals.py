@@ -106,9 +106,7 @@ def test_other_errors_stay_as_they_are():
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cache's size is set on CPUs")
-@pytest.mark.parametrize(
-    "name", ["engine.VLLMEngine", pytest.param("asynchronous.AsyncVLLMEngine", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["engine.VLLMEngine", "asynchronous.AsyncVLLMEngine"])
 def test_both_engines_explain_a_start_with_too_little_memory(name, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm import cpu

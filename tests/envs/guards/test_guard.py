@@ -186,7 +186,6 @@ guard.score({}, ["fine", "a" * 40 + "b"], "row 7")
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.alone
 def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_it(tmp_path):
     script = tmp_path / "script.py"

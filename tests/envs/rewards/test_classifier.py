@@ -59,7 +59,8 @@ def alone(folder, question, text, limit=64):
         return model.eval()(**inputs).logits[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.nightly)])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_value_is_the_logit_of_a_forward_pass_by_itself(tokenizer, tmp_path, kind):
     folder = save(tokenizer, tmp_path / "model", kind, 1)
     values = Classifier(name=folder)(QUESTIONS, TEXTS)

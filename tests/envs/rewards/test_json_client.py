@@ -49,13 +49,13 @@ def trickling(head, seconds=0.05, pieces=600):
 
 
 @pytest.mark.parametrize("head", [OK, b"HTTP/1.1 400 Bad\r\n"])
-@pytest.mark.parametrize("length", [b"", b"Content-Length: 200\r\n"])
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 600\r\n"])
 def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(server, head, length):
     server.pieces = lambda: trickling(head + length + b"\r\n")
     begun, failed = time.monotonic(), "refuses: HTTP 400" if b"400" in head else "1 tries; the last: TimeoutError"
     with pytest.raises((EndpointError, ValueError), match=failed):
         JsonClient(server.url, retries=0, deadline_s=0.3).ask("/x", {})
-    assert time.monotonic() - begun < 200  # all of it takes half a minute
+    assert time.monotonic() - begun < 20  # all of it takes half a minute
 
 
 def test_a_try_that_is_cut_at_the_end_of_the_whole_request_is_the_last(server):

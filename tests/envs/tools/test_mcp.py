@@ -71,7 +71,8 @@ def test_a_task_of_one_turn_gets_the_tools_of_a_server_and_is_scored_as_before(t
     assert type(task.without_rows()) is GSM8K and task.without_rows().tools == ()
 
 
-@pytest.mark.parametrize("size", ["300000", pytest.param("10000000", marks=pytest.mark.nightly)])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("size", ["300000", "10000000"])
 def test_what_a_server_returns_is_cut_and_has_no_control_characters(task, size):
     large, control, raised = results(task, *(("act", {"how": how}) for how in (size, "control", "raise")))
     assert large == "x" * 4000 + f"\n[the first 4000 of {size} characters]"
