@@ -267,7 +267,7 @@ def test_an_environment_that_can_not_be_built_ends_its_servers(tokenizer, monkey
 
 
 def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(mcp, "START_S", 0.5)
+    monkeypatch.setattr(mcp, "START_S", 3.0)
     pid = tmp_path / "pid"
     server = Server(shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"]))
     with pytest.raises(ValueError, match="told no tools"):

@@ -126,8 +126,8 @@ def test_results_arrive_cut_and_without_control_characters(conversations, size):
 
 def test_a_tool_that_hangs_is_told_and_others_are_answered_meanwhile(conversations):
     begun = time.monotonic()
-    slow, fast = conversations([("act", {"how": "hang"}), ADD], [ADD, ADD], timeout_s=1.0)
-    assert "gave no result within 1 s" in slow[0] and slow[1] == "2" and fast == ["2", "2"]
+    slow, fast = conversations([("act", {"how": "hang"}), ADD], [ADD, ADD], timeout_s=4.0)
+    assert "gave no result within 4 s" in slow[0] and slow[1] == "2" and fast == ["2", "2"]
     assert time.monotonic() - begun < 50
 
 
