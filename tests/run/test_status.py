@@ -37,9 +37,12 @@ with watching(600.0) as watcher:
 
 @pytest.fixture
 def run(tmp_path):
-    row = json.dumps({"step": 7, "time": time.time() - 90, "reward/mean": 0.5})
+    now = time.time()
+    row = json.dumps({"step": 7, "time": now - 90, "reward/mean": 0.5})
     (tmp_path / METRICS_FILE).write_text(f"{row}\n" + '{"step": 8, "ti')
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now)  # or a busy machine would say 91 s
+        yield tmp_path
 
 
 @pytest.fixture
