@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import subprocess
@@ -21,17 +22,20 @@ from grpo_rl.faults.world import OFTEN
 from grpo_rl.storage.whole_file import write_whole
 
 
+outcome_of = functools.cache(simulate)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("seeds", [range(30), range(30, 200)], ids=str)
 def test_all_invariants_hold_in_every_seed(seeds):
-    for outcome in map(simulate, seeds):
+    for outcome in map(outcome_of, seeds):
         replay = f"python -m grpo_rl.faults --seed {outcome.seed} --trace"
         assert outcome.error is None, "\n".join([*outcome.events, outcome.error, replay])
 
 
 @pytest.mark.nightly
 def test_every_kind_of_fault_happens_in_them():
-    outcomes = [simulate(seed) for seed in range(100)]
+    outcomes = [outcome_of(seed) for seed in range(200)]
     assert {kind for outcome in outcomes for kind in outcome.faults} == OFTEN.keys()
     assert {reason for outcome in outcomes for reason in outcome.dropped} == {"alike", "unrewarded"}
 
