@@ -21,7 +21,6 @@ from grpo_rl.faults.simulation import simulate
 from grpo_rl.faults.world import OFTEN
 from grpo_rl.storage.whole_file import write_whole
 
-
 outcome_of = functools.cache(simulate)
 
 
