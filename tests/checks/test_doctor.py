@@ -28,6 +28,8 @@ from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
+pytestmark = pytest.mark.slow
+
 OF_MACHINE = ("packages", "open files", "shared memory", "clock", "run folder", "leftovers")
 
 
@@ -132,7 +134,6 @@ def test_a_model_without_a_chat_template_is_told(look, tmp_path, tiny_run):
     )
 
 
-@pytest.mark.slow
 def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     class Dropping(Wrapped):
         def update_weights(self, weights, version):
@@ -144,7 +145,6 @@ def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
     assert list(to_fix(lines)) == ["push"] and "model.layers.1.mlp.up_proj.weight" in to_fix(lines)["push"]
 
 
-@pytest.mark.slow
 def test_a_sampler_that_differs_from_the_trainer_is_told(look, monkeypatch):
     class Shifted(Wrapped):
         def generate(self, prompts, n, sampling):
@@ -169,7 +169,6 @@ def wrong(completions, **_):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [("slow", "ran out of time on row 0: .* raise env.score_timeout_s"), ("wrong", "failed on row 0: .*answer")],
