@@ -70,6 +70,7 @@ if os.environ["FAKE_TRAINING"] == "hangs":
 else:
     signal.signal(signal.SIGINT, stop)
 (run / "metrics.jsonl").touch()
+(run / f"ready.{rank}").touch()
 if rank == 0:
     (run / "seen.partial").write_text(json.dumps(seen))
     (run / "seen.partial").rename(run / "seen.json")
@@ -109,7 +110,8 @@ class Job:
         }
 
     def start(self, *overrides: str, training: str = "0", **env: str) -> None:
-        (self.run / "seen.json").unlink(missing_ok=True)
+        for path in (self.run / "seen.json", *self.run.glob("ready.*")):
+            path.unlink(missing_ok=True)
         self._process = subprocess.Popen(
             ["bash", "sota/slurm/grpo.sbatch", *overrides],
             cwd=ROOT,
@@ -136,8 +138,9 @@ class Job:
         self._process.send_signal(number)
 
     def await_training(self) -> None:
+        """Until each rank takes signals: Python would end a rank that gets one as it starts, and torchrun start it again."""
         end = time.monotonic() + 400
-        while not (self.run / "seen.json").exists():
+        while not self._ranks_are_ready():
             if time.monotonic() > end or self._process.poll() is not None:
                 running = [command_line(pid) for pid in self.processes()]
                 logs = [path.read_text() for path in sorted((self.run / "nodes").glob("*.log"))]
@@ -145,6 +148,9 @@ class Job:
                 out, _ = self._process.communicate(timeout=60)
                 pytest.fail(f"training has not begun; {running}\n{out}\n{logs}")
             time.sleep(0.2)
+
+    def _ranks_are_ready(self) -> bool:
+        return (self.run / "seen.json").exists() and len([*self.run.glob("ready.*")]) == int(self.seen()["world"] or 1)
 
     def wait(self) -> tuple[int, str]:
         """Exit code and what it said."""

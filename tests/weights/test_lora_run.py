@@ -26,13 +26,8 @@ run = functools.partial(run_script, SCRIPT)
 def tiny(tiny_run):
     """A run with adapters, held to their base, and with dropout."""
     adapters = ["train_model.lora.rank=4", "train_model.lora.targets=[q_proj,up_proj,down_proj]"]
-    held = [
-        "train_model.lora.dropout=0.1",
-        "policy.kl_coef=0.1",
-        "sampling.temperature=0.5",
-        "train.total_dialog_turns=48",
-    ]
-    return [*tiny_run, *adapters, *held, "train.micro_batch_tokens=8192"]
+    held = ["train_model.lora.dropout=0.1", "policy.kl_coef=0.1", "train.total_dialog_turns=48"]
+    return [*tiny_run, *adapters, *held, "train.micro_batch_tokens=8192", "sampling.temperature=0.5"]
 
 
 @pytest.fixture(scope="module")
