@@ -138,7 +138,7 @@ class Job:
         self._process.send_signal(number)
 
     def await_training(self) -> None:
-        """Waits until each rank takes signals: one that gets a signal as it starts would die, and torchrun start it again."""
+        """Waits until each rank takes signals: one that gets it as it starts would die, and torchrun start it again."""
         end = time.monotonic() + 400
         while not self._ranks_are_ready():
             if time.monotonic() > end or self._process.poll() is not None:
