@@ -31,6 +31,12 @@ def test_reward_metrics_weigh_responses_not_groups():
     assert metrics["response/max_length"] == 5.0
 
 
+def test_lengths_are_of_what_the_policy_sampled_without_the_tokens_of_tools():
+    trainable = torch.tensor([True, False, False, True, True, True])
+    metrics = reward_metrics([group([4, 2], [0.0, 1.0], trainable=trainable)])
+    assert metrics["response/mean_length"] == metrics["response/max_length"] == 2.0
+
+
 def test_each_part_of_the_reward_has_its_own_mean():
     parts = {"correct": torch.tensor([2.0, 0.0]), "format": torch.tensor([0.5, 0.5])}
     metrics = reward_metrics([group([1, 1], [2.5, 0.5], reward_parts=parts)])

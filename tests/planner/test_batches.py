@@ -12,6 +12,7 @@ from rich.console import Console
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import COLUMNS, picture, svg
+from grpo_rl.settings import derived
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.misfits import Misfit, misfits
 from grpo_rl.settings.schema import Settings
@@ -53,6 +54,12 @@ def test_the_default_config_is_told_in_its_numbers():
         "sample 32 → step 1 → push weights",
     ):
         assert sentence in text
+
+
+def test_the_learning_rates_schedule_ends_with_the_last_planned_step():
+    settings = Settings.read(compose_config("grpo_gsm8k", ["train.epochs=3", "train.total_dialog_turns=100"]))
+    assert derived.optimizer_steps(settings) == plan_batches(settings).optimizer_steps
+    assert derived.optimizer_steps(settings) == 3 * derived.total_steps(settings)  # a batch a collection, three times
 
 
 def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():

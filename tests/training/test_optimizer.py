@@ -31,6 +31,15 @@ def test_steps_equal_those_of_plain_adamw_with_clipping_and_warm_up():
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_bf16_weights_are_clipped_on_their_masters():
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
+    stepper = PolicyOptimizer(model, name="sgd", lr=1.0, clip_grad_norm=0.5)
+    model(torch.full((1, 1), 4.0, dtype=torch.bfloat16)).sum().backward()
+    assert stepper.step().grad_norm == 4.0  # of which 0.5 is left
+    assert model.weight.item() == 0.5
+
+
 def test_masters_keep_updates_that_bf16_weights_would_lose():
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
