@@ -393,7 +393,7 @@ def assert_same(result, expected, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batches", [BATCHES[:40], pytest.param(BATCHES, marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("batches", [BATCHES[:20], pytest.param(BATCHES, marks=pytest.mark.nightly)], ids=len)
 @pytest.mark.parametrize(("name", "peer"), CASES)
 def test_loss_and_gradient_equal_the_peers_on_random_ragged_batches(name, peer, batches):
     settings = SETTINGS[name]

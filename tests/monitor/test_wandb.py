@@ -62,6 +62,7 @@ def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_res
     assert b"0.75" in second and len(list(run_dir.glob("wandb/abandoned-offline-run-*"))) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_uploaded_offline_run_is_neither_set_aside_nor_logged_again(tmp_path):
     pytest.importorskip("wandb")

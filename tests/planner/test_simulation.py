@@ -60,6 +60,7 @@ def test_responses_that_are_alike_take_as_long_as_the_plan_says(model):
     assert turns.step_s == pytest.approx(sum(seconds.values()) + plan.seconds["sync"])
 
 
+@pytest.mark.nightly
 def test_responses_that_are_alike_overlap_as_two_phases_can(model):
     plan = make_plan(scenario_of(model))
     found = simulate_plan(plan, tail=1)

@@ -274,8 +274,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.cases(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
 def test_many_of_anything_take_time_linear_in_it(request, name):
     if name in COUNT_SENTENCES:
