@@ -63,7 +63,6 @@ def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_res
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_an_uploaded_offline_run_is_neither_set_aside_nor_logged_again(tmp_path):
     pytest.importorskip("wandb")
     log = WandbLog(tmp_path, {}, mode="offline")

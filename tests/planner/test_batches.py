@@ -154,7 +154,6 @@ WRONG = {
 
 
 @pytest.mark.cases(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "fits"), WRONG.values(), ids=WRONG)
 def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
     (misfit,) = misfits(config(*overrides))

@@ -60,7 +60,6 @@ def ours(punkt, rows, recorded) -> list[dict[str, list[bool]]]:
     return [{kind: judge(rows[answer["key"]], answer, kind) for kind in ("strict", "loose")} for answer in recorded]
 
 
-@pytest.mark.slow
 def test_the_recorded_verdicts_are_ours_but_for_those_that_are_explained(recorded, ours):
     differing = {}
     for kind in ("strict", "loose"):
