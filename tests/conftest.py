@@ -24,11 +24,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir())
 
 import hypothesis
 import pytest
-import torch
-
-# Read when Triton is imported: without a GPU its kernels are interpreted.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Off until tests are collected: imports leave no garbage, and scanning for it took a fifth of their time.
 gc.disable()
@@ -38,11 +33,24 @@ hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
 
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        return  # shares out the tests and runs none
+
+    import torch
+
+    # Read when Triton is imported: without a GPU its kernels are interpreted.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 FIRST = ["run/test_async.py", "distributed/test_ranks.py", "run/test_run.py", "faults/test_simulation.py"]
 """Run first: the longest files of `make test`; its processes then end at about the same time."""
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     place = {Path(__file__).parent / name: i for i, name in enumerate(FIRST)}
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("nightly")}
     items.sort(key=lambda item: place.get(item.path, len(FIRST) + (item.path not in long)))

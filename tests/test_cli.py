@@ -22,6 +22,7 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
     assert "4 prompts x 4 responses = 16 responses a collection" in texts
 
 
+@pytest.mark.slow
 def test_naming_a_task_chooses_its_config_as_in_the_script(capsys):
     assert main(["batches", "env.dataset=countdown"]) == 0
     assert main(["batches", "--config-name", "grpo_math", "+experiment=open_r1_math"]) == 0

@@ -41,6 +41,7 @@ def texts(path):
     return [text.strip() for text in ET.parse(path).getroot().itertext() if text.strip()]
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_on_batches_print_what_it_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     blocks = re.findall(r"```\n\$ grpo-rl ([^\n]*)\n(.*?)```", (DOCS / "batches.md").read_text(), re.DOTALL)

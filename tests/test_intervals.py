@@ -101,6 +101,7 @@ def test_a_mean_of_other_numbers_has_students_t_within_its_bounds():
         mean_interval([1.0, math.nan])
 
 
+@pytest.mark.slow
 def test_a_trend_covers_its_slope_where_samples_resemble_their_neighbours():
     rng, at = np.random.default_rng(0), np.arange(300.0)
     covered = naive = 0

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from grpo_rl.testing import save_tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +20,7 @@ def test_the_readme_is_short_and_its_table_names_every_loss():
     assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} <= set(re.findall(r"`([a-z_]+)`", text))
 
 
+@pytest.mark.slow
 def test_the_custom_script_runs(tmp_path, capsys):
     (block,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", SCRIPT.read_text(), re.DOTALL)
     assert len(block.splitlines()) <= 40

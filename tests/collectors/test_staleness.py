@@ -79,6 +79,7 @@ def test_the_last_step_takes_what_is_left():
     staleness.check()
 
 
+@pytest.mark.slow
 @given(data=st.data(), groups=st.integers(1, 4), bound=st.integers(0, 3))
 def test_whatever_happens_no_group_is_too_old_lost_or_twice_and_the_run_goes_on(data, groups, bound):
     staleness, trained = StalenessManager(groups, bound), []

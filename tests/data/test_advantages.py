@@ -144,6 +144,7 @@ def test_a_zero_variance_group_has_exact_zeros_beside_any_others(collection, kin
     assert batch_advantages(rewards, kind, parts=parts)[1][0].eq(0).all()
 
 
+@pytest.mark.slow
 @given(collections(), st.sampled_from(("batch_std", "batch_zscore")), st.floats(0.5, 8))
 def test_the_std_of_a_collection_takes_a_common_scale_away_and_keeps_that_between_groups(collection, kind, scale):
     rewards, _ = collection
@@ -153,6 +154,7 @@ def test_the_std_of_a_collection_takes_a_common_scale_away_and_keeps_that_betwee
         torch.testing.assert_close(a, b, rtol=3e-3, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(collections(), st.sampled_from(KINDS + BATCH_KINDS), st.floats(0.1, 3))
 def test_a_clip_bounds_advantages_and_leaves_the_others(collection, kind, clip):
     rewards, parts = collection

@@ -108,6 +108,7 @@ def failed(texts, results):
     return [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)]
 
 
+@pytest.mark.slow
 def test_no_hostile_text_hangs_or_crashes_the_judge():
     texts = hostile_texts(600)
     results = judged(texts)

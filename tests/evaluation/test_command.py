@@ -235,6 +235,7 @@ def test_a_task_of_ones_own_is_evaluated_with_its_settings(server, tmp_path):
     assert stored["tasks"][f"{__name__}:Echo"]["scores"]["reward"]["mean"] == 1.5
 
 
+@pytest.mark.slow
 def test_a_comparison_names_the_overrides_that_differ_and_no_secret_is_stored(server, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
     server.respond = lambda body: "day"

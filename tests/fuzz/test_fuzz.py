@@ -200,6 +200,7 @@ def test_only_an_input_that_hangs_ends_its_process():
     assert "its process ended with 1" in told.stdout and "Timeout (0:00:01)" in told.stderr
 
 
+@pytest.mark.slow
 def test_the_last_message_of_a_process_that_has_just_ended_is_read():
     assert told_by(AT_THE_END).stdout == "done\n"
 
@@ -223,6 +224,7 @@ fuzzer.fuzz("planted", seed=5, first={first}, count={count}, processes={processe
 """
 
 
+@pytest.mark.slow
 def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
     told = told_by(SEVERAL).stdout.splitlines()
     single = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(9)]

@@ -59,6 +59,7 @@ def test_prompt_mean_matches_the_table_worked_out_by_hand():
     torch.testing.assert_close(weights, torch.tensor([1 / 9, 1 / 9, 0, 1 / 9, 1 / 6, 1 / 6]))
 
 
+@pytest.mark.slow
 @given(steps(), st.sampled_from(HOWS), st.integers(0, 2**32))
 def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(step, how, seed):
     prompts, trainable, micro_batches = step
@@ -100,6 +101,7 @@ def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(s
     assert loss == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.slow
 @given(steps(), st.sampled_from([how for how in HOWS if how != "constant"]))
 def test_weights_add_up_to_one_over_a_step_in_which_every_response_trains(step, how):
     prompts = [[max(n, 1) for n in p] for p in step[0]]

@@ -191,6 +191,7 @@ def test_the_loss_is_the_weighted_sum_of_its_terms(choices):
 CHOICES = st.fixed_dictionaries({name: st.sampled_from(FACTORS[name]) for name in ("surrogate", "ratio", "correction")})
 
 
+@pytest.mark.slow
 @given(CHOICES, st.integers(0, 2**32))
 def test_on_equal_log_probabilities_every_importance_weight_is_one(choices, seed):
     tokens = random_tokens(seed=seed)
@@ -203,6 +204,7 @@ def test_on_equal_log_probabilities_every_importance_weight_is_one(choices, seed
     assert out["ratio"] == out["ratio_squared"] == out["tokens"] and out["kl_sampler"] == 0
 
 
+@pytest.mark.slow
 @given(CHOICES, st.integers(0, 2**32))
 def test_fresh_weights_give_the_policy_gradient_whatever_the_surrogate(choices, seed):
     tokens = random_tokens(seed=seed)
@@ -213,6 +215,7 @@ def test_fresh_weights_give_the_policy_gradient_whatever_the_surrogate(choices, 
     torch.testing.assert_close(log_prob.grad, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(CHOICES, st.integers(0, 2**32))
 def test_responses_without_advantages_give_exactly_no_gradient(choices, seed):
     tokens = random_tokens(seed=seed)
@@ -273,6 +276,7 @@ def test_the_kls_importance_weight_is_to_the_sampler_whatever_the_surrogates_rat
 EXTREME = st.sampled_from([0.0, -1e-8, 1.0, -30.0, 89.0, -89.0, 800.0, -1e4, 1e4, 1e30, math.inf, -math.inf])
 
 
+@pytest.mark.slow
 @given(
     CHOICES,
     st.lists(EXTREME, min_size=6, max_size=6),

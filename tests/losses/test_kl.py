@@ -59,6 +59,7 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(VOCABULARIES)
 def test_values_and_gradients_have_the_means_of_the_table(logits):
     pi, ref, sampler = torch.tensor(logits, dtype=torch.float64).unbind(1)

@@ -606,6 +606,7 @@ def test_weights_of_sampler_against_trainer_equal_verls(how, level):
         torch.testing.assert_close(batch.padded(got) * mask, expected * mask, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 def test_z_scores_equal_trls_and_verls(group_size):
     nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
@@ -654,6 +655,7 @@ def test_the_batchs_z_score_equals_verls_where_every_response_has_as_many_tokens
         assert_verls(function, rewards, got * (std + 1e-4) / std, tokens=1)
 
 
+@pytest.mark.slow
 def test_normalised_parts_of_the_reward_equal_trls_and_verls():
     nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
     for seed in BATCHES:

@@ -70,6 +70,7 @@ def test_the_builder_gives_the_loss_what_the_config_says():
     }
 
 
+@pytest.mark.slow
 def test_dr_grpo_divides_by_the_longest_response_unless_a_number_is_given():
     assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99")).normalizer == 99
     assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
@@ -138,6 +139,7 @@ def test_wrong_settings_are_told_before_anything_starts(overrides, message):
         Settings.read(config(*overrides))
 
 
+@pytest.mark.slow
 def test_weights_of_parts_are_checked_against_the_tasks():
     cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
     Settings.read(cfg)

@@ -50,6 +50,7 @@ def test_loss_and_gradient_match_the_table_worked_out_by_hand(ratio, advantage, 
     assert got_gradient.item() == pytest.approx(gradient, abs=1e-12)
 
 
+@pytest.mark.slow
 @given(LOG_RATIOS, ADVANTAGES, CLIPS, CLIPS)
 def test_clipping_never_promises_more_than_the_plain_surrogate(log_ratio, advantage, low, high):
     loss, _ = loss_and_gradient([log_ratio], [advantage], clip_low=low, clip_high=high)

@@ -139,6 +139,7 @@ def test_defaults_that_trl_has_and_we_have_not_are_written(configs):
     assert settings.train.seed == 42
 
 
+@pytest.mark.slow
 def test_rewards_keep_their_weights(configs):
     simple = settings_of(configs, "open_r1_simple_rl_7b")
     assert simple.env.dataset == "math" and simple.env.rewards == {"format": 0.5}

@@ -312,6 +312,7 @@ def test_a_logger_is_given_the_config_without_its_secrets_and_its_own_settings_w
     assert Flaky.last.made_with == (tmp_path, masked, -1, {"api_key": "abc"})
 
 
+@pytest.mark.slow
 def test_a_table_that_wandb_has_of_an_abandoned_continuation_is_not_sent_again(tmp_path):
     logger = WandbLog.__new__(WandbLog)
     logger._there, logger._run = {"eval/": 2, "": 5}, MagicMock()

@@ -75,6 +75,7 @@ def test_an_uploaded_offline_run_is_neither_set_aside_nor_logged_again(tmp_path)
     assert not resumed.needs_history and len(offline_runs(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_online_without_a_key_says_how_to_go_on_without_one(tmp_path):
     pytest.importorskip("wandb")
     with pytest.raises(ValueError, match="logger.mode=offline or logger.backend=none"):

@@ -102,12 +102,14 @@ def test_no_loop_of_products_is_faster_than_the_measured_rate():
     assert 0.01 < 20 * 2 * 512**3 / best.gemm_flops_per_s / loop_s < 1.9
 
 
+@pytest.mark.slow
 def test_measuring_draws_none_of_the_runs_random_numbers():
     before = torch.random.get_rng_state()
     measure_rates(torch.float32, seconds=0.01)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_no_product_is_begun_that_would_take_longer_than_all_the_rest(monkeypatch):
     """bfloat16 in plain loops: 0.2 s for 512 x 512, and a minute for the largest."""
     sizes = []

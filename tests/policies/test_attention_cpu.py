@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -29,6 +30,7 @@ def attention_gradients(q, k, v, upstream, layout):
     return q.grad, k.grad, v.grad
 
 
+@pytest.mark.slow
 def test_the_gradients_that_many_blocks_add_up_in_bf16_are_as_exact_as_those_of_one(monkeypatch):
     group = random_group(prompt=64, lengths=[64] * 32)
     layout = pack([group]).layout

@@ -230,6 +230,7 @@ IN_MAKE_TEST = {"llama-tied", "qwen3-windows", "gemma2", "mla"}
 EACH_FAMILY = [pytest.param(f, marks=() if f in IN_MAKE_TEST else pytest.mark.nightly) for f in FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
@@ -237,6 +238,7 @@ def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family_scores_a_tree_of_prefixes_like_the_plain_road(family, checkpointing):

@@ -147,6 +147,7 @@ def test_the_first_scores_of_a_process_drop_what_later_ones_would(folder):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_only_adapters_are_stepped_and_updates_too_small_for_bf16_add_up(folder):
     policy = TrainPolicy.load(folder, torch.bfloat16, lora=LoRA(rank=4))
     randomize(policy.model)
@@ -167,6 +168,7 @@ def test_only_adapters_are_stepped_and_updates_too_small_for_bf16_add_up(folder)
     assert all(torch.equal(policy.model.get_parameter(name), p) for name, p in frozen.items())
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base_and_no_second_model(folder, monkeypatch):
     base = ReferencePolicy.load(folder, torch.float32)
     policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, dropout=0.3))

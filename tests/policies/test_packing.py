@@ -203,6 +203,7 @@ def test_layers_are_recomputed_without_the_dropout_and_layerdrop_of_their_config
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_window_that_the_model_draws_into_its_mask_alone_is_applied():
     """PhiMoE hands its attention no window; half of these tokens are further back than it reaches."""
     sizes = dict(num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3)

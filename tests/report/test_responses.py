@@ -58,6 +58,7 @@ def test_of_a_large_step_the_first_and_the_extreme_groups_are_chosen(monkeypatch
     assert list(responses._choose_of(None, 1, rewards, 2, recorded=False)) == [5, 9]
 
 
+@pytest.mark.slow
 def test_a_large_run_is_shown_in_evenly_spaced_steps_within_its_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "RESPONSES", 40)
     monkeypatch.setattr(responses, "BYTES", 3000)

@@ -185,6 +185,7 @@ def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
     assert is_running(tmp_path) is running
 
 
+@pytest.mark.slow
 def test_the_command_serves_the_recorded_run_until_ctrl_c(monkeypatch, capsys):
     found = {}
 

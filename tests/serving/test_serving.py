@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, capsys, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]

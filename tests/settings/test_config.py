@@ -47,6 +47,7 @@ def test_every_experiment_passes_the_checks(experiment):
     read_parts(cfg.env.rewards)  # each by its name, with settings that it has
 
 
+@pytest.mark.slow
 def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_recipe_but_for_what_it_says():
     Settings.read(config())
     math, distill = (config(f"+experiment=open_r1_{name}") for name in ("math", "distill"))
@@ -405,6 +406,7 @@ def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(d
         assert values[key] == (list(default) if isinstance(default, tuple) else default), key
 
 
+@pytest.mark.slow
 def test_naming_a_task_chooses_its_config():
     cfg = config("env=ifeval")
     Settings.read(cfg)
@@ -512,6 +514,7 @@ def test_each_setting_is_read_by_code():
         assert name in names or key in of_parts or (key.startswith("env.") and name in of_env), key
 
 
+@pytest.mark.slow
 def test_a_stored_config_of_an_older_version_is_read_where_it_computes_the_same():
     values = plain(Settings.read(config()))
     del values["train"]["max_bad_steps"]
@@ -523,6 +526,7 @@ def test_a_stored_config_of_an_older_version_is_read_where_it_computes_the_same(
         Settings.restored(values)
 
 
+@pytest.mark.slow
 def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     settings = Settings.read(config()).with_values({"model.chat_template": r"$\{ and ${ and {{ x }}"})
     assert yaml.safe_load(settings.as_text())["model"]["chat_template"] == r"$\{ and ${ and {{ x }}"

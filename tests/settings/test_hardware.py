@@ -65,6 +65,7 @@ def test_this_cpu_is_what_pytorch_says():
     assert lacks_bfloat16() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+@pytest.mark.slow
 def test_a_dtype_that_is_set_stays_and_a_cluster_is_not_this_machine(cpu):
     cpu(ZEN_3)
     assert Settings.read(compose_config("grpo_gsm8k", ["train_model.dtype=bfloat16"])).train_model.dtype == "bfloat16"
@@ -83,6 +84,7 @@ def test_a_gpu_means_bfloat16(cpu, tmp_path, monkeypatch):
     assert default_dtype() == "float32"  # which torch can't use
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_is_the_same_whatever_cpu_it_is_made_on(cpu, tmp_path, capsys):
     command = ["plan", f"model.name={save_tiny_model(tmp_path / 'model')}", "cluster=8xH100"]
 

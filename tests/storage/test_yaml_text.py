@@ -25,6 +25,7 @@ def test_a_hundred_levels_are_read_and_no_more_whether_written_out_or_by_aliases
             read_yaml(text)
 
 
+@pytest.mark.slow
 def test_a_large_text_without_aliases_is_too_large_only_by_its_values():
     assert len(read_yaml("- " + "x" * (MOST_VALUES + 1))[0]) == MOST_VALUES + 1
 

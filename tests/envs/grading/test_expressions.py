@@ -81,6 +81,7 @@ def expressions(draw) -> tuple[str, Fraction | None, list[int]]:
     return parts[0]
 
 
+@pytest.mark.slow
 @given(expressions())
 def test_a_random_expression_has_the_value_that_fractions_give(expression):
     text, value, numbers = expression

@@ -131,6 +131,7 @@ def written(parts: tuple) -> tuple[str, Fraction | None]:
     return f"({left}{sign}{right})", {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else None}[sign]
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         (st.integers(0, 999).map(str) | st.decimals(0, 99, places=2).map(str)).map(lambda text: (text, Fraction(text))),

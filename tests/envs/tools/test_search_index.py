@@ -132,6 +132,7 @@ def test_an_index_is_built_once(cache, built):
     assert built == [4, 4, 4] and len([path for path in cache.iterdir() if path.is_dir()]) == 3
 
 
+@pytest.mark.slow
 def test_other_processes_use_the_same_index(cache, built):
     SearchIndex(DOCUMENTS)
     before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
@@ -198,6 +199,7 @@ def test_several_threads_build_one_index(cache, built):
     assert found == [[DOCUMENTS[3]]] * 8 and built == [4]
 
 
+@pytest.mark.slow
 def test_searching_loads_no_numba_which_vllm_could_not_start_beside():
     program = """
 import sys
