@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -188,11 +191,13 @@ def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
 @pytest.mark.slow
 def test_the_command_serves_the_recorded_run_until_ctrl_c(monkeypatch, capsys):
     found = {}
+    # `capsys.readouterr()` would lose what is printed while it reads.
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
 
     def read_and_interrupt():
-        while "http" not in (said := capsys.readouterr().out):
+        while not (port := re.search(r"http://[^/]*:(\d+)/", printed.getvalue())):
             time.sleep(0.05)
-        port = int(said.split(":")[2].split("/")[0])
+        port = int(port[1])
         found["page"] = get(port, "/")[1]
         found["changes"] = changes(port, {})
         os.kill(os.getpid(), signal.SIGINT)

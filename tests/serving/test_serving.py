@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 
 import openai
@@ -27,7 +29,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, capsys, monkeypatch):
+def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
+    # `capsys.readouterr()` would lose what is printed while it reads.
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
     engine, until, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), Future(), []
@@ -38,8 +42,9 @@ def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, ca
     thread = threading.Thread(target=serving.serve, args=arguments)
     thread.start()
     try:
-        while not (url := re.search(r"OPENAI_BASE_URL=(\S+)", capsys.readouterr().out)):
-            pass
+        while not (url := re.search(r"OPENAI_BASE_URL=(\S+) ", printed.getvalue())):
+            assert thread.is_alive()
+            time.sleep(0.01)
         for key in ("a", "b", "c"):
             with openai.OpenAI(base_url=url[1], api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
@@ -49,7 +54,8 @@ def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, ca
     finally:
         until.set_result(None)
         thread.join()
-    assert capsys.readouterr().out == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens\n"
+    last = printed.getvalue().splitlines()[-1]
+    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens"
     assert {sampling.temperature for sampling in seen} == {0.2} and len(seen) == 6
 
 

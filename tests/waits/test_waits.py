@@ -413,14 +413,15 @@ def test_outside_the_main_thread_no_handler_is_installed_and_the_record_says_so(
     assert not read_record(tmp_path / "waits.txt").renews
 
 
-def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_told_by_its_thread(tmp_path, capsys):
+def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_told_by_its_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", printed := io.StringIO())
     with waiting("a thing of before", deadline_s=0.0):
         pass  # which nobody watched
     with watching(0.0, poll_s=0.05) as outer, watching(600.0) as inner:
         assert inner is outer
         with inner.telling(tmp_path), waiting("a frozen thing"):
             until = time.monotonic() + 6
-            while not (err := capsys.readouterr().err) and time.monotonic() < until:
+            while "frozen" not in (err := printed.getvalue()) and time.monotonic() < until:
                 time.sleep(0.05)
         assert "a thing of before" not in err
         assert "trainer has waited" in err and "for a frozen thing, longer than 0.0 s" in err
