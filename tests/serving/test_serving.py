@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import openai
 import pytest
@@ -50,6 +52,58 @@ def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, ca
         thread.join()
     assert capsys.readouterr().out == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens\n"
     assert {sampling.temperature for sampling in seen} == {0.2} and len(seen) == 6
+
+
+@contextlib.contextmanager
+def served(folder, engine, capsys):
+    """The base URL of a model that is served."""
+    until = Future()
+    arguments = ("tiny", AutoTokenizer.from_pretrained(folder), engine, Sampling(max_new_tokens=9), None, 0, until)
+    thread = threading.Thread(target=serving.serve, args=arguments)
+    thread.start()
+    try:
+        while not (url := re.search(r"OPENAI_BASE_URL=(\S+)", capsys.readouterr().out)):
+            pass
+        yield url[1]
+    finally:
+        until.set_result(None)
+        thread.join()
+
+
+def test_a_request_at_which_the_engine_fails_fails_alone(folder, capsys):
+    class Fails(ScriptedEngine):
+        def generate(self, prompts, n, sampling):
+            if sampling.top_p == 0.5:
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            return super().generate(prompts, n, sampling)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with served(folder, Fails(lambda prompt, g: tokenizer("abc")["input_ids"], max_model_len=100), capsys) as url:
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
+
+            def ask(top_p):
+                try:
+                    return client.chat.completions.create(**asked, top_p=top_p).choices[0].message.content
+                except openai.BadRequestError as error:
+                    return error.message
+
+            with ThreadPoolExecutor(8) as threads:  # in one batch, or not
+                found = list(threads.map(ask, [0.5, 0.9] * 4))
+            assert found[1::2] == ["abc"] * 4 and all("the engine fails at this request" in told for told in found[::2])
+            with pytest.raises(openai.BadRequestError, match="temperature is 1e-320"):
+                client.chat.completions.create(**asked, temperature=1e-320)
+            assert ask(0.9) == "abc"
+
+
+def test_another_name_for_this_machine_is_refused(folder, capsys):
+    def status(host):
+        connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
+        connection.request("GET", "/v1/models", headers={"Host": host, "Authorization": "Bearer any"})
+        return connection.getresponse().status
+
+    with served(folder, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), capsys) as url:
+        assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
 
 
 def test_what_can_not_be_served_is_told_in_one_line(capsys):
