@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
 _STAND_IN = "stand-in"
+_TAG = re.compile(r"</?[a-z_]+>")
 _THOUGHT = "<think>\nthought\n</think>\n\n"
 _REWRITES = (
     "the tokenizer's chat template changes earlier turns when later ones come, or leaves them out, so ids that were "
@@ -126,6 +128,8 @@ def encode_prompts(
         ValueError: the chat template refuses the messages, or a function's types or docstring make no schema.
     """
     schemas = tool_schemas(tools)
+    if schemas:  # a server that they come from may have described them
+        schemas = _without(_controls(tokenizer), schemas)
     if schemas and not shows_tools(tokenizer):
         conversations, schemas = [with_tools_in_text(messages, schemas) for messages in conversations], []
     if not tokenizer.chat_template:
@@ -153,7 +157,7 @@ def encode_reply(
     Raises:
         ValueError: the chat template refuses the messages, or changes earlier turns when later ones come.
     """
-    reply = [_harmless(tokenizer, message) for message in reply]
+    reply = _without(_marks(tokenizer), reply)
     if not tokenizer.chat_template:
         text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
     else:
@@ -222,16 +226,46 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
     return said[said.rindex(_STAND_IN) + len(_STAND_IN) :]
 
 
-def _harmless(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a space inside each special token that its text spells out.
+def harmless(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Messages:
+    """The messages with a space inside each control token that they spell out.
 
-    Otherwise a web page could end the tool's turn and speak as the user.
+    Otherwise a web page that one quotes could end its turn and speak as the user. Tags such as ``<think>``, of which
+    prompts speak, are broken in results of tools alone.
     """
-    marks = [mark for mark in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if mark[:1] in ("<", "[")]
+    marks, controls = _marks(tokenizer), _controls(tokenizer)
+    return [_without(marks if message["role"] == "tool" else controls, message) for message in messages]
+
+
+def _marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The tokens that a text could spell out, and not mean as words."""
+    return [mark for mark in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if mark[:1] in ("<", "[")]
+
+
+def _controls(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Those of the marks that begin or end a turn or a text, and no tags inside of one."""
+    written = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    question, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}
+    plain = ""
+    if tokenizer.chat_template:
+        with suppress(ValueError):  # one that takes a single question: it has been asked, or will be
+            plain = templated(tokenizer, [question, said, question], tokenize=False)
+    return [mark for mark in _marks(tokenizer) if mark in written or mark in plain or not _TAG.fullmatch(mark)]
+
+
+def _without(marks: Sequence[str], value: Any) -> Any:
+    """The same messages or schemas with a space inside each of these marks, wherever it stands in them."""
     if not marks:
-        return message
-    pattern = "|".join(re.escape(mark) for mark in sorted(set(marks), key=len, reverse=True))
-    return {**message, "content": re.sub(pattern, lambda m: f"{m[0][0]} {m[0][1:]}", message["content"])}
+        return value
+    pattern = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+
+    def broken(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {broken(key): broken(inner) for key, inner in value.items()}
+        return [broken(inner) for inner in value] if isinstance(value, list) else value
+
+    return broken(value)
 
 
 def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_rl import __version__
+from grpo_rl.storage.masking import shown
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
 """The help of ``train``."""
@@ -35,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that tells a wrong word in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; {self.prog} --help says more\n")
+        self.exit(2, f"error: {shown(message)}; {self.prog} --help says more\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run_command(options, overrides)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(shown(str(error)).split())}", file=sys.stderr)
         return 2
 
 

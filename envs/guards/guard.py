@@ -17,6 +17,7 @@ from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
 from grpo_rl.envs.task import Messages, Reward, Spent, Task, Unjudgeable, last_said, plays_turns
+from grpo_rl.storage.masking import shown
 from grpo_rl.waits.registry import Wait, waiting
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
@@ -51,11 +52,14 @@ class Failure:
     Args:
         kind: ``error``: the scorer raised; ``timeout``: it took longer than it may; ``invalid``: it returned something
             else than the task's parts as finite numbers; ``unjudgeable``: no response to this row can be judged.
-        message: names the task, the row and the response.
+        message: names the task, the row and the response; as it may be shown, since it quotes what others wrote.
     """
 
     kind: Kind
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", shown(self.message))
 
 
 class Scorer:
@@ -341,7 +345,7 @@ def _run(
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 def _finite(numbers: Any) -> dict[str, float] | None:

@@ -9,27 +9,50 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+ALONE, WITH_GROUP = "alone", "with-group"
 
 
-def end_with_parent() -> None:
-    """Has Linux kill this process with the thread that started it, also while it hangs and reads no pipe.
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Has Linux send this process a signal when the thread that started it ends, also while it hangs and reads no pipe.
 
     The parent may have ended before this call: the caller compares ``os.getppid()`` with the parent's id after it.
     Source: prctl(2). Elsewhere nothing is done.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
-def ending_with_parent(command: Sequence[str]) -> list[str]:
-    """The command, as one that runs it in a process which ends with this one, see :func:`end_with_parent`."""
+def ending_with_parent(command: Sequence[str], with_group: bool = False) -> list[str]:
+    """The command, as one that runs it in a process which ends with this one, see :func:`end_with_parent`.
+
+    Args:
+        with_group: the process leads a group of its own, all of which ends with the command, and with this process.
+    """
+    how = WITH_GROUP if with_group else ALONE
     # The file by itself: the interpreter before the command imports neither site-packages nor this package.
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), how, *command]
+
+
+def _end_with_group(parent: int) -> None:
+    """Returns in a new process; this one waits for its end, or a signal, and then kills the whole group."""
+    assert os.getpgrp() == os.getpid(), "it would kill the group of others"
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os.killpg(0, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    _, parent, how, *command = sys.argv
+    if how == WITH_GROUP:
+        _end_with_group(int(parent))
+    else:
+        end_with_parent()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would too
         signal.signal(number, signal.SIG_DFL)
-    if os.getppid() == int(sys.argv[1]):
-        os.execvp(sys.argv[2], sys.argv[2:])
+    if how == WITH_GROUP or os.getppid() == int(parent):
+        os.execvp(command[0], command)

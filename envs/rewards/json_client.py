@@ -117,6 +117,10 @@ class JsonClient:
                 self.retried += 1
         raise EndpointError(f"{self.url}{path} failed in {attempt + 1} tries; the last: {why}")
 
+    def without_key(self, text: str) -> str:
+        """What a server says, as it may be shown: some repeat what they were sent."""
+        return text.replace(self._key, "[key]") if self._key else text
+
     def _left(self, until: float | None) -> float:
         """Seconds of the next try: at least a few milliseconds, as 0 would mean none to a socket."""
         return self._deadline_s if until is None else min(self._deadline_s, max(until - self._clock(), 0.005))
@@ -142,13 +146,12 @@ class JsonClient:
         return bytes(body[:most])
 
     def _excerpt(self, error: urllib.error.HTTPError, ends: float) -> str:
-        """The beginning of the server's message, without the key: some servers repeat what they were sent."""
+        """The beginning of the server's message."""
         try:
             text = self._read(error, ends, PIECE).decode(errors="replace")
         except (OSError, http.client.HTTPException):
             text = ""
-        text = text.replace(self._key, "[key]") if self._key else text
-        return " ".join(text[:EXCERPT].split())
+        return " ".join(self.without_key(text)[:EXCERPT].split())
 
 
 def _json(body: bytes, url: str) -> Any:
@@ -161,10 +164,10 @@ def _json(body: bytes, url: str) -> Any:
 def _seconds(retry_after: str | None) -> float | None:
     """The seconds that a server asks to wait for; None if it names none, or a date.
 
-    >>> _seconds("3"), _seconds("Wed, 21 Oct 2026 07:28:00 GMT"), _seconds(None)
-    (3.0, None, None)
+    >>> _seconds("3"), _seconds("nan"), _seconds("Wed, 21 Oct 2026 07:28:00 GMT"), _seconds(None)
+    (3.0, 0.0, None, None)
     """
     try:
-        return max(float(retry_after), 0.0) if retry_after else None
+        return max(0.0, float(retry_after)) if retry_after else None
     except ValueError:
         return None

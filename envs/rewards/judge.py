@@ -47,6 +47,8 @@ SAFE = 0.9
 """The share of the scorer's deadline that requests may take, so that the judge's own error is told."""
 LONGEST_REPLY = 4096
 """Characters of a reply beyond which it is no verdict."""
+MOST_TOKENS = 10**9
+"""Tokens of a request beyond which its count is none: one of 400 digits is no float."""
 COUNTS = ("calls", "cache_hits", "failures", "retries", "prompt_tokens", "completion_tokens", "cost", "unjudged")
 
 
@@ -233,6 +235,8 @@ class Judge:
             return spent
         except (EndpointError, ValueError) as error:
             self._count(failures=1)
+            if self._client:  # the reply that it quotes may repeat the key
+                error.args = (self._client.without_key(str(error)),)
             return error
         raise AssertionError("a verdict, or an error, comes before")
 
@@ -382,6 +386,6 @@ def verdict(text: str, low: float, high: float) -> float:
 
 
 def _tokens(usage: Any, name: str) -> int:
-    """A count of the endpoint's; 0 where it gives none."""
+    """A count of the endpoint's; 0 where it gives none that a request could have."""
     value = usage.get(name) if isinstance(usage, dict) else None
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value < MOST_TOKENS else 0

@@ -14,6 +14,8 @@ _PLAIN = (type(None), bool, int, float, str)
 _NUMBERS = {"Fraction": "fractions", "Decimal": "decimal"}
 """Numbers of the standard library, by name, and their modules, which take time to import."""
 _LONGEST = 10**6
+_ENDS = (StopIteration, StopAsyncIteration)
+"""What a loop, `map` or `zip` of a test takes for the end of its values: a test that compares none would pass."""
 
 
 def restrict(limits):
@@ -206,7 +208,7 @@ def test(source, told, asked, verdicts):
         reply = json.loads(told.readline() or '{"raised": ["RuntimeError", "the program has ended"]}')
         if "raised" in reply:
             kind = getattr(builtins, reply["raised"][0], RuntimeError)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
+            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS)
             raise (kind if known else RuntimeError)(reply["raised"][1])
         return objects.read(reply["value"])
 

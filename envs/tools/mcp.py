@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import copy
 import ipaddress
 import math
 import shlex
+import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_rl.envs.guards.parent import ending_with_parent
 from grpo_rl.envs.task import Messages, Task, plays_turns
 from grpo_rl.envs.tools.functions import Dropped, FunctionTask, Limits, run_calls
+from grpo_rl.envs.tools.mcp_connection import Connection
 from grpo_rl.envs.tools.schemas import tool_schemas
+from grpo_rl.storage.masking import MASK, masked, may_be_secret
 
 START_S = 60.0
 """Seconds that a server may take until it has told its tools."""
@@ -32,7 +34,7 @@ END_S = 10.0
 """Seconds in which a server's process has to be gone, once it is ended."""
 SPARE_S = 0.5
 """Seconds before a call's deadline at which its failure is told, so that it comes in time."""
-KEYS = ("command", "url", "timeout_s", "on_failure")
+KEYS = ("command", "env", "url", "timeout_s", "on_failure")
 ON_FAILURE = ("tell", "drop")
 
 
@@ -42,13 +44,14 @@ class Server:
     Args:
         given: an entry of ``env.mcp``: a command, a URL, or a mapping with one of both, ``timeout_s`` of a call, and
             ``on_failure``: ``tell`` the policy of a server that died or hangs, or ``drop`` the conversation.
+            A command's ``env`` has variables for it alone, such as keys.
 
     Raises:
         ValueError: the entry makes no sense, or its URL is not on this machine.
     """
 
     def __init__(self, given: str | Mapping[str, Any]) -> None:
-        self.name, self.target, self.timeout_s, self.drops = _read(given)
+        self.name, self.target, self.timeout_s, self.drops, self._secrets = _read(given)
         self.starts = 0
         """The number of times that it was started."""
         self.deadline_s = self.timeout_s + ANSWER_S + END_S
@@ -56,8 +59,8 @@ class Server:
         self._loop = asyncio.new_event_loop()
         # Reentrant, as an environment that is garbage closes its servers in whichever thread that is noticed.
         self._lock = threading.RLock()
-        self._current: _Connection | None = None
-        self._closed = False
+        self._current: Connection | None = None
+        self._said, self._closed = bytearray(), False
         self._thread = threading.Thread(target=self._run, name=f"MCP {self.name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -73,8 +76,10 @@ class Server:
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
-            why = _words(error)
-            raise ValueError(f"env.mcp: {self.name} told no tools: {why}; start it by hand to see why") from error
+            said = self._said.decode(errors="replace").strip()
+            why = f"it said …{said}" if said else "start it by hand to see why"
+            why = self._shown(f"{_words(error)}; {why}")
+            raise ValueError(f"env.mcp: {self.name} told no tools: {why}") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in tools
@@ -92,7 +97,7 @@ class Server:
         try:
             connection = self._connected(until)
         except Exception as error:
-            raise refused(f"the MCP server {self.name} did not start: {_words(error)}") from error
+            raise refused(f"the MCP server {self.name} did not start: {self._shown(_words(error))}") from error
         seconds = min(self.timeout_s, until - time.monotonic())
         if seconds <= 0:  # nobody would read the result
             raise refused(f"the MCP server {self.name} started too late for the call")
@@ -100,14 +105,14 @@ class Server:
             result = self._wait(connection.client.call_tool(name, arguments), seconds)
         except Exception as error:
             late = isinstance(error, TimeoutError)
-            why = f"gave no result within {seconds:g} s" if late else f"failed: {_words(error)}"
+            why = f"gave no result within {seconds:g} s" if late else f"failed: {self._shown(_words(error))}"
             # A start that took most of the time leaves too little of it to tell a slow tool from a server that hangs.
             if not (late and until - time.monotonic() < ANSWER_S) and not self._answers(connection):
                 why += ", and is connected to again" if isinstance(self.target, str) else ", and is restarted"
                 self._end(connection, min(END_S, until - time.monotonic()))
             raise refused(f"the MCP server {self.name} {why}") from error
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
-        return ("Error: " if result.is_error else "") + "\n".join(parts)
+        return self._shown(("Error: " if result.is_error else "") + "\n".join(parts))
 
     def close(self, wait: bool = True) -> None:
         """Ends the server's process and its thread for good: later calls are refused.
@@ -121,6 +126,12 @@ class Server:
                 asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(END_S)
+
+    def _shown(self, text: str) -> str:
+        """A text of the server's, as the policy and people may read it: some repeat the keys that they were given."""
+        for secret in self._secrets:
+            text = text.replace(secret, MASK)
+        return text
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -142,7 +153,7 @@ class Server:
             await asyncio.wait(left, timeout=1.0)
         self._loop.stop()
 
-    def _connected(self, until: float = math.inf) -> _Connection:
+    def _connected(self, until: float = math.inf) -> Connection:
         """The connection that there is, or a new one; it is waited for outside the lock, which closing needs.
 
         Raises:
@@ -152,7 +163,7 @@ class Server:
             self._check_open()
             if self._current is None or self._current.task.done():
                 self.starts += 1
-                self._current = _Connection(self.target, self._loop)
+                self._current = Connection(self.target, self._loop, self._said)
             connection = self._current
         given_up, waited_s = connection.begun + START_S, until - time.monotonic()
         try:
@@ -164,7 +175,7 @@ class Server:
             raise
         return connection
 
-    def _end(self, connection: _Connection, seconds: float = END_S) -> None:
+    def _end(self, connection: Connection, seconds: float = END_S) -> None:
         """Ends this connection: a call that failed late must not end the one that was started after it."""
         with self._lock:
             if self._closed:
@@ -174,7 +185,7 @@ class Server:
             connection.stop()
         connection.ended.wait(max(seconds, 0.0))
 
-    def _answers(self, connection: _Connection) -> bool:
+    def _answers(self, connection: Connection) -> bool:
         try:
             self._wait(connection.client.list_tools(), ANSWER_S)
         except Exception:  # as in call
@@ -207,75 +218,24 @@ async def _all_tools(client: Any) -> list[Any]:
     return tools
 
 
-class _Connection:
-    """One connection to a server; with a command, one process."""
-
-    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self.started: Future[Any] = Future()
-        self.begun = time.monotonic()
-        self._target, self._loop = target, loop
-        self._stop, self.ended = asyncio.Event(), threading.Event()
-        self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
-
-    @property
-    def client(self) -> Any:
-        """The client, once it is started."""
-        return self.started.result(0)
-
-    def stop(self) -> None:
-        """Ends it, also while it starts; :attr:`ended` is set once the process is gone."""
-        if self.started.done():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        else:
-            self.task.cancel()
-
-    async def _hold(self) -> None:
-        """Holds the connection open: it has to be closed by the coroutine that opened it."""
-        from mcp import Client
-
-        try:
-            async with Client(_direct(self._target) if isinstance(self._target, str) else self._target) as client:
-                self.started.set_result(client)
-                await self._stop.wait()
-        except BaseException as error:
-            if self.started.done():
-                raise
-            told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
-            self.started.set_exception(told)
-        finally:
-            self.ended.set()
-
-
-@contextlib.asynccontextmanager
-async def _direct(url: str) -> AsyncGenerator[Any]:
-    """The transport to a URL past the proxies that the environment names, which must not read calls of this machine."""
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
-
-    timeout = httpx2.Timeout(30.0, read=300.0)  # seconds, as in the SDK's own client
-    async with (
-        httpx2.AsyncClient(trust_env=False, timeout=timeout) as http,
-        streamable_http_client(url, http_client=http) as streams,
-    ):
-        yield streams
-
-
 def _words(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
-    """The name, the target as the client takes it, the seconds of a call, and whether failures drop conversations."""
+def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[str]]:
+    """The name, the target as the client takes it, the seconds of a call, whether failures drop conversations, and the
+    secrets that the server is given."""
     if isinstance(given, str):
         given = {"url" if given.lower().startswith(("http://", "https://")) else "command": given}
     if not isinstance(given, Mapping):
-        raise ValueError(f"env.mcp: {given!r} must be a command, a URL, or a mapping with one of both")
+        what = "it must be a command, a URL, or a mapping with one of both"
+        raise ValueError(f"env.mcp: an entry is of type {type(given).__name__}; {what}")
     if wrong := [key for key in given if key not in KEYS]:
         raise ValueError(f"env.mcp has {', '.join(wrong)}; an entry has {', '.join(KEYS)}")
     if ("command" in given) == ("url" in given):
-        raise ValueError(f"env.mcp: {dict(given)} must have a command or a url")
+        raise ValueError(f"env.mcp: an entry with {', '.join(given) or 'nothing'} must have a command or a url")
     timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ValueError(f"env.mcp: timeout_s={timeout_s}; it must be a positive number of seconds")
@@ -286,29 +246,43 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool]:
     except ImportError as error:
         raise ValueError("env.mcp needs the client of MCP: pip install 'grpo-rl[mcp]'") from error
     name = given["url"] if "url" in given else given["command"]
+    variables = given.get("env") or {}
     if not isinstance(name, str):
-        raise ValueError(f"env.mcp: {name!r} must be a text")
+        raise ValueError(f"env.mcp: command or url is of type {type(name).__name__}; it must be a text")
+    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
+        raise ValueError("env.mcp: env must be a mapping of names to texts")
     if "url" in given:
-        _check_loopback(name)
-        return name, name, float(timeout_s), on_failure == "drop"
+        if variables:
+            raise ValueError("env.mcp: env is for a command; a server at a URL has its variables already")
+        return _own_address(name), name, float(timeout_s), on_failure == "drop", []
     try:
         words = shlex.split(name)
     except ValueError as error:
-        raise ValueError(f"env.mcp: the command {name} can't be read: {error}") from error
+        raise ValueError(f"env.mcp: the command {name.split()[0]} … can't be read: {error}") from error
     if not words:
         raise ValueError("env.mcp: the command is empty")
-    target = StdioServerParameters(command=words[0], args=words[1:])
-    return shlex.join(words), target, float(timeout_s), on_failure == "drop"
+    if not shutil.which(words[0], path=variables.get("PATH")):
+        raise ValueError(f"env.mcp: there is no program {words[0]}")
+    program, *arguments = ending_with_parent(words, with_group=True)
+    target = StdioServerParameters(command=program, args=arguments, env=dict(variables))
+    secrets = [value for variable, value in variables.items() if value and may_be_secret(variable, value)]
+    for word, shown in zip(words, masked(words), strict=True):
+        if shown != word and shown.endswith(MASK):  # an option's value, by itself or behind its name
+            secrets.append(word[len(shown) - len(MASK) :])
+    return words[0], target, float(timeout_s), on_failure == "drop", secrets
 
 
-def _check_loopback(url: str) -> None:
-    host = urlsplit(url).hostname or ""
+def _own_address(url: str) -> str:
+    """Where a URL of this machine leads, without user, path and query, which may be secret."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
     try:
         own = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         own = False
     if not own:
-        raise ValueError(f"env.mcp: {url} is not on this machine; only 127.0.0.1, ::1 and localhost are asked")
+        raise ValueError(f"env.mcp: {host} is not on this machine; only 127.0.0.1, ::1 and localhost are asked")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 class _WithServers(Task):

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.envs.chat import encode_prompts, encode_reply
+from grpo_rl.envs.chat import encode_prompts, encode_reply, harmless
 from grpo_rl.envs.tools.schemas import tool_schemas
 
 Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
@@ -168,9 +168,9 @@ class Session:
         self.responses: list[Response] = []
         """All responses that the agent was given, in the order in which they came."""
         self.counts: Counter[str] = Counter()
-        """Counts of ``calls``; of calls that ``extended`` an earlier response, or had ``rewritten`` the history of all;
-        of responses that are ``branches``, beside another to the same messages or behind the same response; of
-        sampled ``tokens``."""
+        """Counts of ``calls``, refused ones too; of calls that ``extended`` an earlier response, or had
+        ``rewritten`` the history of all; of responses that are ``branches``, beside another to the same messages or
+        behind the same response; of sampled ``tokens``."""
         self.problems: dict[str, str] = {}
         """The kinds of trouble that made the record worse than it could be, with the first example of each."""
         self.ended = False
@@ -197,20 +197,13 @@ class Session:
             SessionError: the session has ended, or a limit is reached.
             ValueError: the chat template refuses the messages, or they are none.
         """
-        said = [for_template(message) for message in messages]
-        if not said:
-            raise ValueError("messages is empty; give at least one")
-        self._check_open()
-        history = digests(said, tools)
-        parent, new_ids = self._continued(said, history)
-        if parent is None:
-            prompt = new_ids = encode_prompts(self._tokenizer, [said], tools)[0]
-        else:
-            prompt = [*parent.prompt_ids, *parent.ids, *new_ids]
-        parser = self._parser(tools, history[0])
+        self.check_open()
+        self.counts["calls"] += 1  # at once: a session that is refused whatever it asks has an end, too
+        # In a thread: a long text takes its time, in which other sessions go on.
+        said, history, parent, new_ids, parser = await asyncio.to_thread(self._read, messages, tools)
+        prompt = [*parent.prompt_ids, *parent.ids, *new_ids] if parent else new_ids
         sampling = await self._within(sampling or Sampling(), len(prompt), n)
         self._reserved += n * sampling.max_new_tokens
-        self.counts["calls"] += 1
         try:
             sampled = await _side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
         finally:
@@ -256,6 +249,19 @@ class Session:
             found.append(recorded)
         return found
 
+    def _read(
+        self, messages: Sequence[Any], tools: Sequence[Any]
+    ) -> tuple[list[Message], list[bytes], Response | None, list[int], ToolParser | None]:
+        """The messages in one form, their digests, the response that they go on from, the ids behind it, the parser."""
+        said = [for_template(message) for message in messages]
+        if not said:
+            raise ValueError("messages is empty; give at least one")
+        history = digests(said, tools)
+        parent, new_ids = self._continued(said, history)
+        if parent is None:
+            new_ids = encode_prompts(self._tokenizer, [harmless(self._tokenizer, said)], tools)[0]
+        return said, history, parent, new_ids, self._parser(tools, history[0])
+
     def _continued(self, said: Sequence[Message], history: Sequence[bytes]) -> tuple[Response | None, list[int]]:
         """The latest response that the messages go on from, and the ids of the messages behind it."""
         for count in range(len(said), 0, -1):
@@ -278,14 +284,19 @@ class Session:
             self._parsers[digest] = self._make_parser(self._tokenizer, tool_schemas(tools))
         return self._parsers[digest]
 
-    def _check_open(self) -> None:
-        if self.ended:
-            raise SessionError("session_ended", "this session has ended")
+    def check_open(self) -> None:
+        """Raises a SessionError if the session takes no further call."""
+        self._check_not_ended()
         if self.counts["calls"] >= self._limits.calls:
             raise SessionError("session_limit", f"the session has made all of its {self._limits.calls} calls")
 
+    def _check_not_ended(self) -> None:
+        if self.ended:
+            raise SessionError("session_ended", "this session has ended")
+
     async def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
         """The settings, shortened to the tokens that are left when no other call holds some of those that are asked."""
+        self._check_not_ended()
         if not 0 < prompt < self._max_model_len:
             raise SessionError(
                 "context_length_exceeded",
@@ -301,7 +312,7 @@ class Session:
                 break
             self._given_back.clear()
             await self._given_back.wait()
-            self._check_open()
+            self._check_not_ended()
         most = min(wanted, left)
         return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_rl.engines.base import Sampling
 
-MOST_CHOICES = 128
+MOST_CHOICES, MOST_TOP_K, LONGEST_STOP = 128, 2**31 - 1, 1000
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -134,8 +134,9 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
 def _sampling(given: Mapping[str, Any], base: Sampling, is_trained: bool, notes: list[str]) -> Sampling:
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop) or len(stop) > 16:
-        raise RequestError("stop must be a text, or a list of at most 16 that are not empty", "stop")
+    is_list = isinstance(stop, list) and len(stop) <= 16
+    if not is_list or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stop):
+        raise RequestError(f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most 16", "stop")
     wanted = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     asked = _whole(given, wanted, base.max_new_tokens, 1, math.inf)
     if asked > base.max_new_tokens:
@@ -151,7 +152,7 @@ def _sampling(given: Mapping[str, Any], base: Sampling, is_trained: bool, notes:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise RequestError(f"{name} is {value!r:.80}; it must be a number", name)
         if name == "top_k":
-            value = max(_whole(given, name, 0, -1, math.inf), 0)  # vLLM's clients write -1 for all
+            value = max(_whole(given, name, 0, -1, MOST_TOP_K), 0)  # vLLM's clients write -1 for all
         if not is_trained:
             changes[name] = value
         elif value != own:

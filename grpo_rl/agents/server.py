@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import resource
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +19,19 @@ from grpo_rl.agents.recorder import Response, Session, SessionError
 from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-MAX_BODY_BYTES = 16 << 20
-"""Bytes of a request's body, unless another number is given."""
+NAMES = (LOOPBACK, "localhost")
+"""Names that a client may call an endpoint by whose keys can be guessed, as `grpo_rl.report.serve` has it."""
+LEAST_BODY_BYTES, MAX_BODY_BYTES, TOKEN_BYTES = 1 << 20, 16 << 20, 16
+"""A request may have so many bytes for each token of the context, within these limits: a longer text would be tokenised
+for seconds, only to be refused."""
+READ_S = 15.0
+"""Seconds in which a client has to send a head, and then the body; an idle connection is closed after as many."""
+MOST_CONNECTIONS, MOST_OF_SESSION = 2048, 64
+"""Connections that are open at the same time, of all clients and of one session's."""
+OPEN_FILES = 1 << 14
+"""Files that the process may have open once an endpoint listens, where its hard limit allows it."""
 CLOSE_S = 1.0
 """Seconds that calls under way have to end when the server is closed."""
 KEEP_ALIVE_S = 10.0
@@ -38,7 +51,7 @@ class ChatServer:
         tokenizer: of the policy.
         sampling: what requests leave open, see :func:`~grpo_rl.agents.requests.read_request`.
         is_trained: the run's own distribution holds, whatever requests ask for.
-        max_body_bytes: of a request.
+        max_model_len: most tokens of a prompt and its response; a request may have :data:`TOKEN_BYTES` for each.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
         takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
         keep_alive_s: see :data:`KEEP_ALIVE_S`.
@@ -50,7 +63,7 @@ class ChatServer:
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
         is_trained: bool = True,
-        max_body_bytes: int = MAX_BODY_BYTES,
+        max_model_len: int = MAX_BODY_BYTES,
         stranger: Callable[[str], Session | None] | None = None,
         takes_rewards: bool = True,
         keep_alive_s: float = KEEP_ALIVE_S,
@@ -61,13 +74,19 @@ class ChatServer:
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
         """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
+        self.problems: dict[str, str] = {}
+        """What agents did to the endpoint that costs them calls, each kind once."""
         self.rewards: dict[str, float] = {}
         """Rewards that agents have told, by the session's key."""
+        self._connections: WeakKeyDictionary[Session, set[web.RequestHandler]] = WeakKeyDictionary()
         self._begun = int(time.time())
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._most_connections = MOST_CONNECTIONS
         self.url = ""
         """The base URL for clients, once the server has started; it ends on ``/v1``."""
-        self._app = web.Application(middlewares=[_in_openais_form], client_max_size=max_body_bytes)
+        most = min(max(TOKEN_BYTES * max_model_len, LEAST_BODY_BYTES), MAX_BODY_BYTES)
+        self._app = web.Application(middlewares=[_in_openais_form], client_max_size=most)
         self._app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -83,20 +102,42 @@ class ChatServer:
         Raises:
             ValueError: the port is taken.
         """
-        # A client that is gone ends its call: nobody would read the response.
-        self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+        # A client that is gone ends its call: nobody would read the response. aiohttp logs each line that is no HTTP
+        # with a traceback, which an agent could write without end.
+        silent = logging.Logger("the agents' endpoint", logging.CRITICAL + 1)
+        self._runner = web.AppRunner(
+            self._app,
+            access_log=None,
+            logger=silent,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_S,
+            keepalive_timeout=READ_S,
+            lingering_time=CLOSE_S,
+        )
         await self._runner.setup()
+        self._most_connections = min(MOST_CONNECTIONS, _more_open_files() // 2)  # the rest is the run's own
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listening = await asyncio.get_running_loop().create_server(self._connection, host, port)
         except OSError as error:
             await self.close()
             raise ValueError(
                 f"port {port} can't be used ({error.strerror}); take another, or 0 for a free one"
             ) from error
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}/v1"
+        self.url = f"http://{host}:{self._listening.sockets[0].getsockname()[1]}/v1"
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection, which is closed at once where too many are open."""
+        server = self._runner.server if self._runner else None
+        if server and len(server.connections) < self._most_connections:
+            return server()
+        most = f"agents have opened more than {self._most_connections} connections"
+        self.problems["connections"] = f"{most}: further ones close"
+        return _Closed()
 
     async def close(self) -> None:
         """Ends the calls under way, and listens no more."""
+        if self._listening:
+            self._listening.close()
         if self._runner:
             await self._runner.cleanup()
             self._runner = None
@@ -113,6 +154,8 @@ class ChatServer:
         return self.rewards.pop(key, None)
 
     def _session(self, request: web.Request) -> tuple[str, Session]:
+        if self._stranger and request.host.split(":")[0] not in NAMES:  # a web page that points its own name here
+            raise RequestError("this model is served on this machine alone", None, "invalid_host", 403)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key) if scheme.lower() == "bearer" and key else None
         if session is None and scheme.lower() == "bearer" and key and self._stranger:
@@ -120,6 +163,20 @@ class ChatServer:
         if session is None:
             raise RequestError(
                 "no session has this key: none was opened, or it has ended", None, "invalid_api_key", 401
+            )
+        assert self._runner and self._runner.server
+        connections = self._connections.setdefault(session, set())
+        connections.intersection_update(self._runner.server.connections)
+        connections.add(request.protocol)
+        if len(connections) > MOST_OF_SESSION:
+            connections.discard(request.protocol)
+            most = f"an agent has opened more than {MOST_OF_SESSION} connections"
+            self.problems["of a session"] = f"{most}, and is refused more"
+            raise RequestError(
+                f"this session has {MOST_OF_SESSION} connections open; close some, or use them again",
+                None,
+                "rate_limit_exceeded",
+                429,
             )
         return key, session
 
@@ -136,7 +193,7 @@ class ChatServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         key, _ = self._session(request)
-        body = read_json(await request.read())
+        body = await _read(request, read_json)
         reward = body.get("reward") if isinstance(body, dict) else None
         number = finite(reward)
         if number is None:
@@ -148,7 +205,12 @@ class ChatServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         _, session = self._session(request)
-        asked = read_request(read_json(await request.read()), self._sampling, self.model, self._is_trained)
+        session.check_open()
+        try:
+            asked = await _read(request, self._asked)
+        except Exception:
+            session.counts["calls"] += 1  # or a session could be refused without end
+            raise
         for note in asked.notes:
             if len(self.notes) < 100:
                 self.notes[note] = None
@@ -164,6 +226,9 @@ class ChatServer:
         choices = [self._choice(i, response, asked.logprobs) for i, response in enumerate(responses)]
         body = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(responses)}
         return web.json_response(body, headers=headers)
+
+    def _asked(self, body: bytes) -> ChatRequest:
+        return read_request(read_json(body), self._sampling, self.model, self._is_trained)
 
     async def _streamed(
         self,
@@ -229,14 +294,25 @@ def _usage(responses: list[Response]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
+async def _read(request: web.Request, reader: Callable[[bytes], T]) -> T:
+    """What a request's body is, read in a thread: a long one takes its time, in which others are answered.
+
+    Raises:
+        RequestError: it does not come in time.
+    """
+    try:
+        async with asyncio.timeout(READ_S):
+            body = await request.read()
+    except TimeoutError as error:
+        raise RequestError(f"the body has not come within {READ_S:g} s", None, "timeout", 408) from error
+    return await asyncio.to_thread(reader, body)
+
+
 async def _sampled(session: Session, asked: ChatRequest) -> list[Response]:
     try:
         return await session.ask(asked.messages, asked.tools, asked.n, asked.sampling)
     except ValueError as error:
         raise RequestError(str(error), "messages") from error
-    except SessionError as error:
-        status = 400 if error.code == "context_length_exceeded" else 403
-        raise RequestError(str(error), None, error.code, status) from error
 
 
 @web.middleware
@@ -247,16 +323,38 @@ async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResp
         raise
     except Exception as error:  # untrusted requests: whatever breaks is told in the form that clients read
         content, status = _told(error)
-        return web.json_response(content, status=status)
+        response = web.json_response(content, status=status)
+        if status in (408, 429):
+            response.force_close()
+        return response
 
 
 def _told(error: Exception) -> tuple[dict[str, Any], int]:
     """The error in OpenAI's form, and its status."""
     if isinstance(error, RequestError):
         message, param, code, status = error.message, error.param, error.code, error.status
-    elif isinstance(error, web.HTTPException):  # no such path or method, or a body that is too large
+    elif isinstance(error, SessionError):
+        message, param, code = str(error), None, error.code
+        status = 400 if code == "context_length_exceeded" else 403
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        message, param, code, status = error.text or error.reason, None, "context_length_exceeded", error.status
+    elif isinstance(error, web.HTTPException):  # no such path or method
         message, param, code, status = error.text or error.reason, None, None, error.status
     else:
         message, param, code, status = f"{type(error).__name__}: {error}", None, None, 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}, status
+
+
+class _Closed(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
+
+
+def _more_open_files() -> int:
+    """The soft limit of open files, once it is raised as far as :data:`OPEN_FILES` and the hard limit allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if 0 <= soft < wanted:  # below 0: there is none
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)

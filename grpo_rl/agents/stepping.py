@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import EngineDeadError, Sampler, Samples, Sampling, reason
 from grpo_rl.waits.registry import waiting
 
 T = TypeVar("T")
+_Call = tuple[Sequence[int], Sampling, asyncio.Future[Samples]]
 IDLE_S = 0.02
 """Seconds that one wait for calls takes while the engine has nothing to do."""
 
@@ -24,12 +25,13 @@ class SteppedEngine:
 
     Args:
         engine: an engine of this process.
+        goes_on: a call at which the engine fails is refused; otherwise it ends :meth:`run`.
     """
 
-    def __init__(self, engine: Sampler) -> None:
-        self._engine = engine
-        self._calls: queue.SimpleQueue[tuple[Sequence[int], Sampling, asyncio.Future[Samples]]] = queue.SimpleQueue()
-        self._open: dict[int, asyncio.Future[Samples]] = {}
+    def __init__(self, engine: Sampler, goes_on: bool = False) -> None:
+        self._engine, self._goes_on = engine, goes_on
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._open: dict[int, _Call] = {}
         self._next = 0
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling) -> Samples:
@@ -44,8 +46,7 @@ class SteppedEngine:
             while not work.done():
                 self._take(wait=not self._open)
                 if self._open:
-                    for request, samples in self._engine.step():
-                        self._give(self._open.pop(request), samples)
+                    self._step()
             return work.result()
         finally:
             work.cancel()
@@ -53,11 +54,29 @@ class SteppedEngine:
             left = [*self._open.values()]
             with contextlib.suppress(queue.Empty):
                 while True:
-                    left.append(self._calls.get_nowait()[-1])
-            for response in left:  # of sessions that have ended: their clients must not wait for ever
+                    left.append(self._calls.get_nowait())
+            for *_, response in left:  # of sessions that have ended: their clients must not wait for ever
                 with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
                     response.get_loop().call_soon_threadsafe(response.cancel)
             self._open.clear()
+
+    def _step(self) -> None:
+        try:
+            finished = self._engine.step()
+        except Exception as error:
+            if not self._goes_on or isinstance(error, EngineDeadError):
+                raise
+            self._engine.abort()
+            while self._open:  # each by itself, so that it fails alone
+                prompt, sampling, response = self._open.popitem()[1]
+                try:
+                    (outcome,) = self._engine.generate([prompt], 1, sampling)
+                except Exception as error:
+                    outcome = ValueError(f"the engine fails at this request: {reason(error)}")
+                self._give(response, outcome)
+        else:
+            for request, samples in finished:
+                self._give(self._open.pop(request)[-1], samples)
 
     def _take(self, wait: bool) -> None:
         """Gives the engine the calls that have come; waits a moment for one where it has nothing to do."""
@@ -76,7 +95,7 @@ class SteppedEngine:
         except ValueError as error:
             self._give(response, error)
         else:
-            self._open[self._next] = response
+            self._open[self._next] = prompt, sampling, response
         self._next += 1
 
     @staticmethod

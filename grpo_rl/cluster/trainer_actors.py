@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.nodes import on_node, this_address
 from grpo_rl.distributed.endings import LAST_LOST, RankLostError
+from grpo_rl.storage.masking import shown
 from grpo_rl.waits.registry import waiting
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class _Trainer:
         except SystemExit as stop:
             raise StoppedEarly(str(stop)) from stop
         except ValueError as error:
-            raise StoppedEarly(f"error: {error}") from error
+            raise StoppedEarly(f"error: {shown(str(error))}") from error
 
 
 class OtherLost(RuntimeError):

@@ -91,7 +91,9 @@ class AgentSessions:
     ) -> None:
         self._env, self._settings, self._max_model_len = env, settings, max_model_len
         self._guard = guard or env.guard
-        self._server = ChatServer(settings.model, env.tokenizer, sampling, takes_rewards=settings.tells)
+        self._server = ChatServer(
+            settings.model, env.tokenizer, sampling, max_model_len=max_model_len, takes_rewards=settings.tells
+        )
         self._room = asyncio.Semaphore(settings.max_sessions)
         self._starting: asyncio.Task[None] | None = None
         self._problems: dict[str, str] = {}
@@ -197,7 +199,8 @@ class AgentSessions:
 
     def told(self) -> dict[str, str]:
         """Fields of requests that were left aside or replaced, and problems of sessions, by kind."""
-        return {note: f"In an agent's request, {note}" for note in list(self._server.notes)} | self._problems
+        notes = {note: f"In an agent's request, {note}" for note in list(self._server.notes)}
+        return notes | self._problems | self._server.problems
 
     def events(self) -> list[str]:
         """The texts of :meth:`told`, each kind once."""

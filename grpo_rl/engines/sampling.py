@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_TEMPERATURE = 0.01
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,8 +41,12 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"sampling.temperature is {self.temperature}; it must be in [0, 2], 0 being greedy")
+        # Where less is asked vLLM samples at this all the same, and logits divided by 1e-320 are infinite.
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= 2:
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; it must be 0, which is greedy, or in "
+                f"[{LEAST_TEMPERATURE}, 2]"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
         if self.max_new_tokens < 1 or self.min_new_tokens > self.max_new_tokens:

@@ -33,7 +33,7 @@ from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.evaluation import URL, EvalSettings
 from grpo_rl.settings.schema import Settings
-from grpo_rl.storage.masking import masked, masked_override, masked_text
+from grpo_rl.storage.masking import masked, masked_override, masked_text, shown
 
 NOT_THE_SCORES = ("out", "concurrency", "retries", "deadline_s", "tasks")
 """Settings that an evaluation may go on with otherwise."""
@@ -89,7 +89,7 @@ def evaluate_model(
                 sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None
             # A ValueError here is of this task's data or its scorer: the settings are checked, and the engine runs.
             except (EndpointError, EngineDeadError, OutOfMemoryError, ScoreError, ValueError) as error:
-                print(f"{task}: failed: {error}", file=sys.stderr)
+                print(f"{task}: failed: {shown(str(error))}", file=sys.stderr)
                 failed.append(task)
                 continue
             parts = {"greedy": greedy} | ({"sampled": sampled} if sampled else {})
@@ -97,7 +97,7 @@ def evaluate_model(
             done[task] = task_result(source.task(task), rows, greedy, sampled)
             write_eval(folder, header, done)
             console.print(f"{task}: {len(rows)} rows in {time.perf_counter() - start:.1f} s")
-    console.print(results_table(name, {task: done[task] for task in own.tasks if task in done}))
+    console.print(results_table(masked_text(name), {task: done[task] for task in own.tasks if task in done}))
     if done:
         console.print(f"Written to {folder / EVAL}", soft_wrap=True)
     if failed:

@@ -22,9 +22,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.metrics import finite_mean, is_reward_statistic
 from grpo_rl.monitor.phases import start_phase
+from grpo_rl.storage.masking import shown
+from grpo_rl.storage.printable import printable
 from grpo_rl.waits.registry import Wait, waiting
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -195,7 +196,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a message above the live view."""
-        text = printable(text)
+        text = shown(text)
         if self._live:  # before the record: a disk that hangs must not keep a warning from the terminal
             self.console.print(Text(text))
         else:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.printable import printable
 
 FOLDER = "tensorboard"
 ROWS = 8

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.replay.replay import Replay, Token
+from grpo_rl.storage.printable import printable
 
 Decoder = Callable[[Sequence[int]], str]
 """A function from ids to their text."""

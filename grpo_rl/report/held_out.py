@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts
 from grpo_rl.report.sample import evenly, fitting, shortened
+from grpo_rl.storage.printable import printable
 
 ROWS, BYTES = 150, 500_000
 """At most so many held-out rows are on the page, and so many bytes of their texts."""

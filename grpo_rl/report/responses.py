@@ -11,9 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.completions import TURN_ENDS, printable, read_step
+from grpo_rl.monitor.completions import TURN_ENDS, read_step
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
 from grpo_rl.report.sample import evenly, fitting, shortened
+from grpo_rl.storage.printable import printable
 
 RESPONSES, BYTES = 1200, 1_500_000
 """At most about so many responses are on the page, and so many bytes of them and their prompts."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from grpo_rl.monitor.completions import printable
+from grpo_rl.storage.printable import printable
 
 T = TypeVar("T")
 MAX_POINTS = 2000

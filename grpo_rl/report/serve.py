@@ -14,6 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost")
 """Names that a reader may call the server by. A site that points a name of its own here could read the page."""
+READ_S = 10.0
+"""Seconds of silence after which a reader in the middle of a request, or of its answer, is given up with its thread."""
 FRESH_S = 1.0
 """Data are built at most this often, however many read them."""
 MOST_OF_TIME = 0.05
@@ -77,6 +79,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "grpo-rl", ""
+        timeout = READ_S
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)

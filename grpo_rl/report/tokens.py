@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
 from grpo_rl.report.sample import evenly
+from grpo_rl.storage.printable import printable
 
 TOKENS, TOKENS_OF_RESPONSE = 30_000, 512
 """At most about so many tokens are on the page, and at most so many of one response."""

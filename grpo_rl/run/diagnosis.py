@@ -12,8 +12,8 @@ from grpo_rl.diagnosis.causes import DiagnosisContext
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import Sampling
-from grpo_rl.monitor.completions import printable
 from grpo_rl.run.common_parts import CommonParts
+from grpo_rl.storage.printable import printable
 from grpo_rl.training.optimizer import NonFiniteError
 
 DIAGNOSED = (MismatchError, NonFiniteError)

@@ -18,11 +18,11 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import claim, is_finished, set_logs_aside
+from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
-from grpo_rl.storage.whole_file import write_whole
+from grpo_rl.storage.whole_file import remove_left, write_whole
 from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
@@ -108,6 +108,7 @@ class RunFolder:
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again = self._gap = False
+        self._claimed: Claim | None = None
         self._saved: tuple[int, Path] | None = None
         self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
         try:
@@ -156,8 +157,11 @@ class RunFolder:
     def _claim(self, resume: str | None) -> tuple[Path, str | None, bool, bool]:
         """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
         run is over."""
-        claimed = claim(self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency)
+        self._claimed = claimed = claim(
+            self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency
+        )
         self._stack.callback(claimed.lock.close)
+        remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
         self.path, self._again = claimed.folder, claimed.again
         if claimed.over:
@@ -268,6 +272,19 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
+
+    def check_place(self, step: int) -> None:
+        """Ends all ranks if the folder was moved or removed: what is at its place by now may be another run's.
+
+        Args:
+            step: that the run has done.
+        """
+        lost = self._claimed is not None and self._claimed.lock.is_lost()
+        if self._ranks.any([lost])[0] if self._ranks else lost:
+            raise SystemExit(
+                f"Stopped after step {step}: {self.shared} was moved or removed while the run wrote there. Go on with: "
+                "resume=FOLDER, once it is where no other run writes"
+            )
 
     def stopped(self, step: int) -> Stopped:
         """The end of all ranks in order after a step, as the run was asked to stop."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.run.lock import LOCK, holder_of
+from grpo_rl.storage.masking import shown
 from grpo_rl.waits.record import Record, read_record, record_path, shown_duration
 
 METRICS, SUMMARY, MODEL = "metrics.jsonl", "summary.json", "model"
@@ -40,7 +41,7 @@ def _status(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     status = status_of(options.run, options.deadline_s)
-    print(status.text)
+    print(shown(status.text))  # the folder may be from elsewhere
     return int(not status.is_well)
 
 
@@ -147,7 +148,7 @@ def _exists(pid: object) -> bool:
 
 def _finished(folder: Path) -> bool:
     """True if the run has written its summary and its model, as `grpo_rl.run.claim.is_finished` has it."""
-    summary = _json((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else {}
+    summary = _json((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
     return bool(summary.get("finished")) and (folder / MODEL).is_dir()
 
 
@@ -160,8 +161,9 @@ def _last_step(path: Path) -> tuple[int, float] | None:
         lines = file.read().split(b"\n")[:-1]  # what follows the last line is torn
     for line in reversed(lines):
         row = _json(line)
-        if "step" in row:
-            return int(row["step"]), max(0.0, time.time() - row.get("time", path.stat().st_mtime))
+        if isinstance(row.get("step"), int):
+            at = row["time"] if isinstance(row.get("time"), float) else path.stat().st_mtime
+            return row["step"], max(0.0, time.time() - at)
     return None
 
 
@@ -169,9 +171,9 @@ def _step(step: tuple[int, float] | None) -> str:
     return f"step {step[0]}, {shown_duration(step[1])} ago" if step else "no step yet"
 
 
-def _json(text: str | bytes) -> dict[str, Any]:
+def _json(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

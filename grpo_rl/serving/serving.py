@@ -88,9 +88,9 @@ def serve(
     Raises:
         ValueError: the port is taken.
     """
-    stepped, loop = SteppedEngine(engine), LoopThread()
+    stepped, loop = SteppedEngine(engine, goes_on=True), LoopThread()
     sessions = OpenSessions(tokenizer, stepped, engine.max_model_len, parser)
-    server = ChatServer(name, tokenizer, sampling, is_trained=False, stranger=sessions)
+    server = ChatServer(name, tokenizer, sampling, False, engine.max_model_len, sessions)
     try:
         loop.run(server.start(port=port))
         print(

@@ -26,6 +26,7 @@ from grpo_rl.settings.composing_errors import explained, of_composing
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import mask_hydras_files, mask_refused_sweep, script_settings
+from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import watching
 
 FULL_OR_CLOSED = (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
@@ -95,7 +96,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 # In a sweep an exit would prevent the other jobs.
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     raise
-                raise SystemExit(f"error: {error}") from error
+                raise SystemExit(f"error: {shown(str(error))}") from error
             finally:
                 gc.collect()  # models sit in reference cycles; the next job of a sweep wants their memory now
                 give_back()
@@ -113,7 +114,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     return
                 check_overrides(arguments, dataset)
             except ValueError as error:
-                raise SystemExit(f"error: {error}") from None
+                raise SystemExit(f"error: {shown(str(error))}") from None
             # Otherwise Hydra shortens every traceback, even those of bugs.
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
@@ -123,7 +124,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     mask_refused_sweep()
                     raise SystemExit(f"error: {explained(error, arguments, where)}") from error
                 if isinstance(error, ValueError):  # of a job of a sweep, or of options that exclude each other
-                    raise SystemExit(f"error: {error}") from error
+                    raise SystemExit(f"error: {shown(str(error))}") from error
                 if not isinstance(error, OSError) or error.errno not in FULL_OR_CLOSED:
                     raise
                 what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from grpo_rl.storage.printable import printable
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.storage.yaml_text import read_yaml
 
@@ -22,7 +24,7 @@ _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|s
 # Bounded, as a text may be long: open repeats would take the square of its length.
 _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[/?#])[^\s"']{1,199})(?=@)""")
 """User and password: as in any URL, or with a password whose signs should have been percent-encoded."""
-_NAMES = r"(?:key|token(?!i[sz])|secret|passw|credential)"
+_NAMES = r"(?:key(?!error)|token(?!i[sz])|secret|passw|credential)"
 _NAME = re.compile(
     rf"""({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
     rf"""|(?<![\w-])--?[\w.-]{{0,50}}?({_NAMES}[\w.-]{{0,100}})"""
@@ -32,6 +34,10 @@ _NAME = re.compile(
 )
 """The text before a secret: a name with a sign between, an option of a command or of its list of arguments, or the
 scheme of an HTTP header."""
+_NO_SECRETS = ("null", "None", "true", "false", "True", "False", "VALUE")
+"""Values that are none, as in messages of ours."""
+LEAST = 8
+"""Characters of a variable of the environment that is masked by its value: a shorter one may stand in any word."""
 _OPTION = re.compile(r"-[A-Za-z]|--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 """An item of a list of arguments that is an option, and no value of the one before."""
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
@@ -162,6 +168,21 @@ def masked_text(text: str) -> str:
     return _masked_text(text, _WORD)
 
 
+def shown(text: str) -> str:
+    """A text as it may be printed and logged, wherever it comes from: printable, and without secrets.
+
+    Agents, servers and judges repeat what they were given, so that the environment's secrets are known by their values.
+
+    >>> shown("\\x1b[2Jno such file; password: abc, KeyError: 'a'")
+    "no such file; password: ***, KeyError: 'a'"
+    """
+    text = printable(text)
+    for name, value in os.environ.items():
+        if len(value) >= LEAST and is_secret(name):
+            text = text.replace(value, MASK)
+    return masked_text(text)
+
+
 def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     text, at, parts = _USERINFO.sub(MASK, text), 0, []
     while name := _NAME.search(text, at):
@@ -172,7 +193,7 @@ def _masked_text(text: str, plain: re.Pattern[str]) -> str:
             and not name[3]
             and not _NEVER_A_COUNT.search(name[1] or name[2])
         )
-        stays = not value or is_count
+        stays = not value or is_count or value in _NO_SECRETS
         parts += [text[at : name.end()], value if stays else MASK]
         at = end
     return "".join([*parts, text[at:]])

@@ -77,10 +77,22 @@ def _take_place(partial: Path, folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Puts the earlier folder in its place again where a process was killed before the new one took it."""
+    """Puts the earlier folder in its place again where a process was killed before the new one took it.
+
+    What else a killed process left beside it is removed.
+    """
     old = folder.with_name(f"{folder.name}.old")
     if old.exists() and not folder.exists():
         old.rename(folder)
+    for left in (old, folder.with_name(f"{folder.name}.partial")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_left(folder: Path) -> None:
+    """Removes what killed writes of a folder's files left; who writes there has ended."""
+    for left in folder.glob(".*.tmp"):
+        if (folder / left.name[1 : -len(".tmp")]).exists():  # another program's file stays
+            left.unlink()
 
 
 def make_folder(path: Path) -> None:

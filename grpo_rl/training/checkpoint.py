@@ -333,7 +333,9 @@ def damaged_logs(run: Path, path: Path) -> str | None:
     # The checkpoint itself may be damaged, which is found out when it is loaded.
     with suppress(ValueError, TypeError, LookupError, AttributeError):
         listed = {str(name): [int(size), str(digest)] for name, (size, digest) in _listed(path).items()}
-    if listed:
+    if listed is not None:
+        if METRICS_FILE not in listed and step_of(path) > 0:
+            return f"it was written without {METRICS_FILE}, as where its run's folder is moved or removed"
         return logged.damaged(run, listed)
     try:
         last = last_logged(run)

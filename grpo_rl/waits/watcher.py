@@ -85,7 +85,9 @@ class Watcher:
             self._look()
             self.folder, self.rank, self.size = None, 0, 1  # the watcher's thread writes no more
             last = ended(self._written, os.getpid(), socket.gethostname())
-            if last != self._written:
+            found = _bounded(_DISK_S, read_record, None, record_path(folder, rank))
+            is_own = found and (found.pid, found.host) == (os.getpid(), socket.gethostname())  # or the folder was moved
+            if is_own and last != self._written:
                 self._put(record_path(folder, rank), lambda: last)
             self._written = ""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from grpo_rl.agents import recorder
 from grpo_rl.agents.recorder import Limits, SessionError
 from grpo_rl.engines.base import Sampling
 
@@ -151,6 +153,9 @@ def test_limits_refuse_calls_and_shorten_responses(play, tokenizer):
 def at_once(played, *calls, until=lambda: None):
     """The outcomes of several calls at the same time; the engine waits until all of them have been made."""
 
+    async def at_once(function, *arguments):  # threads would end in any order
+        return function(*arguments)
+
     async def run():
         made, was = asyncio.Event(), played.session._sample
 
@@ -166,7 +171,8 @@ def at_once(played, *calls, until=lambda: None):
         made.set()
         return await asyncio.gather(*asks, return_exceptions=True)
 
-    return asyncio.run(asyncio.wait_for(run(), 10.0))
+    with mock.patch.object(recorder.asyncio, "to_thread", at_once):
+        return asyncio.run(asyncio.wait_for(run(), 10.0))
 
 
 def test_a_call_is_neither_refused_nor_shortened_for_tokens_that_others_hold_and_do_not_sample(play, tokenizer):
@@ -200,6 +206,33 @@ def test_what_comes_after_the_end_is_not_recorded(play, tokenizer):
         with pytest.raises(SessionError, match="ended"):
             played.ask([user("p")])
     assert played.session.sequences() == [] and len(played.seen) == 1
+
+
+def test_no_message_of_an_agent_writes_control_tokens(play, tokenizer):
+    played = play("a", "b")
+    played.ask([user("x<end>y")])
+    played.ask(
+        [
+            {"role": "system", "content": [{"type": "text", "text": "s<end>"}]},
+            {"role": "assistant", "content": "a<end>"},
+            {"role": "tool", "content": "<end>z", "name": "<end>"},
+            user("r"),
+        ]
+    )
+    first, rewritten = played.session.sequences()
+    assert written(tokenizer, first) == "x< end>y<end>>a<end>"
+    assert written(tokenizer, rewritten) == "s< end><end>a< end><end>< end>z<end>r<end>>b<end>"
+
+
+def test_refused_calls_come_to_an_end_too(play):
+    played = play("a", "b", limits=Limits(calls=3))
+    for wrong in ([], [user("p" * MAX_MODEL_LEN)]):
+        with pytest.raises((ValueError, SessionError)):
+            played.ask(wrong)
+    played.ask([user("p")])
+    with pytest.raises(SessionError, match="all of its 3 calls"):
+        played.ask([user("p")])
+    assert len(played.seen) == 1
 
 
 def test_equal_seeds_differ_between_sessions_and_between_choices(play, tokenizer):

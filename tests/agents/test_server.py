@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
+import threading
 
 import aiohttp
 import openai
 import pytest
 
+from grpo_rl.agents import recorder
+from grpo_rl.agents import server as server_module
 from grpo_rl.agents.recorder import Limits
 from grpo_rl.agents.requests import RequestError, read_request
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.engines.base import Sampling
-from tests.agents.conftest import Played
+from tests.agents.conftest import MAX_MODEL_LEN, Played
 from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
 pytestmark = pytest.mark.slow
@@ -232,14 +236,14 @@ def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokeni
 
 def test_errors_are_openais(play, tokenizer):
     async def agent():
-        async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=1)}, max_body_bytes=2000) as served:
+        async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=10)}, max_model_len=9) as served:
             with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: colour"):
                 await served.chat(user("p"), extra_body={"colour": "red"})
             with pytest.raises(openai.BadRequestError, match="content") as refused:
                 await served.chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
             assert refused.value.param == "messages"
             with pytest.raises(openai.APIStatusError) as refused:
-                await served.chat(user("p" * 2000))
+                await served.chat(user("p" * (1 << 20)))
             assert refused.value.status_code == 413
             with pytest.raises(openai.BadRequestError) as refused:
                 await served.chat(user("p" * 500))
@@ -249,13 +253,13 @@ def test_errors_are_openais(play, tokenizer):
             with pytest.raises(openai.NotFoundError):
                 await served.client.embeddings.create(model="tiny", input="p")
             assert not served.played.seen
-            await served.chat(user("p"))
-            with pytest.raises(openai.PermissionDeniedError, match="all of its 1 calls") as refused:
-                await served.chat(user("p"))
-            assert refused.value.code == "session_limit"
             for body in (b"{", b"[]", b"3", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 1900):
                 status, told = await served.raw("/chat/completions", body)
                 assert status == 400 and told["error"]["type"] == "invalid_request_error"
+            await served.chat(user("p"))
+            with pytest.raises(openai.PermissionDeniedError, match="all of its 10 calls") as refused:
+                await served.chat(user("p"))
+            assert refused.value.code == "session_limit"
             assert (await served.raw("/models", key="x"))[0] == 401
 
     asyncio.run(agent())
@@ -264,11 +268,137 @@ def test_errors_are_openais(play, tokenizer):
 def test_the_server_listens_on_loopback(play, tokenizer):
     async def agent():
         async with Served(play, tokenizer, "a") as served:
-            assert [name for name, _ in served.server._runner.addresses] == ["127.0.0.1"]
+            ((name, port),) = (socket.getsockname() for socket in served.server._listening.sockets)
+            assert name == "127.0.0.1"
             with pytest.raises(ValueError, match="can't be used"):
-                await ChatServer("other", tokenizer, SAMPLING).start(port=served.server._runner.addresses[0][1])
+                await ChatServer("other", tokenizer, SAMPLING).start(port=port)
 
     asyncio.run(agent())
+
+
+async def raw_connection(served, sent=b""):
+    """A connection on which these bytes were sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server._listening.sockets[0].getsockname()[1])
+    writer.write(sent)
+    return reader, writer
+
+
+async def read_to_the_end(reader):
+    try:
+        return await asyncio.wait_for(reader.read(), 30.0)
+    except ConnectionError:
+        return b""
+
+
+def head(served, path="/v1/models", method="GET", more=""):
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.key}\r\n{more}\r\n".encode()
+
+
+def test_connections_beyond_the_most_are_closed_and_told_in_one_line(play, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 5)
+
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            opened = [await raw_connection(served) for _ in range(5)]
+            while len(served.server._runner.server.connections) < 5:
+                await asyncio.sleep(0.01)
+            opened += [await raw_connection(served) for _ in range(7)]
+            reads = {asyncio.ensure_future(read_to_the_end(reader)) for reader, _ in opened}
+            closed = set()
+            while len(closed) < 7:
+                closed |= (await asyncio.wait(reads - closed, return_when=asyncio.FIRST_COMPLETED))[0]
+            assert {read.result() for read in closed} == {b""} and not any(read.done() for read in reads - closed)
+            for _, writer in opened:
+                writer.close()
+            while served.server._runner.server.connections:
+                await asyncio.sleep(0.01)
+            await served.chat(user("p"))
+            assert [*served.server.problems.values()] == [
+                "agents have opened more than 5 connections: further ones close"
+            ]
+
+    asyncio.run(agent())
+    assert caplog.records == []
+
+
+def test_a_session_that_opens_too_many_connections_is_refused_and_others_are_answered(play, tokenizer, monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_OF_SESSION", 2)
+
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            opened = [await raw_connection(served, head(served)) for _ in range(2)]
+            assert [(await reader.readline()).split()[1] for reader, _ in opened] == [b"200", b"200"]
+            third, writer = await raw_connection(served, head(served))
+            told = await read_to_the_end(third)  # it is closed
+            assert told.split()[1] == b"429" and b"rate_limit_exceeded" in told
+            opened[0][1].write(head(served))
+            rest = [await opened[0][0].readline() for _ in range(6)]  # of the first response, and the second
+            assert rest[-1].endswith(b"HTTP/1.1 200 OK\r\n")
+            assert (await served.raw("/models", key=served.server.open(play("b").session)))[0] == 200
+            writer.close()
+
+    asyncio.run(agent())
+
+
+def test_half_a_head_and_half_a_body_are_given_up(play, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(server_module, "READ_S", 0.2)
+
+    async def agent():
+        async with Served(play, tokenizer, "a") as served:
+            begun = [b"", b"POST /v1/chat/comple", b"GET / NOPE\r\n\r\n"]
+            begun.append(head(served, "/v1/chat/completions", "POST", "Content-Length: 100\r\n") + b'{"mess')
+            connections = [await raw_connection(served, sent) for sent in begun]
+            told = await asyncio.gather(*(read_to_the_end(reader) for reader, _ in connections))
+            assert told[:2] == [b"", b""] and b" 400 " in told[2].split(b"\n")[0]
+            assert b" 408 " in told[3].split(b"\n")[0] and b"the body has not come within 0.2 s" in told[3]
+            assert served.played.session.counts["calls"] == 1
+
+    asyncio.run(agent())
+    assert caplog.records == []
+
+
+def test_a_long_text_keeps_nobody_waiting(play, tokenizer, monkeypatch):
+    go_on = threading.Event()
+    encode = recorder.encode_prompts
+    monkeypatch.setattr(recorder, "encode_prompts", lambda *given: (go_on.wait(30.0), encode(*given))[1])
+
+    async def agent():
+        async with Served(play, tokenizer, "a", max_model_len=MAX_MODEL_LEN) as served:
+            with pytest.raises(openai.APIStatusError) as refused:  # of 400 tokens no text has a megabyte
+                await served.chat(user("p" * (1 << 20)))
+            assert (refused.value.status_code, refused.value.code) == (413, "context_length_exceeded")
+            call = asyncio.ensure_future(served.chat(user("p")))
+            assert (await served.raw("/models"))[0] == 200 and not call.done()
+            go_on.set()
+            assert (await call).choices[0].message.content == "a"
+
+    asyncio.run(agent())
+
+
+def test_a_session_that_is_refused_whatever_it_asks_comes_to_an_end(play, tokenizer):
+    async def agent():
+        async with Served(play, tokenizer, "a", session={"limits": Limits(calls=3)}) as served:
+            found = [await served.raw("/chat/completions", b"{") for _ in range(4)]
+            assert [status for status, _ in found] == [400, 400, 400, 403]
+            assert found[-1][1]["error"]["code"] == "session_limit"
+
+    asyncio.run(agent())
+
+
+def test_the_soft_limit_of_open_files_is_raised(play, tokenizer):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = min(1024, hard) if hard > 0 else 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+    async def agent():
+        async with Served(play, tokenizer, "a"):
+            return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    try:
+        wanted = server_module.OPEN_FILES if hard < 0 else min(server_module.OPEN_FILES, hard)
+        assert asyncio.run(agent()) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
@@ -309,7 +439,7 @@ def read(is_trained=True, **fields):
         {"temperature": "hot"}, {"seed": "x"}, {"tools": {}}, {"tools": [{"type": "web_search"}]}, {"top_k": 1.5},
         {"logit_bias": {"5": 100}}, {"presence_penalty": 0.5}, {"tool_choice": "required"}, {"top_logprobs": 5},
         {"response_format": {"type": "json_object"}}, {"functions": []}, {"messages": "hi"}, {"messages": []},
-        {"stream_options": {"include_usage": 3}}, {"stream_options": True},
+        {"stop": "x" * 1001}, {"top_k": 10**30}, {"stream_options": {"include_usage": 3}}, {"stream_options": True},
         {"max_completion_tokens": -1}, {"modalities": ["audio"]},
     ],
 )  # fmt: skip
@@ -336,6 +466,8 @@ def test_sampling_is_the_runs_in_training_and_the_requests_otherwise():
         "user", "model='gpt-4o'", "max_tokens=50", "temperature=0.1", "top_p=0.5",
     ]  # fmt: skip
     assert read(is_trained=False, top_k=-1).sampling.top_k == 0
+    with pytest.raises(RequestError, match="temperature is 1e-320; it must be 0, which is greedy, or in"):
+        read(is_trained=False, temperature=1e-320)
     with pytest.raises(RequestError, match="top_p is 2"):
         read(is_trained=False, top_p=2)
     assert not read(presence_penalty=0, logit_bias=None, response_format={"type": "text"}, tool_choice="auto").notes

@@ -489,6 +489,12 @@ def _completions(given: str | list[str], folder: Path) -> Path:
     return run
 
 
+def _status(run: Path) -> str:
+    from grpo_rl.run.status import status_of
+
+    return status_of(run).text
+
+
 def _page(run: Path) -> str:
     from grpo_rl.report import page
 
@@ -630,6 +636,7 @@ TARGETS = [
         Target(f"{part} files", _lineage(part), _read_lineage, _lineage_seeds(part), examples=40)
         for part in ("lineage", "lineage_answers")
     ),
+    Target("status", _run_folder, _status, _corpus("report"), examples=60),
     Target("report", _run_folder, _page, _corpus("report"), _no_foreign_markup, deadline_s=DEAR_S, examples=60),
     Target("report responses", _completions, _page_of_responses, _corpus("responses"), _no_foreign_markup,
            deadline_s=DEAR_S, examples=40, at_once=20),

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.monitor.completions import CompletionsLog, completion_rows, logged_steps, printable, read_step
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows, logged_steps, read_step
 from grpo_rl.monitor.step_parts import StepParts
+from grpo_rl.storage.printable import printable
 from grpo_rl.testing import random_group
 
 

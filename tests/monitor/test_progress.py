@@ -9,8 +9,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.progress import Progress, sparkline, summary_lines, summary_panel
+from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,6 +143,13 @@ def test_a_hostile_sample_moves_nothing_in_the_terminal():
     raw = screen.file.getvalue()
     assert "owned" not in raw and "\x1b[5A" not in raw and "\x1b[2J" not in raw
     assert "[red]plain[/red] [/nonsense]" in shown(screen) and "[bold]kept[/bold]" in shown(screen)
+
+
+def test_no_note_shows_a_secret(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-planted-endpoint")
+    screen, recorded = console(width=200, terminal=False), []
+    Progress(1, screen, record=recorded.append).note("the agent failed: password=abc, bad sk-planted-endpoint")
+    assert recorded == ["the agent failed: password=***, bad ***"] and recorded[0] in screen.file.getvalue()
 
 
 def test_a_long_sample_is_cut_to_a_few_rows():

@@ -104,6 +104,15 @@ def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
                     socket.create_connection((address, port), timeout=1).close()
 
 
+def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "READ_S", 0.1)
+    with served(tmp_path) as port:
+        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: "):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as half:
+                half.sendall(sent)
+                assert half.recv(1) == b""
+
+
 def test_many_readers_share_one_build(tmp_path, make_run):
     make_run(tmp_path, steps=1)
     built = []

@@ -69,6 +69,16 @@ def test_files_have_the_names_that_runs_give_them():
     assert (status.METRICS, status.SUMMARY, status.MODEL) == (METRICS_FILE, SUMMARY, claim.MODEL)
 
 
+def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would_obey(tmp_path, capsys):
+    held = {"pid": 1, "host": "\x1b[2J\x1b]0;title\x07n1\u202e", "since": "api_key=abc"}
+    (tmp_path / LOCK).write_text(json.dumps(held))
+    rows = [{"step": 3, "time": "noon"}, {"step": [4]}, {"step": 5, "time": 10**400}]
+    for row in rows:
+        (tmp_path / METRICS_FILE).write_text(f"{json.dumps(row)}\n" + "[" * 5000 + "\n")
+        code, said = ask(tmp_path, capsys)
+        assert said.startswith("Perhaps alive, as process 1 on n1: ") and code == 0 and said.isprintable()
+
+
 def test_a_live_run_is_asked_and_its_waits_are_shown(run, live, capsys):
     code, said = ask(run, capsys)
     first, *rest = said.splitlines()

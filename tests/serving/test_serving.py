@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import io
 import os
 import re
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import openai
 import pytest
@@ -28,35 +30,56 @@ def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.slow
-def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
+@contextlib.contextmanager
+def served(folder, engine, monkeypatch):
+    """The base URL of a model that is served, and the stream of what is printed."""
     # `capsys.readouterr()` would lose what is printed while it reads.
     monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
-    engine, until, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), Future(), []
-    generate = engine.generate
-    engine.generate = lambda prompts, n, sampling: seen.append(sampling) or generate(prompts, n, sampling)
-    monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
-    arguments = ("tiny", tokenizer, engine, Sampling(max_new_tokens=9), None, 0, until)
+    until = Future()
+    arguments = ("tiny", AutoTokenizer.from_pretrained(folder), engine, Sampling(max_new_tokens=9), None, 0, until)
     thread = threading.Thread(target=serving.serve, args=arguments)
     thread.start()
     try:
         while not (url := re.search(r"OPENAI_BASE_URL=(\S+) ", printed.getvalue())):
             assert thread.is_alive()
             time.sleep(0.01)
+        yield url[1], printed
+    finally:
+        until.set_result(None)
+        thread.join()
+
+
+@pytest.mark.slow
+def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
+    engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), []
+    generate = engine.generate
+    engine.generate = lambda prompts, n, sampling: seen.append(sampling) or generate(prompts, n, sampling)
+    monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
+    with served(folder, engine, monkeypatch) as (url, printed):
         for key in ("a", "b", "c"):
-            with openai.OpenAI(base_url=url[1], api_key=key, max_retries=0) as client:
+            with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
                 answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2, seed=1)
                 asked += [answer.choices[0].message, {"role": "user", "content": "q"}]
                 client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
-    finally:
-        until.set_result(None)
-        thread.join()
     last = printed.getvalue().splitlines()[-1]
     assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens"
     assert {sampling.temperature for sampling in seen} == {0.2} and len(seen) == 6
+
+
+def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
+    class Fails(ScriptedEngine):
+        def generate(self, prompts, n, sampling):
+            if sampling.top_p == 0.5:
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            return super().generate(prompts, n, sampling)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = Fails(lambda prompt, g: tokenizer("abc")["input_ids"], max_model_len=100)
+    with served(folder, engine, monkeypatch) as (url, _):
+        assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
 
 
 def test_what_can_not_be_served_is_told_in_one_line(capsys):

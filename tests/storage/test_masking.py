@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_rl.storage.masking import masked, masked_override, masked_text
+from grpo_rl.storage.masking import masked, masked_override, masked_text, shown
 
 
 @pytest.mark.parametrize(
@@ -189,3 +189,25 @@ def test_what_follows_an_option_with_its_value_stays():
 )
 def test_options_and_words_without_a_secret_stay(text):
     assert masked_text(text) == text
+
+
+def test_what_is_shown_holds_no_secret_of_the_environment(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-planted-endpoint")
+    monkeypatch.setenv("SHORT_TOKEN", "the")
+    said = "it says: Incorrect API key provided: sk-planted-endpoint. You see the \x1b[31mkey\x1b[0m at https://a:b@c/d"
+    assert shown(said) == "it says: Incorrect API key provided: ***. You see the key at https://***@c/d"
+    assert shown("Authorization: Bearer abc") == "Authorization: Bearer ***"
+    assert shown("server --api-key abc --port 80 ended") == "server --api-key *** --port 80 ended"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError: 'name'",
+        "json.decoder: KeyError('name')",
+        "give KEY=VALUE, or train.micro_batch_tokens=null",
+        "train.micro_batch_tokens=512 is too small",
+    ],
+)
+def test_messages_without_a_secret_are_shown_as_they_are(text):
+    assert shown(text) == text

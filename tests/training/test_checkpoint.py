@@ -659,6 +659,17 @@ def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
         checkpoint.restore(run, run)
 
 
+def test_a_checkpoint_that_was_written_without_metrics_is_passed_over(tmp_path, capsys):
+    """As by a run whose folder was moved while it wrote; what is there by now are another run's metrics."""
+    run = tmp_path / "run"
+    for step in (0, 2):
+        checkpoint.save(run / "checkpoints", step, {"step": step, "logs": {}})
+    MetricsLog(run).log(2, {})
+    path, _ = checkpoint.restore(run, run)
+    assert path.name == "checkpoint_000000.pt"
+    assert "it was written without metrics.jsonl" in capsys.readouterr().err
+
+
 def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
     parts = {
         step: [tmp_path / name / f"part-{step:08d}.parquet" for name in ("completions.parquet", "tokens.parquet")]

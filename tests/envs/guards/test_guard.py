@@ -118,6 +118,11 @@ def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
     assert "KeyError" in str(caught.value) and "nan" in str(caught.value)
 
 
+def test_a_failure_quotes_what_others_wrote_without_secrets_and_what_a_terminal_would_obey():
+    failure = guard_module.Failure("error", "the judge says: \x1b[2JAuthorization: Bearer abc")
+    assert failure.message == "the judge says: Authorization: Bearer ***"
+
+
 def test_where_none_may_fail_the_first_failure_stops_the_run():
     with pytest.raises(ScoreError, match="1 of 2"):
         guard(allowed=0.0).score({}, ["fine", "gold"], "row 0")

@@ -328,6 +328,21 @@ def test_a_budget_of_tokens_needs_an_endpoint_that_counts_them(server, budget):
     assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
 
 
+def test_a_count_of_four_hundred_digits_is_none(server):
+    server.usage = {"prompt_tokens": int("9" * 400), "completion_tokens": True}
+    judged = make(server, input_price=1.0)
+    assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
+    (error,) = ask(make(server, budget_tokens=10, cached=False), "42")
+    assert "tells no tokens in usage" in str(error)
+
+
+def test_a_reply_that_repeats_the_key_is_quoted_without_it(server, monkeypatch):
+    monkeypatch.setenv("OF_THE_JUDGE", "sk-0123")
+    server.replies = ["you sent sk-0123"] * 2
+    (error,) = ask(make(server, auth_variable="OF_THE_JUDGE"), "42")
+    assert isinstance(error, NoVerdict) and "you sent [key]" in str(error)
+
+
 def test_no_request_begins_at_the_end_of_the_scorers_deadline(server, tokenizer):
     judged = make(server)
     judged.ready(0.0)

@@ -116,6 +116,26 @@ def test_functions_and_classes_are_tested_from_another_process_by_their_values_a
     assert dict(zip(tests, passed, strict=True)) == tests, outcome.stderr
 
 
+@in_each
+def test_an_exception_that_ends_a_loop_arrives_as_another(kind):
+    program = (
+        "def stop(*a): raise StopIteration\nclass Own(StopIteration): pass\ndef own(*a): raise Own\n"
+        "def leave(*a): raise GeneratorExit\ndef stop_async(*a): raise StopAsyncIteration\n"
+    )
+    swallowed = [  # each compares no value once the first call says that there are no more
+        "assert all(map({0}, [1, 2]))",
+        "for got, wanted in zip(map({0}, [1, 2]), [1, 4]):\n    assert got == wanted",
+        "assert not any(x != y for x, y in zip(map({0}, [1]), [1]))",
+        "assert sum(1 for got in map({0}, [1, 2]) if got != 3) == 0",
+        "assert next(map({0}, [1]), None) is None",
+    ]
+    names = ("stop", "own", "leave", "stop_async")
+    tests = [test.format(name) for name in names for test in swallowed]
+    tests += [f"try:\n    {name}(1)\nexcept RuntimeError:\n    pass" for name in names]
+    passed, outcome = Sandbox(kind).test(program, tests)
+    assert passed == [False] * 20 + [True] * 4, outcome.stderr
+
+
 def test_the_filter_knows_the_calls_of_both_machines_by_their_numbers():
     assert len(filter_of("aarch64")) < len(filter_of("x86_64"))  # it has neither fork nor vfork
     for _machine, column in (("x86_64", 0), ("aarch64", 1)):

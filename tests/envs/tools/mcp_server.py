@@ -25,6 +25,9 @@ def act(how: str) -> str:
         time.sleep(60)
     if how == "die":
         os._exit(3)
+    if how == "secrets":
+        print("\x1b[2J", os.environ["SEARCH_API_KEY"], file=sys.stderr, flush=True)
+        return f"{os.environ['SEARCH_API_KEY']} {os.environ['PLAIN']} {sys.argv[1:]}"
     if how == "raise":
         raise ToolError("nothing there")
     return "a\x1b[31mb\x00c\nd" if how == "control" else "x" * int(how)
@@ -44,7 +47,7 @@ def pid() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run()

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import socketserver
+import subprocess
 import sys
 import threading
 import time
@@ -93,10 +94,67 @@ def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, argument
         monkeypatch.setattr(task._of["add"], "timeout_s", 1.0)
     starts, begun = task._of["add"].starts, time.monotonic()
     (told,) = results(task, (name, arguments))
-    assert told.startswith(f"Error: RuntimeError: the MCP server {COMMAND} {why}") and time.monotonic() - begun < 50
+    assert (
+        told.startswith(f"Error: RuntimeError: the MCP server {sys.executable} {why}") and time.monotonic() - begun < 50
+    )
     monkeypatch.undo()
     assert results(task, ("add", {"a": 1, "b": 1})) == ["2"]
     assert task._of["add"].starts == starts + again
+
+
+def test_no_secret_of_a_server_reaches_the_policy_or_the_terminal(capfd):
+    variables = {"SEARCH_API_KEY": "planted-in-env", "PLAIN": "as it is"}
+    command = f"{COMMAND} --api-key planted-behind --token=planted-in-word"
+    task = with_mcp(GSM8K([ROW]), [{"command": command, "env": variables, "timeout_s": 30.0}])
+    (shown,), (died,) = (results(task, ("act", {"how": how})) for how in ("secrets", "die"))
+    task._of["add"].close()
+    assert shown == "*** as it is ['--api-key', '***', '--token=***']"
+    assert died.startswith(f"Error: RuntimeError: the MCP server {sys.executable} failed: ") and "planted" not in died
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_server_says_where_it_does_not_start_is_told_and_not_printed(capfd):
+    with pytest.raises(ValueError, match=r"env.mcp: sh told no tools: .*; it said …no such module abc \*\*\*$"):
+        with_mcp(
+            GSM8K([ROW]),
+            [{"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted"}}],
+        )
+    assert capfd.readouterr() == ("", "")
+
+
+STARTS = """
+import os, signal, sys
+from grpo_rl.envs.tools.mcp import Server
+server = Server(sys.argv[1])
+server.schemas()
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+server.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_what_a_server_has_started_ends_with_it_and_with_the_run(tmp_path, end):
+    command = shlex.join(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; exec {COMMAND}"])
+    subprocess.run([sys.executable, "-c", STARTS, command, end], timeout=60)
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "python 'server --api-key planted",
+        {"command": "no-such-program --api-key planted"},
+        {"url": "http://me:planted@example.com/planted"},
+        ["server", "--api-key", "planted"],
+        {"command": ["server", "--api-key", "planted"]},
+        {"command": "server --api-key planted", "url": "http://planted@localhost"},
+    ],
+)
+def test_no_refusal_of_an_entry_repeats_its_secrets(entry):
+    with pytest.raises(ValueError, match="env.mcp") as refused:
+        Server(entry)
+    assert "planted" not in str(refused.value)
 
 
 def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
@@ -115,7 +173,7 @@ def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
 
 def test_a_call_that_may_outlast_the_reply_is_refused():
     with pytest.raises(ValueError, match="may take 62 s, 50 of timeout_s and 12 .* but a reply 60"):
-        with_mcp(GSM8K([ROW]), [{"command": "x", "timeout_s": 50}], 60.0)
+        with_mcp(GSM8K([ROW]), [{"command": "sh", "timeout_s": 50}], 60.0)
 
 
 def test_on_failure_drop_takes_the_conversation_out():
@@ -169,13 +227,15 @@ def test_a_start_that_hangs_is_ended_by_a_later_call_and_begun_anew(tmp_path):
         ("http://10.0.0.1/mcp", "is not on this machine"),
         ({}, "must have a command or a url"),
         ({"command": "x", "url": "http://localhost"}, "must have a command or a url"),
-        ({"comand": "x"}, "has comand; an entry has command, url"),
+        ({"comand": "x"}, "has comand; an entry has command, env, url"),
+        ({"command": "x", "env": {"A": 1}}, "env must be a mapping of names to texts"),
+        ({"url": "http://localhost", "env": {"A": "b"}}, "env is for a command"),
         ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
         ({"command": "x", "timeout_s": True}, "timeout_s=True"),
-        (5, "env.mcp: 5 must be a command, a URL, or a mapping"),
-        ({"command": 5}, "env.mcp: 5 must be a text"),
-        ({"url": 5}, "env.mcp: 5 must be a text"),
-        ("python 'x", "env.mcp: the command python 'x can't be read: No closing quotation"),
+        (5, "env.mcp: an entry is of type int; it must be a command, a URL, or a mapping"),
+        ({"command": 5}, "is of type int; it must be a text"),
+        ({"url": 5}, "is of type int; it must be a text"),
+        ("python 'x", "env.mcp: the command python … can't be read: No closing quotation"),
         ("HTTP://example.com/mcp", "is not on this machine"),
         ({"command": "x", "on_failure": "ignore"}, "on_failure=ignore; choose tell or drop"),
     ],
@@ -186,7 +246,7 @@ def test_an_entry_that_makes_no_sense_or_leads_outside_is_refused(entry, why):
 
 
 def test_a_server_that_does_not_start_is_told():
-    with pytest.raises(ValueError, match="env.mcp: no-such-command-here told no tools: FileNotFoundError"):
+    with pytest.raises(ValueError, match="env.mcp: there is no program no-such-command-here"):
         with_mcp(GSM8K([ROW]), ["no-such-command-here"])
 
 
@@ -212,8 +272,9 @@ def ended(pid, within_s=10.0):
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # nobody reaps orphans here
+                return True
+        except OSError:
             return True
         time.sleep(0.02)
     return False
@@ -251,7 +312,7 @@ def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, 
     assert ended(pid, 0.1) and not server._thread.is_alive() and server._loop.is_closed()
     # A reply that was left behind starts no process that nobody ends.
     assert results(task, ("pid", {})) == [
-        f"Error: RuntimeError: the MCP server {COMMAND} did not start: RuntimeError: it is closed"
+        f"Error: RuntimeError: the MCP server {sys.executable} did not start: RuntimeError: it is closed"
     ]
     assert server.starts == 1
 
@@ -272,8 +333,7 @@ def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
     server = Server(shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"]))
     with pytest.raises(ValueError, match="told no tools"):
         server.schemas()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    assert ended(int(pid.read_text()))
 
 
 def test_a_call_that_fails_late_leaves_the_server_that_was_started_after_it():

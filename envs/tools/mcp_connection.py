@@ -1,0 +1,101 @@
+"""Connection: one connection to an MCP server, on an event loop in another thread; with a command, one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from typing import Any
+
+LAST_BYTES = 2000
+"""Bytes of what a server writes to stderr that are kept for people: the last ones."""
+
+
+class Connection:
+    """One connection to a server.
+
+    Args:
+        target: a URL, or the parameters of a command as the client of MCP takes them.
+        loop: that it lives on.
+        said: is given the last bytes that the process writes to stderr.
+    """
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, said: bytearray) -> None:
+        self.started: Future[Any] = Future()
+        self.begun = time.monotonic()
+        self._target, self._loop, self._said = target, loop, said
+        self._stop, self.ended = asyncio.Event(), threading.Event()
+        self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
+
+    @property
+    def client(self) -> Any:
+        """The client, once it is started."""
+        return self.started.result(0)
+
+    def stop(self) -> None:
+        """Ends it, also while it starts; :attr:`ended` is set once the process is gone."""
+        if self.started.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        else:
+            self.task.cancel()
+
+    async def _hold(self) -> None:
+        """Holds the connection open: it has to be closed by the coroutine that opened it."""
+        from mcp import Client
+
+        # Each line of a server that is no message would be logged with a traceback, as it is.
+        logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
+        is_url = isinstance(self._target, str)
+        try:
+            async with Client(_direct(self._target) if is_url else _process(self._target, self._said)) as client:
+                self.started.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            if self.started.done():
+                raise
+            told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
+            self.started.set_exception(told)
+        finally:
+            self.ended.set()
+
+
+@contextlib.asynccontextmanager
+async def _direct(url: str) -> AsyncGenerator[Any]:
+    """The transport to a URL past the proxies that the environment names, which must not read calls of this machine."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    timeout = httpx2.Timeout(30.0, read=300.0)  # seconds, as in the SDK's own client
+    async with (
+        httpx2.AsyncClient(trust_env=False, timeout=timeout) as http,
+        streamable_http_client(url, http_client=http) as streams,
+    ):
+        yield streams
+
+
+@contextlib.asynccontextmanager
+async def _process(target: Any, said: bytearray) -> AsyncGenerator[Any]:
+    """The transport to a process, the last words of which are kept: a terminal would obey what it writes."""
+    from mcp.client.stdio import stdio_client
+
+    reading, writing = os.pipe()
+
+    def hear() -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while piece := pipe.read(1 << 16):
+                said.extend(piece)
+                del said[:-LAST_BYTES]
+
+    hearing = threading.Thread(target=hear, daemon=True)
+    hearing.start()
+    try:
+        with open(writing, "w") as stderr:
+            async with stdio_client(target, stderr) as streams:
+                yield streams
+    finally:
+        hearing.join(0.5)  # what has left the process's group may hold the pipe for ever
