@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.generated.chains import problems
-from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
@@ -55,7 +54,7 @@ class Calculator(ToolTask):
     Args:
         rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
         correctness: paid where the last message answers, and its number equals the gold number, see
-            :func:`~grpo_rl.envs.grading.numbers.extract_answer`.
+            :func:`~grpo_rl.envs.gsm8k.is_right`.
         tool_use: paid where an expression with an operation was calculated, and a later message of the policy has its
             result, as a number.
         answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.
@@ -92,13 +91,13 @@ class Calculator(ToolTask):
         Raises:
             Unjudgeable: the row's answer has no number.
         """
-        gold = extract_answer(row["answer"])
-        if gold is None:
+        said, _, final = self._turns(messages)
+        right = gsm8k.is_right(final, row["answer"])
+        if right is None:
             # Otherwise a response without a number would equal it.
             raise Unjudgeable(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
-        said, _, final = self._turns(messages)
         earned = {
-            "correctness": extract_answer(final) == gold,
+            "correctness": right,
             "tool_use": any(
                 result in _numbers(" ".join([later["content"], *(call.argument for call in self._calls(later))]))
                 for turn, message in enumerate(said[:-1])

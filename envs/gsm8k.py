@@ -47,8 +47,7 @@ class GSM8K(Task):
 
     Args:
         rows: ``question``, a text or chat messages, and ``answer``; the gold number is what follows ``####`` in it.
-        correctness: paid where the response's final number equals the gold number, see
-            :func:`~grpo_rl.envs.grading.numbers.extract_answer`.
+        correctness: paid where the response's final number equals the gold number, see :func:`is_right`.
         reasoning_format: paid where ``reasoning_pattern`` is found in the response.
         answer_format: paid where ``answer_pattern`` is found in the response.
         reasoning_pattern: a regular expression, searched in a process of its own, which is killed where it takes too
@@ -127,12 +126,11 @@ class GSM8K(Task):
     def _reward(self, row: dict, response: str, formats: list[bool] | Exception) -> Reward | Exception:
         if isinstance(formats, Exception):
             return formats
-        gold = _gold(row["answer"])
-        if gold is None:
+        right = is_right(response, row["answer"])
+        if right is None:
             # Otherwise a response without a number would equal it.
             return ValueError(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
-        earned = (extract_answer(response) == gold, *formats)
-        return Reward(self._paid(dict(zip(self.reward_parts, earned, strict=True))))
+        return Reward(self._paid(dict(zip(self.reward_parts, (right, *formats), strict=True))))
 
     def gold(self, row: dict) -> str | None:
         """The gold number."""
@@ -149,6 +147,18 @@ class GSM8K(Task):
         ['7', '7', None]
         """
         return final_numbers(responses)
+
+
+def is_right(response: str, answer: str) -> bool | None:
+    """True if the response's final number is that of the row's answer; None where that has none.
+
+    A quotient is read only where the gold answer is one; elsewhere it is a calculation left undone, and no number:
+
+    >>> is_right("48 / 6 =", "#### 8"), is_right("48 / 6 = 8", "#### 8"), is_right("2/4", "#### 1/2")
+    (False, True, True)
+    """
+    gold = _gold(answer)
+    return None if gold is None else extract_answer(response, quotients=_gold(answer, False) is None) == gold
 
 
 def final_numbers(responses: Sequence[str]) -> list[str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import lru_cache
+from itertools import product
 from math import comb, prod
 from typing import Any
 
@@ -40,6 +41,17 @@ _OTHER_WAYS = re.compile(r"_|%|\\circ|\\degree|\\equiv|\\bmod|\\pmod|\\approx")
 _DECIMALS = re.compile(r"\.(\d+)")
 # Not that of an ellipsis, nor of `\right.`, which closes a bracket.
 _FULL_STOP = re.compile(r"(?<![.\s])(?<!\\right)(?<!\\left)\s*\.\s*$")
+# The number i as math-verify's `complex_number_pattern` has it, and e: behind a number it takes `\text{i}` for a unit.
+_LETTER = re.compile(
+    r"(?:(\\[a-zA-Z]+)\s*)?(?:\\(?:math(?:rm|it)|text(?:rm|it|normal)?|mbox|operatorname)\s*\{\s*([ei])\s*\}"
+    r"|\{\s*\\rm\s+([ei])\s*\}|\\(i)(?:math)?(?![a-zA-Z]))(?!\s*_)"
+)
+# math-verify has two symbols, that of `4\cdot i` and that of `4i`, where it finds no boundary of a word.
+_JOINED_I = re.compile(r"(?<=\d)i(?![a-zA-Z])")
+_SIGN = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])|[±∓]")
+MAX_SIGNS = 3
+"""The most signs ``\\pm`` in one answer of which each choice is written out."""
+_IN_SET = re.compile(r"(?<=\\\{)(?:(?!\\\{).)*?(?=(?:\\right)?\\\})", re.DOTALL)
 _SPACES_AROUND = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?:\s|\\[,;:! ]|~)+$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
 MAX_FUNCTIONS = 6
@@ -61,9 +73,11 @@ def equal(gold: str, answer: str | None) -> bool | None:
 
     A gold answer that math-verify only knows as a text would make every other way to write it wrong.
 
-    Two things math-verify is helped with. It does not look at the base of ``52_8``: an answer in another base than the
-    gold answer's, or in none, is wrong here. And with the ANTLR that Hydra needs it can't read percents: ``28\%`` is
-    28/100, and either side may leave the sign out, as other units; the gold answer only where it is a whole number.
+    Four things math-verify is helped with. It takes the letter of ``4\mathrm{i}`` for a unit, where it is i, and
+    likewise e. It reads a ``\pm`` between two terms alone, and none in a fraction. It does not look at
+    the base of ``52_8``: an answer in another base than the gold answer's, or in none, is wrong here. And with the
+    ANTLR that Hydra needs it can't read percents: ``28\%`` is 28/100, and either side may leave the sign out, as other
+    units; the gold answer only where it is a whole number.
 
     An answer that is left as work to do, which sympy could not finish, is wrong unless the gold answer is written so:
     powers in exponents, huge exponents and factorials, sums, integrals, limits, powers and products of sums that expand
@@ -115,12 +129,37 @@ def _bare(latex: str) -> str:
 
 
 def _tidy(latex: str) -> str:
-    r"""The answer without a full stop at its end, and without spaces in its numbers.
+    r"""The answer without a full stop at its end, spaces in its numbers, and a font of its own for i and e.
 
-    >>> _tidy(r"1\,000."), _tidy(r"\left\{1, 2\right."), _tidy("1, 2, ...")
-    ('1000', '\\left\\{1, 2\\right.', '1, 2, ...')
+    >>> _tidy(r"1\,000."), _tidy(r"3\cdot\mathrm{i}"), _tidy(r"\left\{1, 2\right."), _tidy("1, 2, ...")
+    ('1000', '3\\cdot i', '\\left\\{1, 2\\right.', '1, 2, ...')
     """
+    latex = _JOINED_I.sub(" i", _LETTER.sub(_plain_letter, latex))
     return _FULL_STOP.sub("", _THOUSANDS.sub("", latex))
+
+
+def _plain_letter(found: re.Match[str]) -> str:
+    command, *letters = found.groups(default="")
+    return f"{command} " * bool(command) + "".join(letters)
+
+
+def _both_signs(latex: str) -> str:
+    r"""The list of the answer's readings, one for each choice of its signs; those of a set inside its braces.
+
+    With a ``\mp`` among them all are upper signs, or all are lower ones.
+
+    >>> _both_signs(r"x=\frac{1\pm\sqrt{5}}{2}"), _both_signs(r"\{1\pm x\mp y,2\}")
+    ('x=\\frac{1+\\sqrt{5}}{2},x=\\frac{1-\\sqrt{5}}{2}', '\\{1+ x- y,2,1- x+ y,2\\}')
+    """
+    if r"\{" in latex:
+        return _IN_SET.sub(lambda content: _both_signs(content[0]), latex)
+    signs = ["+-"[sign in (r"\mp", "∓")] for sign in _SIGN.findall(latex)]
+    if not 0 < len(signs) <= MAX_SIGNS:
+        return latex
+    together = [signs, ["-+"[sign == "-"] for sign in signs]]
+    choices = together if "-" in signs else product("+-", repeat=len(signs))
+    first, *rest = _SIGN.split(latex)
+    return ",".join(first + "".join(map(str.__add__, choice, rest)) for choice in choices)
 
 
 def _is_unbounded(latex: str) -> bool:
@@ -212,5 +251,6 @@ def _rational(side: Any) -> sympy.Rational | None:
 def _parsed(latex: str) -> list[Any]:
     """The readings of an answer: a sympy expression where it is one, and the text, unless nothing is left of it."""
     latex = _PERCENT.sub(lambda number: rf"\frac{{{number[1].replace(',', '')}}}{{100}}", latex)
+    latex = _both_signs(latex)
     # The first match is all of it: any match would read `\frac{1}{2}` out of an answer that makes no sense.
     return parse(rf"\boxed{{{latex}}}", _TARGETS, extraction_mode="first_match", parsing_timeout=None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
+from itertools import islice
 
 from grpo_rl.envs.grading.tags import last_answer, last_boxed
 
@@ -30,8 +31,11 @@ _HORIZONTAL = " \t\u00a0\u2009\u202f"
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 
-def extract_answer(text: str) -> Decimal | None:
+def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
     r"""The number that ``text`` answers with; None if there is none.
+
+    Args:
+        quotients: whether ``48 / 6`` is 8; else it is a calculation left undone, and no number.
 
     Where the answer stands is looked for in this order, and what is found first decides, even if no number is there:
 
@@ -56,8 +60,8 @@ def extract_answer(text: str) -> Decimal | None:
     - A minus is a sign where it touches the number or its currency (``-3``, ``−3``, ``-$3``, ``$-3``). After an
       operand it is an operator (``3-2``, ``3 -2``), after a word a hyphen (``day-2``), before a space an operator or a
       list's bullet (``- 3``): all these leave the number positive.
-    - ``1/2`` and ``\frac{1}{2}`` are worth their quotient: to read the denominator alone would be wrong. A division by
-      zero is no number. Mixed numbers (``1 1/2``) are not put together, and powers are not computed.
+    - ``1/2`` and ``\frac{1}{2}`` are worth their quotient, if at all: to read the denominator alone would be wrong. A
+      division by zero is no number. Mixed numbers (``1 1/2``) are not put together, and powers are not computed.
     - ``1.5e3`` is 1500.
 
     Takes time linear in the text, whatever the text.
@@ -69,11 +73,11 @@ def extract_answer(text: str) -> Decimal | None:
     """
     closed = last_answer(text)
     if closed is None and "####" in text:
-        return _first(text[text.rfind("####") + len("####") :].lstrip().partition("\n")[0])
+        return _first(text[text.rfind("####") + len("####") :].lstrip().partition("\n")[0], quotients)
     if closed is None:
         closed = last_boxed(text)
     if closed is not None:
-        return _only(closed)
+        return _only(closed, quotients)
     last = None
     for last in _numbers(text):  # noqa: B007 - the last match is what is wanted
         pass
@@ -82,7 +86,7 @@ def extract_answer(text: str) -> Decimal | None:
     phrase = None
     for phrase in _PHRASE.finditer(text, 0, last.start()):  # noqa: B007 - likewise
         pass
-    return _first(text[phrase.end() :]) if phrase else _signed(text, last)
+    return _first(text[phrase.end() :], quotients) if phrase else _read(text, [last], quotients)
 
 
 def written(number: Decimal) -> str:
@@ -94,15 +98,20 @@ def written(number: Decimal) -> str:
     return f"{number.normalize(_EXACT):f}" if number else "0"
 
 
-def _only(text: str) -> Decimal | None:
+def _only(text: str, quotients: bool) -> Decimal | None:
     """The number that is all of ``text``'s statement; None where it holds none, or several that differ."""
-    values = {_signed(text, number) for number in _numbers(text, _stated(text))}
-    return values.pop() if len(values) == 1 else None
+    return _read(text, list(_numbers(text, _stated(text))), quotients)
 
 
-def _first(text: str) -> Decimal | None:
-    number = next(_numbers(text, _stated(text)), None)
-    return _signed(text, number) if number else None
+def _first(text: str, quotients: bool) -> Decimal | None:
+    return _read(text, list(islice(_numbers(text, _stated(text)), 1)), quotients)
+
+
+def _read(text: str, numbers: Sequence[re.Match[str]], quotients: bool) -> Decimal | None:
+    """The one value of these numbers; None if there are several, or it is that of a division left undone."""
+    values = {_signed(text, number) for number in numbers}
+    done = quotients or not all(number["over"] or number["divisor"] for number in numbers)
+    return values.pop() if done and len(values) == 1 else None
 
 
 def _stated(text: str) -> int:

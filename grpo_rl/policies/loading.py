@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from grpo_rl.policies.adapters import LoRA, Quantization
-from grpo_rl.policies.lora import last_names, targeted
+from grpo_rl.policies.lora import check_readable, last_names, targeted
 from grpo_rl.policies.routing import check_replay
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.policies.text_part import from_folder, model_config
@@ -23,12 +23,15 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
         router_replay: its routers have to take the experts that a sampler chose.
 
     Raises:
-        ValueError: the model would be scored wrongly, the adapters' targets do not fit it, or its routers can't replay.
+        ValueError: the model would be scored wrongly, the adapters' targets do not fit it, peft could not read
+            their folder, or its routers can't replay.
     """
     model = skeleton(folder)
     refuse_unsupported(model)
     if lora and lora.rank:
-        targeted(model, lora.targets)
+        names = targeted(model, lora.targets)
+        if lora.export == "adapter":
+            check_readable(model, names)
     if router_replay:
         check_replay(model)
 

@@ -6,8 +6,9 @@ Letters: r rank, E inputs and F outputs of a linear layer.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     Raises:
         ValueError: a target selects none, or ``all-linear`` would leave out other matrices; lists the choices.
     """
-    inside = f"{model.base_model_prefix}."
-    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(inside)]
+    head = model.get_output_embeddings()
+    linear = [n for n, m in model.named_modules() if _is_linear(m) and m is not head]
     if targets == ALL_LINEAR:
         if others := _other_matrices(model):
             there = f"[{', '.join(last_names(linear))}]" if linear else "nothing, as it has no linear layer"
@@ -56,16 +57,20 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
 
 def _other_matrices(model: PreTrainedModel) -> list[str]:
     """Matrices of the model outside linear layers and embeddings, by the ends of their names."""
-    known = (torch.nn.Linear, torch.nn.Embedding)
     return list(
         dict.fromkeys(
             ".".join([*name.split(".")[-2:], own])
             for name, module in model.base_model.named_modules()
-            if not isinstance(module, known) and not _is_depthwise(module)
+            if not _is_linear(module) and not isinstance(module, torch.nn.Embedding) and not _is_depthwise(module)
             for own, parameter in module.named_parameters(recurse=False)
             if parameter.ndim > 1
         )
     )
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """True for a linear layer; routers of Llama 4 and Phi-MoE are such by class, and return more than a product."""
+    return isinstance(module, torch.nn.Linear) and not type(module).__name__.endswith("Router")
 
 
 def _is_depthwise(module: torch.nn.Module) -> bool:
@@ -83,7 +88,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     Raises:
         ValueError: a target selects no linear layer.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     names = targeted(model, lora.targets)
     config = LoraConfig(
@@ -91,18 +96,48 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         r=lora.rank or 0,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
+        target_modules=[],
+        base_model_name_or_path=model.name_or_path,
     )
     # A's initialisation neither depends on earlier random draws nor changes later ones.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         torch.default_generator.manual_seed(lora.seed)  # peft draws on the CPU, wherever the model is
-        model.add_adapter(config, _ADAPTER)
+        # By a state's names: of some mixtures peft takes `gate_proj` among target_modules for the stacked experts'.
+        inject_adapter_in_model(config, model, _ADAPTER, state_dict=dict.fromkeys(f"{name}.lora_A" for name in names))
+    config.target_modules = names
+    model._hf_peft_config_loaded = True
+    model.set_adapter(_ADAPTER)
     layers = adapted_layers(model)
     assert list(layers) == names, (list(layers), names)
     for layer in layers.values():
         for part in (layer.lora_A, layer.lora_B):
             part.to(model.dtype)  # over 8-bit weights peft makes them fp32
     return model
+
+
+def check_readable(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Checks that peft, when it reads a folder with adapters of these layers, gives them to the same ones.
+
+    Raises:
+        ValueError: it would not; names the layers.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    lost = []
+    for name in last_names(names):
+        config = LoraConfig(target_modules=[name])
+        with suppress(ValueError):  # of a part of what is stacked together
+            convert_peft_config_for_transformers(config, model, None)
+            if name in (config.target_modules or ()):
+                continue
+        lost.append(name)
+    if lost:
+        raise ValueError(
+            f"train_model.lora.export=adapter: peft takes {', '.join(lost)} of {type(model).__name__} for its stacked "
+            "experts, and would not read the adapters again as they were trained; leave these out of "
+            "train_model.lora.targets, or set train_model.lora.export=merged"
+        )
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

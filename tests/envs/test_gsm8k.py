@@ -9,6 +9,7 @@ from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Reward, ScoreGuard
+from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
@@ -203,6 +204,23 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(jsonl):
 def test_an_unknown_split_is_named():
     with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
         load_rows(None, "validation")
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("#### 8", ["48 / 6 = 8", "#### 8.0"], ["48 / 6 =", "#### 48 / 6", "<answer>\\frac{48}{6}</answer>"]),
+        ("#### 1/2", ["#### 2/4", "#### 0.5", "\\boxed{\\frac{1}{2}}"], ["#### 1", "#### 2", "#### 1/3"]),
+        ("#### 0.5", ["#### .50", "1 / 2 = 0.5"], ["#### 1/2"]),
+    ],
+)
+def test_a_quotient_is_paid_only_where_the_gold_answer_is_one(gold, right, wrong):
+    row, calculator = {"question": "?", "answer": gold}, Calculator([])
+    for text in right + wrong:
+        paid = 2.0 * (text in right)
+        assert GSM8K([]).score(row, text).parts["correctness"] == paid, text
+        said = [*calculator.prompt(row), {"role": "assistant", "content": text}]
+        assert calculator.score_dialog(row, said).parts["correctness"] == paid, text
 
 
 def test_a_row_without_a_gold_number_is_an_error_not_a_right_answer():

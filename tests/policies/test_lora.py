@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import jaxtyping
 import pytest
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
@@ -20,10 +22,12 @@ from transformers import (
 
 from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.policies.compiler import has_compiler
-from grpo_rl.policies.lora import adapted_layers, adapters_off, add_adapters, base_weights
+from grpo_rl.policies.loading import check_model
+from grpo_rl.policies.lora import adapted_layers, adapters_off, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
 from grpo_rl.training.optimizer import PolicyOptimizer
+from tests.policies.test_every_model import tiny_config
 
 peft = pytest.importorskip("peft")
 
@@ -298,6 +302,61 @@ def test_experts_stay_as_they_are_where_targets_are_named(tmp_path):
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     layer = "model.layers.0.self_attn"
     assert trained == {f"{layer}.{x}_proj.lora_{y}.default.weight" for x in "qo" for y in "AB"}
+
+
+GATED = ["gate_proj", "up_proj", "down_proj"]
+"""Linear layers of shared experts and dense layers, which peft takes for the stacked experts of these mixtures."""
+
+
+def tiny_mixture(name):
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    return model_class(tiny_config(model_class, None))
+
+
+@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("DeepseekV3ForCausalLM", GATED), ("Llama4ForCausalLM", GATED), ("PhimoeForCausalLM", ["o_proj"]),
+        ("Glm4MoeForCausalLM", GATED), ("Qwen3NextForCausalLM", GATED),
+    ],
+)  # fmt: skip
+def test_the_targets_that_a_refusal_names_get_adapters_and_no_router_or_expert_does(name, others):
+    model = tiny_mixture(name)
+    with pytest.raises(ValueError, match=r"(gate|router)\.weight") as refusal:
+        targeted(model, "all-linear")
+    named = re.search(r"given to \[(.*?)\]", str(refusal.value))[1].split(", ")
+    assert set(others) <= set(named)
+    linear = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
+    policy = TrainPolicy(add_adapters(model, LoRA(rank=2, targets=named)))
+    assert list(adapted_layers(model)) == linear
+    policy.score(GROUPS)[0].sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {f"{name}.lora_{x}.default.weight" for name in linear for x in "AB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Llama4ForCausalLM"])
+def test_peft_reads_a_folder_of_adapters_of_a_mixture_as_they_were_trained(name, tmp_path):
+    names = targeted(tiny_mixture(name), ["o_proj", *GATED] if name.startswith("Llama") else ["o_proj"])
+    check_readable(tiny_mixture(name), names)
+    model = randomize(add_adapters(tiny_mixture(name), LoRA(rank=2, targets=names))).eval()
+    model.save_pretrained(tmp_path)
+    read = peft.PeftModel.from_pretrained(tiny_mixture(name), tmp_path).eval()
+    ids = GROUPS[-1].prompt_ids[None]
+    torch.testing.assert_close(read(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [GATED, ["gate_proj"], ["down_proj"]])
+def test_adapters_that_peft_would_not_read_again_are_refused_before_weights_are_read(tmp_path, targets):
+    tiny_config(transformers.DeepseekV3ForCausalLM, None).save_pretrained(tmp_path)
+    told = f"export=adapter: peft takes {', '.join(targets)} of DeepseekV3ForCausalLM .* set .*export=merged"
+    with pytest.raises(ValueError, match=told):
+        check_model(tmp_path, LoRA(rank=2, targets=[*targets, "o_proj"], export="adapter"))
+    check_model(tmp_path, LoRA(rank=2, targets=["o_proj"], export="adapter"))
+    check_model(tmp_path, LoRA(rank=2, targets=targets))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,19 @@ def test_the_final_number_is_read_whatever_its_format_and_its_marker(text, expec
     assert extract_answer(text) == (None if expected is None else Decimal(expected))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("48 / 6 =", None), ("#### 48 / 6", None), ("#### 48/6 each", None), ("<answer>48 / 6</answer>", None),
+        ("\\boxed{\\frac{48}{6}}", None), ("The answer is 48/6.", None), ("-48/6", None), ("1/2", None),
+        ("#### 48 / 6 = 8", "8"), ("48/6 = <<48/6=8>>8", "8"), ("<answer>48 / 6 (that is 8)</answer>", "8"),
+        ("<answer>1 1/2</answer>", None), ("12/25/2024", "2024"), ("#### 8, from 48 / 6", "8"), ("5/day", "5"),
+    ],
+)  # fmt: skip
+def test_a_division_left_undone_is_no_number_where_quotients_are_not_asked_for(text, expected):
+    assert extract_answer(text, quotients=False) == (None if expected is None else Decimal(expected))
+
+
 @given(
     whole=st.integers(0, 10**12),
     cents=st.sampled_from(["", ".0", ".00", ".5", ".50", ".25", ".125"]),

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify.grader import complex_number_pattern
 
 from grpo_rl.envs.grading.boxed import equal
 from grpo_rl.envs.grading.tags import last_boxed
@@ -87,6 +88,56 @@ def test_an_equivalent_answer_is_right(gold, answer):
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_a_different_answer_is_wrong(gold, answer):
     assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is False
+
+
+LETTERS_AND_SIGNS = [
+    # what math-verify itself reads -> the same in other fonts, as its table of complex numbers has them
+    ("3+4i", r"3+4\cdot i"), ("3+4i", r"3+4\mathrm{i}"), ("3+4i", r"3+4\text{i}"),
+    ("3+4i", r"3 + 4\,\mathrm{i}."), ("3+4i", r"3+4{\rm i}"),
+    ("i", r"\mathrm{i}"), ("1+i", r"1+\mathrm{ i }"), ("1-i", r"1-\imath"), ("-5i+6", r"6 - 5\mathrm{i}"),
+    (r"\frac{1+i}{2}", r"\frac{1+\mathrm{i}}{2}"), (r"\sqrt{2}i", r"\sqrt{2}\mathrm{i}"), (r"\pi i", r"\pi\mathrm{i}"),
+    ("2e", r"2\mathrm{e}"), ("2e", r"2\text{e}"), ("e^2", r"\mathrm{e}^{2}"), ("3e^{20}", r"3\mathrm{e}^{20}"),
+    (r"e^{i\pi}", r"\mathrm{e}^{\mathrm{i}\pi}"), (r"\frac{e}{2}", r"\frac{\rm e}{2}"), ("e-1", r"\mathrm{e}-1"),
+    (r"\{1+i, 1-i\}", r"\{1+\mathrm{i},1-\mathrm{i}\}"),
+    # both signs, wherever they stand
+    (r"\frac{1+\sqrt{5}}{2}, \frac{1-\sqrt{5}}{2}", r"\frac{1 \pm \sqrt{5}}{2}"),
+    (r"\frac{1+\sqrt{5}}{2}, \frac{1-\sqrt{5}}{2}", r"x = \dfrac{1\pm\sqrt{5}}{2}"),
+    (r"\frac{1 \pm \sqrt{5}}{2}", r"\frac12 \pm \frac{\sqrt5}{2}"), (r"3(1\pm\sqrt{2})", r"3\pm 3\sqrt{2}"),
+    (r"\{\frac{-1\pm i\sqrt{3}}{2}, 1\}", r"1, \frac{-1+i\sqrt{3}}{2}, \frac{-1-i\sqrt{3}}{2}"),
+    (r"\sqrt{2\pm\sqrt{3}}", r"\sqrt{2+\sqrt3}, \sqrt{2-\sqrt3}"), ("2, -2", r"\pm 2"), ("x = 2, x = -2", r"x = \pm 2"),
+    (r"(1+\sqrt{2}, 1-\sqrt{2}), (1-\sqrt{2}, 1+\sqrt{2})", r"(1\pm\sqrt{2}, 1\mp\sqrt{2})"),
+    ("1+i, 1-i, -1+i, -1-i", r"\pm 1 \pm \mathrm{i}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plain", "other"), LETTERS_AND_SIGNS)
+def test_i_and_e_in_any_font_and_both_signs_in_any_place_are_read_in_gold_answers_and_in_others(plain, other):
+    assert equal(plain, other) is True and equal(other, plain) is True
+
+
+@pytest.mark.parametrize("letter", [r"\i", "i", r"\text{i}", r"\mathrm{i}", r"\imath"])
+def test_every_i_of_math_verifys_own_table_is_i(letter):
+    assert complex_number_pattern.search(f"3+{letter}")
+    for gold, answer in (("3+4i", f"3+4{letter}"), (f"3+4{letter}", "3+4i"), (f"1-{letter}", "-i+1")):
+        assert equal(gold, answer) is True and equal(gold, "7") is False
+
+
+@pytest.mark.parametrize("sign", [r"\pm", r"\mp", "±", "∓"])
+def test_every_double_sign_of_math_verifys_grammar_is_read_in_a_fraction(sign):
+    assert equal(rf"\frac{{1{sign}\sqrt{{5}}}}{{2}}", r"\frac{1-\sqrt{5}}{2}, \frac{1+\sqrt{5}}{2}") is True
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("3+4i", r"3-4\mathrm{i}"), ("3+4i", "3+4"), (r"3+4\mathrm{i}", "7"), (r"2\mathrm{e}", "2"),
+        ("2e", r"2\mathrm{i}"),
+        (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt{5}}{2}"), (r"\frac{1+\sqrt{5}}{2}", r"\frac{1\pm\sqrt{5}}{2}"),
+        (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{-1\pm\sqrt{5}}{2}"), (r"\pm 1 \pm i", "1+i, -1-i"),
+    ],
+)  # fmt: skip
+def test_another_number_in_another_font_and_one_sign_of_two_are_wrong(gold, answer):
+    assert equal(gold, answer) is False
 
 
 def test_a_percent_sign_may_be_left_out_where_the_gold_answer_is_a_whole_number():
