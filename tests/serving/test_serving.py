@@ -79,6 +79,30 @@ def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = Fails(lambda prompt, g: tokenizer("abc")["input_ids"], max_model_len=100)
     with served(folder, engine, monkeypatch) as (url, _):
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
+
+            def ask(top_p):
+                try:
+                    return client.chat.completions.create(**asked, top_p=top_p).choices[0].message.content
+                except openai.BadRequestError as error:
+                    return error.message
+
+            with ThreadPoolExecutor(8) as threads:  # in one batch, or not
+                found = list(threads.map(ask, [0.5, 0.9] * 4))
+            assert found[1::2] == ["abc"] * 4 and all("the engine fails at this request" in told for told in found[::2])
+            with pytest.raises(openai.BadRequestError, match="temperature is 1e-320"):
+                client.chat.completions.create(**asked, temperature=1e-320)
+            assert ask(0.9) == "abc"
+
+
+def test_another_name_for_this_machine_is_refused(folder, monkeypatch):
+    def status(host):
+        connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
+        connection.request("GET", "/v1/models", headers={"Host": host, "Authorization": "Bearer any"})
+        return connection.getresponse().status
+
+    with served(folder, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
         assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
 
 
