@@ -1,10 +1,11 @@
 # syntax=docker/dockerfile:1
-# grpo_rl and what training needs, for CPUs or, with BACKEND=cuda, for NVIDIA GPUs. EXTRAS: more extras, as in ,ray,lora
+# grpo_rl and what training needs, for CPUs or, with BACKEND=cuda, for NVIDIA GPUs. EXTRAS: more extras, as in ,ray,lora:
+# ray for --async, lora for adapters, sweep for hydra/sweeper=optuna
 #
 #   docker build -t grpo-rl .
 #   docker run --rm -v grpo-rl-work:/work -v grpo-rl-cache:/cache grpo-rl train +experiment=quickstart
 #
-#   docker build --build-arg BACKEND=cuda -t grpo-rl:cuda .
+#   docker build --build-arg BACKEND=cuda --build-arg EXTRAS=,ray -t grpo-rl:cuda .
 #   docker run --rm --gpus all --shm-size 16g -v grpo-rl-work:/work -v grpo-rl-cache:/cache grpo-rl:cuda train --async
 #
 # Runs are written to /work/outputs, models and data sets to /cache.

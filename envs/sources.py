@@ -7,6 +7,7 @@ import glob
 import gzip
 import json
 import lzma
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
             means nothing there.
     """
     assert source.path is not None
-    path, file, key = source.path, Path(source.path).expanduser(), source.key("path")
+    path, file, key = source.path, Path(os.path.expanduser(source.path)), source.key("path")
     if path.startswith(HUB_PREFIX):
         return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
     if file.is_dir():
@@ -122,7 +123,7 @@ def repository_of(path: str | None) -> str | None:
     ('openai/gsm8k', 'openai/gsm8k', None)
     """
     if path is None or not path.startswith(HUB_PREFIX):
-        local = path is None or format_of(Path(path)) is not None or Path(path).expanduser().exists()
+        local = path is None or format_of(Path(path)) is not None or os.path.exists(os.path.expanduser(path))
         if path is None or local or not is_hub_name(path):
             return None
     return path.removeprefix(HUB_PREFIX).partition(":")[0]
@@ -228,7 +229,10 @@ def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
 
+    from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
+
     told, revision = f"{name}:{subset}" if subset else name, source.revision
+    why_no_hub()  # without a network `datasets` looks into its cache at once
     try:
         data = load_dataset(name, subset, split=split, revision=revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:

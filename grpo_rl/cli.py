@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from grpo_rl import __version__
 from grpo_rl.storage.masking import shown
+from grpo_rl.storage.streams import replace_unwritable
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
 """The help of ``train``."""
@@ -41,7 +42,15 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default ``sys.argv``, and returns its exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    replace_unwritable()
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its options are Hydra's, which argparse can't pass on
         return _train(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import yaml
@@ -118,3 +120,20 @@ def test_the_module_runs_as_a_script():
         [sys.executable, "-m", "grpo_rl.cli", "batches", "--help"], capture_output=True, text=True, check=True
     )
     assert "--prompt-tokens" in done.stdout
+
+
+def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_rl.run.status.status_of", interrupted)
+    assert main(["status", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_not_utf_8_gets_question_marks():
+    words = [sys.executable, "-m", "grpo_rl.cli", "train", "--help", "evaluate"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(grpo_rl.__file__).parents[1])}
+    done = subprocess.run(words, env=env, capture_output=True, check=True)
+    assert b"math/accuracy | ?" in done.stdout and not done.stderr

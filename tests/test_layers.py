@@ -27,7 +27,7 @@ LAYERS = [
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Folders that may import less than their layer would allow, by the beginnings of modules.
 ONLY_MODULES = {
-    "envs": ("data", "by_name", "storage.cache", "storage.masking", "waits.registry"),
+    "envs": ("data", "by_name", "storage.cache", "storage.hub", "storage.masking", "waits.registry"),
     "losses": ("data.keys",),
     "waits": ("storage.whole_file",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -129,6 +130,10 @@ class Classifier:
                 import torch
                 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+                from grpo_rl.storage.hub import why_no_hub
+
+                if not os.path.isdir(self._name):
+                    why_no_hub()  # without a network transformers looks into the cache at once
                 try:
                     self._tokenizer: Any = AutoTokenizer.from_pretrained(self._name, revision=self._revision)
                     model = AutoModelForSequenceClassification.from_pretrained(

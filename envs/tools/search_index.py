@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,7 @@ def load_corpus(path: str | Path | None = None) -> list[Document]:
 
 
 def _found(path: str | Path | None, name: str) -> Iterator[Document]:
-    titles = None if path is None else _titled(Path(path).expanduser())
+    titles = None if path is None else _titled(Path(os.path.expanduser(path)))
     if titles is not None:
         yield from (_document(title, text, name) for title, text in titles.items())
         return

@@ -23,6 +23,7 @@ from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, th
 from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_model
+from grpo_rl.settings.command_line import typed
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
@@ -53,15 +54,23 @@ class Site:
         if not self.trainers:
             return train(settings, folder, self)
         assert self.place is not None
-        work = functools.partial(_train_there, train, settings, str(Path(folder).resolve()), self, os.getcwd())
+        here = os.getcwd(), tuple(typed)
+        work = functools.partial(_train_there, train, settings, str(Path(folder).resolve()), self, *here)
         gpus = int(self.devices.train[0].type == "cuda")
         restarts, elastic = settings.ray.max_restarts, settings.train.elastic
         return run_trainers(work, self.trainers, self.place, 1, gpus, restarts, elastic)
 
 
 def _train_there(
-    train: Callable, settings: Settings, folder: str, site: Site, working_directory: str, rendezvous: Rendezvous
+    train: Callable,
+    settings: Settings,
+    folder: str,
+    site: Site,
+    working_directory: str,
+    command: tuple[str, ...],
+    rendezvous: Rendezvous,
 ) -> dict:
+    typed[:] = command  # for the run's summary
     try:
         os.chdir(working_directory)  # relative paths in the config start there
     except OSError as error:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from pathlib import Path
 
 if "ray" not in sys.modules:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     _given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if os.environ["RAY_AUTH_MODE"] == "token" and not _given and not (Path.home() / ".ray" / "auth_token").exists():
+    if (
+        os.environ["RAY_AUTH_MODE"] == "token"
+        and not _given
+        and not os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+    ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

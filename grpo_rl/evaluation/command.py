@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.policies.model_folder import check_name
+from grpo_rl.policies.model_folder import check_name, local_path
 from grpo_rl.settings.evaluation import URL, EvalSettings, read_eval, task_settings
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
@@ -33,9 +33,9 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    # argparse takes overrides for models; a model's name with a "=" needs its path: ./a=b.
+    # argparse takes overrides for models.
     given = [*options.models, *overrides]
-    words = [word for word in given if OVERRIDE.match(word) and not URL.match(word)]
+    words = [word for word in given if OVERRIDE.match(word) and not URL.match(word) and not local_path(word)]
     models = [word for word in given if word not in words]
     if options.compare:
         if given:
@@ -46,7 +46,7 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not 1 <= len(models) <= 2:
         raise ValueError(f"{len(models)} models are given; eval takes one, or two to compare")
     for model in models:
-        if not URL.match(model) and not Path(model).expanduser().exists():
+        if not URL.match(model) and not local_path(model):
             check_name(model)
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}

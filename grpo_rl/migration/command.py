@@ -19,7 +19,10 @@ def add_from_trl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="TRL's training processes (its num_processes, or 1)")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the training data, for num_train_epochs")
     parser.add_argument(
-        "--rewards", default="", metavar="A,B", help="where FILE names none: rewards, or module:function"
+        "--rewards",
+        default="",
+        metavar="A,B",
+        help="rewards by name, or module:function, instead of those that FILE names",
     )
     parser.set_defaults(run_command=_run)
 

@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from grpo_rl.migration.converted import Converted
 from grpo_rl.migration.trl_config import check_types
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, UNNEEDED
+from grpo_rl.migration.trl_values import (
+    ACCURACY,
+    ADVANTAGES,
+    CHOICES,
+    KNOWN_DATASETS,
+    LOSS_TYPES,
+    NO_EFFECT,
+    OPEN_R1,
+    REWARDS,
+)
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
-
-KNOWN_DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
-"""Data sets of the hub that have a task here."""
-REWARDS = {
-    "format": "format",
-    "think_format_reward": "format",
-    "tag_count": "tag_count",
-    "reasoning_steps": "reasoning_steps",
-    "length": "length",
-    "cosine": "cosine",
-    "repetition_penalty": "repetition_penalty",
-    "soft_overlong_punishment": "soft_overlong_punishment",
-    "get_soft_overlong_punishment": "soft_overlong_punishment",
-    "code_format": "code_format",
-}
-"""TRL's and Open-R1's names of rewards, and ours in ``env.rewards``."""
-ACCURACY = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
-"""Their rewards that compare a mathematical answer with the gold one: the task ``math`` here."""
-OPEN_R1 = ("max_completion_len", "soft_punish_cache", "dataset_prompt_column")
-"""Fields that Open-R1 adds to TRL's, and that are read here."""
-LOSS_TYPES = {
-    "grpo": {"aggregate": "sequence_mean"},
-    "dapo": {"aggregate": "token_mean"},
-    "bnpo": {"aggregate": "token_mean"},
-    "dr_grpo": {"aggregate": "constant"},
-    "cispo": {"surrogate": "cispo", "aggregate": "token_mean"},
-    "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
-}
-
-
-@dataclass
-class Converted:
-    """A config of ours, and how it differs from TRL's.
-
-    Args:
-        config: nested settings; only what is not left to the defaults of config/grpo.yaml.
-        task: the value of ``env.dataset``.
-        differences: a line each for what has no counterpart, or another meaning; begins with TRL's field.
-    """
-
-    config: dict[str, Any] = field(default_factory=dict)
-    task: str = "prompt_response"
-    differences: list[str] = field(default_factory=list)
-    start: str = "grpo-rl train"
-    """The command that trains with this config, without its options."""
-
-    def put(self, key: str, value: Any) -> None:
-        """Sets ``section.key`` to a value."""
-        *path, last = key.split(".")
-        section = self.config
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-
-    def differs(self, name: str, value: Any, why: str) -> None:
-        """Adds a difference."""
-        text, name = f"{value!r}", name if name.isidentifier() else repr(name)  # the line is a comment of one line
-        self.differences.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}: {why}")
-
-    def as_yaml(self, source: str) -> str:
-        """The config as a file for ``--config-dir . --config-name NAME``, the differences as its first comment."""
-        notes = "".join(f"#   {line}\n" for line in self.differences) or "#   none\n"
-        head = {"defaults": ["grpo", {"env": self.task}, "_self_"]}
-        return (
-            f"# Converted from TRL's {source} by grpo-rl from-trl. Differences:\n{notes}"
-            + yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
-            + yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True, width=110)
-        )
 
 
 def convert(
@@ -95,10 +36,10 @@ def convert(
     Args:
         processes: TRL's training processes; None: its ``num_processes`` field, else 1.
         rows: rows of the training data, for ``num_train_epochs``.
-        rewards: names of rewards, or ``module:function``, where the config has no ``reward_funcs``.
+        rewards: names of rewards, or ``module:function``, instead of ``reward_funcs``, of which names alone are taken.
 
     Raises:
-        ValueError: batch sizes that TRL refuses too, or fp16.
+        ValueError: batch sizes that TRL refuses too, fp16, or a loss that is not here.
 
     >>> made = convert({"learning_rate": 2e-6, "max_steps": 10, "num_generations": 4, "repetition_penalty": 1.1})
     >>> made.config["optimizer"]["lr"], made.config["train"]["total_dialog_turns"], made.differences[0]
@@ -128,14 +69,14 @@ def convert(
     _convert_model(made, fields)
     _convert_engine(made, fields)
     _convert_run(made, fields)
-    _convert_task(made, fields, list(fields.get("reward_funcs") or rewards))
+    _convert_task(made, fields, rewards)
     return made
 
 
 def _name_difference(made: Converted, name: str, value: Any) -> None:
     known = [*SAME, *CONVERTED, *UNNEEDED, *OPEN_R1]
     without_effect = value is None or value is False or value == "main"
-    if name in MISSING and not without_effect and (name, value) != ("repetition_penalty", 1.0):
+    if name in MISSING and not without_effect and (name, value) not in NO_EFFECT:
         made.differs(name, value, MISSING[name])
     elif name not in known and name not in MISSING:
         near = difflib.get_close_matches(name, [*known, *MISSING], 1, 0.8)
@@ -143,10 +84,10 @@ def _name_difference(made: Converted, name: str, value: Any) -> None:
 
 
 def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    for name, values in CHOICES.items():
+        if fields[name] not in values:
+            raise ValueError(f"{name} is {fields[name]!r}; those with a counterpart are {', '.join(map(str, values))}")
     kind = fields["loss_type"]
-    if kind not in LOSS_TYPES:
-        made.differs("loss_type", kind, f"not here; grpo is used. Here are {', '.join(LOSS_TYPES)}")
-        kind = "grpo"
     for key, value in LOSS_TYPES[kind].items():
         made.put(f"loss.{key}", value)
     made.put("loss.ratio", fields["importance_sampling_level"])
@@ -159,8 +100,7 @@ def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str
             made.differs("epsilon_high", high, "TRL's cispo caps every ratio at it, below 1; the cap is 1 here")
     else:
         made.put("loss.clip_high", high)
-    scale = {True: "group", False: "none"}.get(fields["scale_rewards"], fields["scale_rewards"])
-    made.put("loss.advantage", {"group": "zscore", "batch": "batch_std", "none": "no_std"}.get(scale, "zscore"))
+    made.put("loss.advantage", ADVANTAGES[fields["scale_rewards"]])
     if fields["multi_objective_aggregation"] == "normalize_then_sum":
         made.put("loss.advantage", "multi_reward")
     made.put("loss.kl", "k3_is" if fields["use_bias_correction_kl"] else "k3")
@@ -197,6 +137,7 @@ def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int 
             f"groups of {group}; "
             "give TRL's number of training processes as --processes N"
         )
+    _name_means(made, fields, accumulated * ranks, collection, optim_batch)
     if collection < optim_batch:
         # There one optimizer step spans several generation batches; here a collection is at least one step.
         made.differs(
@@ -219,14 +160,33 @@ def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int 
         made.differs("num_train_epochs", fields["num_train_epochs"], "give --rows N, or set train.total_dialog_turns = "
                      f"rows x {group} x epochs; it is left at its default")  # fmt: skip
     warmup = float(fields["warmup_steps"])
-    if 0 < warmup < 1 and not steps:
+    if warmup >= 1 or (warmup and steps):
+        made.differs("warmup_steps", warmup, "TRL's warm-up begins at a learning rate of 0; here each of its "
+                     "steps has that of TRL's next step")  # fmt: skip
+    elif warmup:
         made.differs("warmup_steps", warmup, "a share of steps whose number isn't known; optimizer.warmup_steps is 0")
-    made.put("optimizer.warmup_steps", round(warmup * steps) if warmup < 1 else int(warmup))
+    made.put("optimizer.warmup_steps", math.ceil(warmup * steps) if warmup < 1 else int(warmup))
     if fields["save_strategy"] == "steps":
         made.put("train.checkpoint_frequency", _every(made, "save_steps", fields["save_steps"], steps))
     if fields.get("eval_strategy", "no") != "no":
         every = fields.get("eval_steps") or fields.get("logging_steps", 10)  # as transformers and TRL have it
         made.put("evaluate.frequency", _every(made, "eval_steps", every, steps))
+
+
+def _name_means(made: Converted, fields: Mapping[str, Any], passes: int, collection: int, optim_batch: int) -> None:
+    """Names the means that TRL takes over other tokens than we do: here they are of the whole optimizer step."""
+    kind, coef = fields["loss_type"], fields["entropy_coef"]
+    if kind == "bnpo" and passes > 1:
+        made.differs(
+            "loss_type", kind, f"TRL's mean is over each of {passes} passes' tokens, here over all of the step"
+        )
+    if kind in ("dapo", "cispo") and collection != optim_batch:
+        made.differs("loss_type", kind, f"TRL divides by {optim_batch / collection:g} of the tokens of all {collection}"
+                     " responses that it samples at a time, here by those of the step")  # fmt: skip
+    whole = passes == 1 and LOSS_TYPES[kind]["aggregate"] == "token_mean" and fields.get("top_entropy_quantile", 1) == 1
+    if coef and not whole:
+        made.differs("entropy_coef", coef, "TRL's bonus is the mean over the tokens of a pass that have a policy "
+                     "gradient; here all tokens weigh as loss.aggregate has it")  # fmt: skip
 
 
 def _every(made: Converted, name: str, every: float, steps: int) -> int:
@@ -299,6 +259,9 @@ def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
         made.put("train_model.lora.rank", fields.get("lora_r", 16))
         made.put("train_model.lora.alpha", fields.get("lora_alpha", 32))
         made.put("train_model.lora.dropout", fields.get("lora_dropout", 0.05))
+        if not fields.get("lora_target_modules"):
+            made.differs("lora_target_modules", None, "peft's own choice by the type of model, such as q_proj and"
+                         " v_proj; here all-linear")  # fmt: skip
         made.put("train_model.lora.targets", fields.get("lora_target_modules") or "all-linear")
     if fields.get("load_in_4bit"):
         made.put("train_model.quantization", fields.get("bnb_4bit_quant_type", "nf4"))
@@ -342,8 +305,10 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
                      "give its model folder as model.name")  # fmt: skip
 
 
-def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]) -> None:
+def _convert_task(made: Converted, fields: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Names rewards and data; functions that the config names, and not the command line, are imported by no one."""
     path, weights = fields.get("dataset_name"), list(fields.get("reward_weights") or [])
+    rewards = list(given or fields.get("reward_funcs") or [])
     weights += [1.0] * (len(rewards) - len(weights))
     if path in KNOWN_DATASETS and not rewards:
         made.task = KNOWN_DATASETS[path]
@@ -375,11 +340,11 @@ def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]
                     "max_len": fields.get("max_completion_len", fields["max_completion_length"]),
                     "cache": fields.get("soft_punish_cache", 256),
                 }
-        elif "." in name or ":" in name:
+        elif name in given and ("." in name or ":" in name):
             module, _, function = name.replace(":", ".").rpartition(".")
             functions[f"{module}:{function}"] = weight
         else:
-            made.differs("reward_funcs", name, "not here; write it as a function, env.reward=module:function")
+            made.differs("reward_funcs", name, "not here; give a function of yours, --rewards module:function")
     if named:
         made.put("env.rewards", named)
     if made.task == "math" and (column := fields.get("dataset_prompt_column")):

@@ -143,7 +143,7 @@ def _read_calls(path: Path, tree: ast.Module) -> tuple[dict[str, Any], list[str]
     renamed = {
         "GRPOConfig": None,
         "LoraConfig": {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-                       "target_modules": "lora_target_modules"},
+                       "target_modules": "lora_target_modules", "task_type": "lora_task_type"},
         "GRPOTrainer": {"model": "model_name_or_path"},
     }  # fmt: skip
     called = set()
@@ -156,12 +156,16 @@ def _read_calls(path: Path, tree: ast.Module) -> tuple[dict[str, Any], list[str]
         if name not in renamed:
             continue
         called.add(name)
+        if node.args:
+            unknown.append(f"{name}({ast.unparse(node.args[0])}, ...): arguments without a name are not read")
         names = renamed[name]
         for keyword in node.keywords:
             ours = keyword.arg if names is None else names.get(keyword.arg or "")
             if ours is None:
                 if keyword.arg == "reward_funcs":
                     unknown.append(f"reward_funcs={ast.unparse(keyword.value)}: name them as --rewards module:function")
+                elif name == "LoraConfig":
+                    unknown.append(f"LoraConfig({ast.unparse(keyword)}): not taken over")
                 continue
             try:
                 fields[ours] = ast.literal_eval(keyword.value)
@@ -170,7 +174,8 @@ def _read_calls(path: Path, tree: ast.Module) -> tuple[dict[str, Any], list[str]
     if "GRPOConfig" not in called:
         raise ValueError(f"{path} has no call of GRPOConfig; give the file that makes the config")
     if "LoraConfig" in called:
-        fields["use_peft"] = True
+        # peft's defaults, which are others than those of TRL's command line
+        fields = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | fields
     return fields, unknown
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CONVERTED: Mapping[str, str] = {
-    "loss_type": "`loss.surrogate`, `loss.aggregate`, `loss.normalizer`",
+    "loss_type": "`loss.surrogate`, `loss.aggregate`, `loss.normalizer`; `vespo` is refused",
     "importance_sampling_level": "`loss.ratio`",
     "epsilon_high": "`loss.clip_high`; with `cispo` it is the cap itself in TRL, and 1 + `loss.clip_high` here",
     "scale_rewards": "`loss.advantage`: group `zscore`, batch `batch_std`, none `no_std`",
@@ -26,7 +26,7 @@ CONVERTED: Mapping[str, str] = {
     "steps_per_generation": "the same: per device x processes x steps_per_generation",
     "max_steps": "`train.total_dialog_turns` = steps x optim_batch_size / num_iterations",
     "num_train_epochs": "`train.total_dialog_turns` = rows x num_generations x epochs; needs `--rows`",
-    "warmup_steps": "`optimizer.warmup_steps`; below 1 a share of all steps",
+    "warmup_steps": "`optimizer.warmup_steps`, below 1 a share of all steps, rounded up; TRL's begins at 0",
     "lr_scheduler_type": "`optimizer.schedule`: linear, cosine or constant",
     "lr_scheduler_kwargs": "`optimizer.min_lr_fraction` for `min_lr_rate`",
     "optim": "`optimizer.name`: adamw or sgd",
@@ -52,10 +52,10 @@ CONVERTED: Mapping[str, str] = {
     "project": "`logger.project`",
     "fsdp": "`train_model.parallel=fsdp`",
     "use_peft": "`train_model.lora.rank` above 0",
-    "lora_r": "`train_model.lora.rank`",
+    "lora_r": "`train_model.lora.rank`; a script's `LoraConfig` has peft's defaults, 8, 8 and 0.0",
     "lora_alpha": "`train_model.lora.alpha`",
     "lora_dropout": "`train_model.lora.dropout`",
-    "lora_target_modules": "`train_model.lora.targets`",
+    "lora_target_modules": "`train_model.lora.targets`; null is `all-linear`, in TRL peft's choice by model",
     "load_in_4bit": "`train_model.quantization=nf4` or `fp4`",
     "load_in_8bit": "`train_model.quantization=int8`, on a CPU only",
     "bnb_4bit_quant_type": "`train_model.quantization`",
@@ -67,7 +67,7 @@ CONVERTED: Mapping[str, str] = {
     "dataset_train_split": "`env.split`",
     "dataset_test_split": "`env.eval_split`",
     "load_best_model_at_end": "`evaluate.keep_best=true`, beside `evaluate.rows`; only named",
-    "reward_funcs": "`env.rewards` by name, or `env.reward=package.module:function`",
+    "reward_funcs": "`env.rewards` by name; functions are given again, as `--rewards module:function`",
 }
 """Fields whose value is computed, with what becomes of it."""
 
@@ -173,7 +173,7 @@ MISSING: Mapping[str, str] = {
     "entropy_coef_max": "the weight of the entropy term is constant",
     "entropy_coef_delta": "the weight of the entropy term is constant",
     "entropy_target": "the weight of the entropy term is constant",
-    "off_policy_mask_threshold": "loss.correction=mask leaves out what is far off",
+    "off_policy_mask_threshold": "loss.correction=mask leaves out by the ratio, whatever the sign of the advantage",
     "log_multimodal": "only text is trained",
     "log_completions_hub_repo": "completions.parquet lies in the run's folder",
     "adam_epsilon": "AdamW's epsilon is 1e-8",

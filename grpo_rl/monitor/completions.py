@@ -103,7 +103,6 @@ class CompletionsLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._parts = StepParts(Path(run_dir) / COMPLETIONS_FOLDER)
         self.path = self._parts.folder
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, rows: Sequence[dict[str, Any]], reward_parts: Sequence[str] = ()) -> None:
         """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them.

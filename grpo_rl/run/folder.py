@@ -16,11 +16,11 @@ from typing import Any
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, LOCK, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside
+from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
-from grpo_rl.settings.config import RunIsOver
+from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole
 from grpo_rl.training import checkpoint, logged
@@ -109,19 +109,21 @@ class RunFolder:
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again = self._gap = False
         self._claimed: Claim | None = None
+        self._written: list[str] = []
+        """The files that a start has written that can be taken back."""
         self._saved: tuple[int, Path] | None = None
         self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
         try:
             self._open(resume, room)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._leave(type(error))
             raise
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close()
+        self._leave(kind)
         try:
             self.settle()
         except OSError as error:
@@ -129,6 +131,15 @@ class RunFolder:
                 raise
             # The error that ends the run is told by itself; this one is, too, and does not take its place.
             print(f"The last checkpoint could not be written: {error}", file=sys.stderr, flush=True)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Closes; a start that was refused takes with it what it has written into the folder of a new run."""
+        if kind and issubclass(kind, REFUSED) and self._written and not trained(self.path):
+            metrics = self.path / METRICS_FILE
+            if not (metrics.exists() and metrics.stat().st_size):  # no evaluation either
+                for name in self._written:
+                    (self.path / name).unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         """Unlocks the folder, once a checkpoint that is being written is written."""
@@ -164,6 +175,8 @@ class RunFolder:
         remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
         self.path, self._again = claimed.folder, claimed.again
+        if self._ranks is None and not (claimed.inside or claimed.over or claimed.again):
+            self._written = [LOCK]  # by ranks: a restart looks for what the start before left
         if claimed.over:
             print(*claimed.notes, sep="\n")
         return self.path.absolute(), str(claimed.resume) if claimed.resume else None, claimed.inside, claimed.over
@@ -349,6 +362,8 @@ class RunFolder:
         if self._again:  # before the config is another: it says when the first checkpoint of these logs was due
             set_logs_aside(self.path)
         if self.rank_zero:
+            if self._written:
+                self._written += [CONFIG, OVERRIDES, BEGAN_FROM, METRICS_FILE]
             # A copy of what the run was started with: a later start that is refused overwrites Hydra's own.
             write_whole(self.path / CONFIG, self._config_text)
             overrides = self._own / ".hydra" / OVERRIDES

@@ -17,8 +17,8 @@ import grpo_rl
 from grpo_rl.settings.command_line import program, typed
 from grpo_rl.storage.masking import masked_override
 
-PRIVATE = re.compile(r"[+~]{0,2}logger\b")
-"""Overrides that are not repeated: they don't change what is computed, and may hold a key or a password."""
+PRIVATE = re.compile(r"[+~]{0,2}(logger\b|resume=)")
+"""Overrides that are not repeated: they don't change what is computed; a logger's may hold a key or a password."""
 
 
 def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -26,18 +26,19 @@ def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, st
 
     Args:
         config: the whole config as JSON.
-        before: what this said at the run's first start, where it resumes. Its command stays: that of the resume may say
-            no more than the folder; it comes as ``command_of_resume``.
+        before: what this said before, where the run resumes. The command is that of the resume, whose settings hold
+            from there on; that of the start comes as ``command_of_start`` where it is another.
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
     processes = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     now = command(typed or [*program("sync"), *sys.argv[1:]], processes)
-    commands = {"command": before["command"], "command_of_resume": now} if before else {"command": now}
+    first = before.get("command_of_start", before["command"]) if before else now
+    commands = {"command": now} | ({"command_of_start": first} if first != now else {})
     return commands | code | {"grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
 
 
 def command(words: Sequence[str], processes: int = 1) -> str:
-    """The command line that a shell takes, without settings of loggers, and with secrets masked.
+    """The command line that a shell takes, without loggers and ``resume``, and with secrets masked.
 
     Args:
         words: the command line as it was typed.

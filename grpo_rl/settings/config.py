@@ -9,9 +9,12 @@ import errno
 import functools
 import gc
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,12 +28,16 @@ from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, 
 from grpo_rl.settings.composing_errors import explained, of_composing
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.script_settings import mask_hydras_files, mask_refused_sweep, script_settings
+from grpo_rl.settings.script_settings import fixed_folder, mask_hydras_files, mask_refused_sweep, script_settings
 from grpo_rl.storage.masking import shown
+from grpo_rl.storage.streams import replace_unwritable
 from grpo_rl.waits.watcher import watching
 
 FULL_OR_CLOSED = (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that takes no more, or not from us."""
+
+REFUSED = (ValueError, SystemExit, KeyboardInterrupt)
+"""The errors of a start that is refused, or called off."""
 
 
 class RunIsOver(SystemExit):
@@ -66,6 +73,23 @@ def objective(summary: object) -> float | None:
     return None if gain is None else float(gain)
 
 
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Removes Hydra's folder of a start that is refused inside, where no run has written anything into it."""
+    try:
+        yield
+    except REFUSED:
+        folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
+        with suppress(OSError):
+            unused = {path.name for path in folder.iterdir()} <= {".hydra", log} and folder != Path.cwd()
+            if unused and os.environ.get("RANK", "0") == "0":
+                shutil.rmtree(folder)
+                for parent in [] if fixed_folder() else folder.parents[:2]:  # the day's, and outputs
+                    if Path.cwd() in parent.parents:
+                        parent.rmdir()
+        raise
+
+
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks; wrong input is reported in one line.
 
@@ -80,9 +104,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             mask_hydras_files()
             try:
-                settings = script_settings(cfg, mode)
-                with watching(settings.logger.wait_deadline_s):
-                    result = function(settings)
+                with leaving_nothing():
+                    settings = script_settings(cfg, mode)
+                    with watching(settings.logger.wait_deadline_s):
+                        result = function(settings)
                 return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends
@@ -103,6 +128,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
 
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
+            replace_unwritable()
             # Ranks may share a folder, and would write and mask the same files at the same time.
             beside = ["hydra.output_subdir=null"] if os.environ.get("RANK", "0") != "0" else []
             try:
@@ -119,6 +145,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
+            except KeyboardInterrupt:
+                print("stopped by Ctrl-C", file=sys.stderr)
+                raise SystemExit(130) from None
             except Exception as error:
                 if of_composing(error):
                     mask_refused_sweep()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import os
 from pathlib import Path
 
 from grpo_rl.envs.sources import HUB_PREFIX, Source, format_of, is_hub_name
 from grpo_rl.envs.spec import task_spec
+from grpo_rl.policies.adapters import need
 from grpo_rl.policies.model_folder import check_name
-from grpo_rl.settings.derived import eval_source, train_source
+from grpo_rl.settings.derived import adapters, eval_source, train_source
 from grpo_rl.settings.devices import check_on_cpu
 from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.cache import cache_folder
 
 READ_AT_ONCE = 2**24
 """Bytes of a JSON file up to which its rows are read here, too: a wrong row is then found before torch is imported."""
@@ -21,16 +24,20 @@ READ_AT_ONCE = 2**24
 def check_machine(settings: Settings, mode: str = "sync") -> None:
     """Refuses settings that ask for files, packages or GPUs that are not here.
 
-    On a cluster the trainers are elsewhere, and nothing is checked. What is found here is found again when the run is
-    built, which knows more; here an error takes a second, and there the time of all imports.
+    On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
+    run is built, which knows more; here an error takes a second, and there the time of all imports.
 
     Raises:
         ValueError: something is not here; names it and the remedy.
     """
+    if mode == "async":
+        need("ray", "--async (mode=async)", "ray")
     if settings.ray.address is not None:
         return
+    cache_folder()
     _check_resume(settings.resume)
     check_engine(settings)
+    adapters(settings)
     for name in filter(None, (settings.model.name, settings.ref_model.name)):
         check_name(name)
     _check_rows(settings, train_source(settings), "train")
@@ -69,7 +76,7 @@ def _check_rows(settings: Settings, source: Source, split: str) -> None:
     path = source.path
     if path is None or path.startswith(HUB_PREFIX) or glob.has_magic(path):
         return
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_file():
         needed = file.suffix.lower() in (".json", ".jsonl") and file.stat().st_size <= READ_AT_ONCE
     else:

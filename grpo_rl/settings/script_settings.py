@@ -20,7 +20,7 @@ from grpo_rl.settings.tasks import TASKS
 from grpo_rl.storage.masking import mask_files
 
 
-def _fixed_folder() -> str | None:
+def fixed_folder() -> str | None:
     """The run's folder if every start of the same command gets the same one; None if its name contains the time."""
     hydra_cfg = HydraConfig.instance().cfg
     assert hydra_cfg is not None
@@ -40,7 +40,7 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
     if cfg.mode != mode:
         other = f"; run {SCRIPTS[cfg.mode]}" if cfg.mode in SCRIPTS else ""
         raise ValueError(f"this script is of mode={mode}{other}")
-    if cfg.resume == "auto" and (folder := _fixed_folder()):
+    if cfg.resume == "auto" and (folder := fixed_folder()):
         cfg.resume = folder
     dataset = OmegaConf.select(cfg, "env.dataset", throw_on_missing=False)
     known = isinstance(dataset, str) and (dataset in TASKS or is_name(dataset))

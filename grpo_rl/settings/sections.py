@@ -135,7 +135,7 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd"] = setting("adamw", "the optimizer")
     lr: float = setting(1e-5, "learning rate", at_least=0)
-    weight_decay: float = setting(0.0, "weight decay of all parameters alike", at_least=0)
+    weight_decay: float = setting(0.0, "weight decay of matrices; norms and biases have none", at_least=0)
     betas: tuple[float, ...] = setting((0.9, 0.95), "betas of adamw")
     warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = setting(

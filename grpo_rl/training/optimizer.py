@@ -78,6 +78,7 @@ class PolicyOptimizer:
     Args:
         model: the model whose trainable parameters are updated.
         name: ``adamw`` or ``sgd``.
+        weight_decay: of matrices alone.
         total_steps: optimizer steps of the run, for schedules that decay.
         min_lr_fraction: fraction of ``lr`` at the end of the decay.
         clip_grad_norm: largest L2 norm of the gradient.
@@ -125,11 +126,12 @@ class PolicyOptimizer:
             for param, master in zip(self._params, self._masters, strict=True)
             if copies
         ]
-        settings = {"lr": lr, "weight_decay": weight_decay, "fused": True}
+        settings = {"lr": lr, "weight_decay": 0.0, "fused": True}  # see _decay
         if name == "adamw":
             self._optimizer = torch.optim.AdamW(self._masters, betas=tuple(betas), **settings)
         else:
             self._optimizer = torch.optim.SGD(self._masters, **settings)
+        self._weight_decay = weight_decay
         self._lr, self._clip = lr, clip_grad_norm
         self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
         self._max_bad_steps = max_bad_steps
@@ -170,9 +172,10 @@ class PolicyOptimizer:
                 torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
+            overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows(lr))
         self.before_step()
         if finite and grads and not overflows:
+            self._decay(self._masters, lr)
             self._optimizer.step()
             self._copy_masters()
         trouble = None
@@ -192,6 +195,16 @@ class PolicyOptimizer:
         self.clear_gradients()
         self.steps += 1
         return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
+
+    def _decay(self, weights: Sequence[Tensor], lr: float) -> None:
+        """Decays matrices that have a gradient, as torch's optimizers do: norms and biases would only lose their scale.
+
+        Parameter groups would do it too, but their order is that of the moments in a checkpoint.
+        """
+        named = zip(self._names, weights, strict=True)
+        matrices = [w for n, w in named if w.grad is not None and w.ndim > 1 and "bias" not in n]
+        if self._weight_decay and matrices:
+            torch._foreach_mul_(matrices, 1 - lr * self._weight_decay)
 
     def clear_gradients(self) -> None:
         """Drops the accumulated gradients, and those that a backward pass which broke off left behind."""
@@ -237,15 +250,16 @@ class PolicyOptimizer:
             largest = spread**-0.5 if spread > 0 else math.inf
         # The L2 norm bounds the largest weight, and takes an eighth of the time.
         weight = _total_norm(self._masters)
-        reached = weight * (1 + lr * settings["weight_decay"]) + lr * largest
+        reached = weight * (1 + lr * self._weight_decay) + lr * largest
         limit = min(torch.finfo(param.dtype).max for param in self._params)
         return not reached < limit / 2  # half: a margin for rounding
 
-    def _overflows(self) -> bool:
+    def _overflows(self, lr: float) -> bool:
         """Tells whether a weight leaves its dtype's range in this step, found by a trial step on a copy."""
         copies = [master.detach().clone() for master in self._masters]
         for trial, master in zip(copies, self._masters, strict=True):
             trial.grad = master.grad
+        self._decay(copies, lr)
         optimizer = type(self._optimizer)(copies, lr=0.0, fused=True)
         optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
         optimizer.step()
@@ -289,7 +303,8 @@ class PolicyOptimizer:
             i: {name: placed_like(x, self._masters[i]) if name in MOMENTS else x for name, x in of.items()}
             for i, of in saved["state"].items()
         }
-        self._optimizer.load_state_dict({**saved, "state": moments})
+        groups = self._optimizer.state_dict()["param_groups"]  # earlier versions had the weight decay in them
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
 
     def close(self) -> None:

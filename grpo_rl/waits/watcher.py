@@ -57,6 +57,8 @@ class Watcher:
         """The last record that was written."""
         self._with_ranks: Wait | None = None
         """The last wait for the other ranks that is in this rank's record."""
+        self._stays = False
+        """True once a record of this folder had a late wait, or was asked for: it stays when the run has ended."""
         self._looking, self._writing = threading.Lock(), threading.Lock()
         self._wake, self._asks = os.pipe()
         for end in (self._wake, self._asks):
@@ -75,9 +77,10 @@ class Watcher:
     def telling(self, folder: Path, rank: int = 0, size: int = 1) -> Iterator[None]:
         """Writes records into the run's folder until the context ends; ranks write one each.
 
-        The last one does not ask for SIGUSR1 any more: the process may go on with another run, or with none.
+        One with a late wait, or that was asked for, stays in the end, and does not ask for SIGUSR1 any more: the
+        process may go on with another run, or with none.
         """
-        self.folder, self.rank, self.size = folder, rank, size
+        self.folder, self.rank, self.size, self._stays = folder, rank, size, False
         self._write([])
         try:
             yield
@@ -87,7 +90,10 @@ class Watcher:
             last = ended(self._written, os.getpid(), socket.gethostname())
             found = _bounded(_DISK_S, read_record, None, record_path(folder, rank))
             is_own = found and (found.pid, found.host) == (os.getpid(), socket.gethostname())  # or the folder was moved
-            if is_own and last != self._written:
+            if is_own and not self._stays:
+                with suppress(OSError):
+                    _bounded(_DISK_S, record_path(folder, rank).unlink, None, True)
+            elif is_own and last != self._written:
                 self._put(record_path(folder, rank), lambda: last)
             self._written = ""
 
@@ -155,7 +161,7 @@ class Watcher:
 
     def _answer(self) -> None:
         """Shows the table on standard error, and writes the record."""
-        overdue = self._overdue()
+        overdue, self._stays = self._overdue(), True
         shown = self._head(overdue)
         if path := self._write(overdue):
             _bounded(_DISK_S, _to_stderr, None, f"{shown}\n\nStacks are in {path}")
@@ -248,6 +254,7 @@ class Watcher:
         """Writes the record and returns its path; None where there is no folder, or its disk hangs."""
         if self.folder is None:
             return None
+        self._stays |= bool(overdue)
         return self._put(record_path(self.folder, self.rank), lambda: self._record(overdue))
 
     def _put(self, path: Path, record: Callable[[], str]) -> Path | None:

@@ -288,6 +288,15 @@ def test_two_models_are_evaluated_on_one_engine_each_and_compared(data, tmp_path
     assert len(pd.read_parquet(tmp_path / "out" / "a" / "responses")) == 2 * 4 * 3
 
 
+def test_a_models_folder_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
+    seen, folder = [], save_tiny_model(tmp_path / "lr=1e-5" / "model")
+    monkeypatch.setattr("grpo_rl.evaluation.evaluating.evaluate_model", lambda model, *_: seen.append(model) or 0)
+    monkeypatch.chdir(tmp_path)
+    for name in (folder, "lr=1e-5/model"):
+        assert main(["eval", str(name), "tasks=[gsm8k]", "path.gsm8k=quickstart-test"]) == 0
+    assert seen == [str(folder), "lr=1e-5/model"]
+
+
 def test_a_run_and_its_checkpoint_are_models(tmp_path, monkeypatch):
     exported = []
     monkeypatch.setattr("grpo_rl.evaluation.models.export_checkpoint", lambda *paths: exported.append(paths))

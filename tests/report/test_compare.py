@@ -125,9 +125,21 @@ def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
     (tmp_path / "notes").mkdir()
     assert [run.name for run in compare.run_folders([tmp_path])] == ["0", "2", "10"]
     assert compare.run_folders([tmp_path / "2"]) == [tmp_path / "2"]
-    assert compare.run_folders([tmp_path / "notes"]) == [tmp_path / "notes"]  # of a run that has not made a step
-    with pytest.raises(ValueError, match="holds no run"):
-        compare.run_folders([tmp_path / "2", tmp_path / "notes"])
+    for given in (["notes"], ["2", "notes"]):
+        with pytest.raises(
+            ValueError, match="notes holds no run: neither metrics.jsonl nor config.yaml, nor folders that do$"
+        ):
+            compare.run_folders([tmp_path / name for name in given])
+
+
+def test_a_folder_without_a_run_is_refused_and_the_runs_below_it_are_named(tmp_path, capsys):
+    for time in ("10-00-00", "11-00-00"):
+        run_of(tmp_path / "2026-01-31" / time, 1e-5, [0.0])
+    assert cli.main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "holds no run: neither metrics.jsonl nor config.yaml" in said
+    assert said.endswith(f"; below it are {tmp_path}/2026-01-31/11-00-00, {tmp_path}/2026-01-31/10-00-00\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["2026-01-31"]
 
 
 def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, monkeypatch, capsys):

@@ -98,14 +98,14 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("config", ["grpo_gsm8k", "sft"])
-def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_first_start(config, tmp_path):
+def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_start(config, tmp_path):
     settings = Settings.read(compose_config(config, ["env.path=quickstart-train"]))
     first = {"command": "grpo-rl train first=1", "model_revision": "a" * 40}
     resumed = SimpleNamespace(config="{}", restored=(None, {"origin": first}))
     found = origin_of(settings, resumed, tmp_path)
-    assert found["command"] == first["command"] and found["model_revision"] == "a" * 40 and found["command_of_resume"]
+    assert found["command_of_start"] == first["command"] and found["model_revision"] == "a" * 40
     new = origin_of(settings, SimpleNamespace(config="{}", restored=None), tmp_path)
-    assert new["model_revision"] is None and "command_of_resume" not in new
+    assert new["model_revision"] is None and "command_of_start" not in new
 
 
 def test_the_card_names_the_commits_or_says_that_they_are_not_known():
@@ -187,12 +187,16 @@ def type_in(monkeypatch):
     return lambda *words: monkeypatch.setattr("grpo_rl.run.origin.typed", list(words))
 
 
-def test_a_resumed_run_keeps_the_command_of_its_first_start(type_in):
+def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_where_it_is_another(type_in):
     type_in("grpo-rl", "train", "train.seed=1")
     first = origin("{}")
-    type_in("grpo-rl", "train", "resume=x")
-    assert origin("{}", first)["command"] == "grpo-rl train train.seed=1"
-    assert origin("{}", origin("{}", first)) == first | {"command_of_resume": "grpo-rl train resume=x"}
+    type_in("grpo-rl", "train", "train.seed=1", "resume=x")
+    assert origin("{}", first) == first
+    type_in("grpo-rl", "train", "train.seed=1", "train.total_dialog_turns=64", "+resume=x")
+    second = origin("{}", first)
+    now = "grpo-rl train train.seed=1 train.total_dialog_turns=64"
+    assert second == first | {"command": now, "command_of_start": "grpo-rl train train.seed=1"}
+    assert origin("{}", second) == second
 
 
 def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):

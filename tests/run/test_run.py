@@ -63,6 +63,7 @@ def finished(tiny, tmp_path_factory):
 
 
 def test_a_run_leaves_all_its_files(finished):
+    assert not (finished / "waits.txt").exists(), "nothing was late"
     metrics = read_metrics(finished)
     assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 4]  # before, four steps, after
     assert {
@@ -414,7 +415,7 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
         return generate(engine, *args, **kwargs)
 
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run")
     assert goes_on_after_the_first == [True]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
@@ -760,6 +761,23 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     texts = "".join(path.read_text() for path in (SCRIPT.parent.parent / "grpo_rl").glob("[br]u*/*.py"))  # build, run
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_path, monkeypatch, late):
+    def refuses(*_):
+        raise ValueError("it can't be trained")
+
+    folder, words = tmp_path / "run", [*tiny, *([] if late else ["env.num_envs=0"])]
+    monkeypatch.setattr("grpo_rl.build.training.load_policy", refuses)
+    with pytest.raises(SystemExit, match="error: "):
+        run(words, folder)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "mine.txt").touch()
+    with pytest.raises(SystemExit, match="error: "):
+        run(words, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".hydra", "grpo.log", "mine.txt"]
 
 
 def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from grpo_rl.cli import COMMANDS
 from grpo_rl.cli import main as command_line
+from grpo_rl.policies.model_folder import local_path
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
@@ -79,6 +81,10 @@ FILES = {
     "names/env/countdown.yaml": "num_envs: 3\n",
     "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
     "empty/README.md": "",
+    "lora/adapter_config.json": "{}",
+    "done/model/config.json": "{}",
+    "done/model/model.safetensors": "",
+    "cut/checkpoints/checkpoint_000002.pt": "",
 }
 OWN = ["--config-dir", "conf", "--config-name"]
 TABLE = [
@@ -172,6 +178,9 @@ TABLE = [
     ),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
     (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
+    (["model.name=lora"], "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged"),
+    (["model.name=done"], "it is a run's: give done/model"),
+    (["model.name=cut"], "it is a run's that has not ended: grpo-rl export cut/checkpoints/checkpoint_*.pt FOLDER"),
     (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
     (["inference_model.devices=[1]"], "inference_model.devices=[1], but no GPU is visible; leave it null"),
     (["resume=/no/such/run"], "no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or"),
@@ -285,6 +294,34 @@ def test_an_error_ends_the_process_with_one_line_and_exit_code_1(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "error: optimizer.lr is 'fast'; it must be a number\n")
+    assert not list(tmp_path.iterdir()), "the folder that Hydra made is gone"
+
+
+def test_ctrl_c_in_the_first_seconds_ends_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    @main(config_name="grpo_gsm8k")
+    def script(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["grpo.py", "env.path=quickstart-train", "inference_model.engine=transformers"])
+    with pytest.raises(SystemExit, match="130"):
+        script()
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n" and not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(tmp_path, monkeypatch):
+    def unknown(_):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "GRPO_RL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train"]))
+    with pytest.raises(ValueError, match="this user has no home folder: set HOME, or GRPO_RL_CACHE, to a folder"):
+        check_machine(settings)
+    assert local_path("~/model") is None and local_path("~no-such-user/model") is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_machine(settings)
 
 
 def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
@@ -407,6 +444,29 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
         for key in ("env.num_envs", "env.repeats", "policy.kl_coef", "train.total_dialog_turns")
         if f"  {key}=" in text
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "mode", "message"),
+    [
+        (
+            [],
+            "async",
+            r"--async \(mode=async\) needs ray, which is not installed; install the extra `ray`: pip install",
+        ),
+        (
+            ["train_model.lora.rank=8"],
+            "sync",
+            "train_model.lora.rank needs peft, which is not installed; install the extra `lora`",
+        ),
+    ],
+)
+def test_a_missing_extra_is_named_before_torch_is_imported(words, mode, message, monkeypatch):
+    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train", *words]))
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("ray", "peft") else found(name))
+    with pytest.raises(ValueError, match=message):
+        check_machine(settings, mode)
 
 
 def test_sft_runs_where_vllm_is_not_installed(monkeypatch):

@@ -13,19 +13,22 @@ def linear(dtype=torch.float32):
     return torch.nn.Linear(3, 2, dtype=dtype)
 
 
-def test_steps_equal_those_of_plain_adamw_with_clipping_and_warm_up():
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_equal_those_of_torchs_with_clipping_warm_up_and_decay_of_the_matrix_alone(name):
     ours, plain = linear(), linear()
-    stepper = PolicyOptimizer(ours, lr=1e-2, warmup_steps=2, clip_grad_norm=0.5, weight_decay=0.1)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    stepper = PolicyOptimizer(ours, name, lr=1e-2, warmup_steps=2, clip_grad_norm=0.5, weight_decay=5.0)
+    groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0.0}]
+    betas = {"betas": (0.9, 0.95)} if name == "adamw" else {}
+    theirs = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](groups, lr=1e-2, weight_decay=5.0, **betas)
     for step in range(4):
         x = torch.full((4, 3), 1.0 + step)
         ours(x).square().sum().backward()
         plain(x).square().sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        for group in adamw.param_groups:
+        for group in theirs.param_groups:
             group["lr"] = 1e-2 * [0.5, 1, 1, 1][step]
-        adamw.step()
-        adamw.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
         assert stepper.step().grad_norm == pytest.approx(float(norm))
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
@@ -198,6 +201,23 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
 
     half = {k: v for k, v in run(3)[1].state_dict().items()}
     resumed, through = run(6, half)[0], run(6)[0]
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), through.parameters(), strict=True))
+
+
+def test_a_checkpoint_of_an_earlier_version_has_its_weight_decay_once():
+    def run(steps, state=None):
+        model = linear()
+        stepper = PolicyOptimizer(model, lr=1e-2, weight_decay=5.0)
+        if state:
+            stepper.load_state_dict(state)
+        for step in range(stepper.steps, steps):
+            model(torch.full((2, 3), step + 1.0)).square().sum().backward()
+            stepper.step()
+        return model, stepper
+
+    half = run(2)[1].state_dict()
+    half["optimizer"]["param_groups"][0]["weight_decay"] = 5.0
+    resumed, through = run(4, half)[0], run(4)[0]
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), through.parameters(), strict=True))
 
 

@@ -392,9 +392,9 @@ def test_a_handler_of_sigusr1_that_was_there_before_is_called_and_nobody_is_aske
             assert not read_record(path).renews
             signal.raise_signal(signal.SIGUSR1)
             until = time.monotonic() + 20
-            while "a signal" not in path.read_text() and time.monotonic() < until:
+            while "a signal" not in read_record(path).table and time.monotonic() < until:
                 time.sleep(0.02)
-        assert "a signal" in path.read_text() and called == [signal.SIGUSR1]
+        assert "a signal" in read_record(path).table and called == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -403,14 +403,16 @@ def test_a_handler_of_sigusr1_that_was_there_before_is_called_and_nobody_is_aske
 def test_outside_the_main_thread_no_handler_is_installed_and_the_record_says_so(tmp_path):
     def work():
         with watching(600.0) as watcher, watcher.telling(tmp_path):
-            pass
+            assert not read_record(tmp_path / "waits.txt").renews
+        done.append(True)
 
+    done = []
     before = signal.getsignal(signal.SIGUSR1)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGUSR1) is before
-    assert not read_record(tmp_path / "waits.txt").renews
+    assert signal.getsignal(signal.SIGUSR1) is before and done
+    assert not list(tmp_path.iterdir()), "nothing was late"
 
 
 def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_told_by_its_thread(tmp_path, monkeypatch):
@@ -506,8 +508,7 @@ def test_what_fails_in_a_thread_that_helps_to_tell_is_said_too(waits, clock, tmp
 
 def test_a_record_holds_whatever_a_name_has_in_it(waits, tmp_path):
     with waiting("reading the data of \ud800 über", waits=waits), looked_at(waits, None, []).telling(tmp_path):
-        pass
-    assert "reading the data of \\ud800 über" in read_record(tmp_path / "waits.txt").table
+        assert "reading the data of \\ud800 über" in read_record(tmp_path / "waits.txt").table
 
 
 def test_a_wait_costs_less_than_20_us_of_cpu_time(tmp_path):
