@@ -151,9 +151,11 @@ def _serve(steps: harness.Steps, work: Work, buffer, data: Callable[[], object],
 
 
 def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--groups", type=harness.at_least_one, default=Work.groups, help="groups that fill the buffer")
+    args = parser.parse_args()
     load = harness.require_quiet(args.force)
-    work = Work()
+    work = Work(args.groups, min(args.groups, Work.sampled_groups))
     functions = {OURS: (our_arm,)}
     for as_stack, replacement in itertools.product((True, False), repeat=2):
         name = f"torchrl_{'stack' if as_stack else 'list'}{'_replacement' * replacement}"
@@ -184,6 +186,7 @@ def main() -> None:
         "ratios": ratios,
         "arms": summary,
         "work": asdict(work),
+        "code": harness.code("grpo_rl/data"),
         "machine": machine,
         **load,
     }

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from harness import arguments, bar, finish, machine, require_quiet
+from harness import arguments, bar, code, finish, machine, require_quiet
 
 from grpo_rl.intervals import paired_gain
 from grpo_rl.run.folder import RunFolder
@@ -141,6 +141,7 @@ def main() -> None:
             }
         ],
         "steps": {"alone_s": alone, "beside_s": beside, "held_s": times.held, "written_s": times.written},
+        "code": code("grpo_rl/run", "grpo_rl/storage", "grpo_rl/training"),
         "machine": machine(),
         **quiet,
     }

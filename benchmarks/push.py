@@ -116,9 +116,11 @@ def push(steps: harness.Steps, model: torch.nn.Module, sync: Any) -> None:
 
 
 def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--model", default=Work.model, help="a local folder or a hub name")
+    args = parser.parse_args()
     quiet = harness.require_quiet(args.force)
-    work = Work()
+    work = Work(args.model)
     with contextlib.ExitStack() as stack:
         arms = {
             name: stack.enter_context(contextlib.closing(harness.Arm(name, function, work)))
@@ -139,6 +141,7 @@ def main() -> None:
         "peer": f"Tensor.copy_, torch {torch.__version__}",
         "arms": summary,
         "work": asdict(work),
+        "code": harness.code("grpo_rl/engines", "grpo_rl/weights"),
         "machine": harness.machine(),
         **quiet,
     }

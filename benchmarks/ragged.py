@@ -205,6 +205,7 @@ def main() -> None:
                    "ours": args.prompts * work.prompt + tokens},
         "lengths": work.lengths,
         "work": asdict(work) | {"model": args.model},
+        "code": harness.code("grpo_rl/data", "grpo_rl/losses", "grpo_rl/policies", "grpo_rl/training"),
         "machine": harness.machine(),
         **load,
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """Writes README.md and its plots from the benchmarks' JSON files: `python benchmarks/render.py [FOLDER]`.
 
-A pure function of the JSON files: the same figures give the same bytes. What of a result is shown, see `harness.py`; a
-result without a table or a plot is shown by the medians of its arms and by its ratios.
+The same figures of the same code give the same bytes; figures that are older than the code that they depend on are
+marked. What of a result is shown, see `harness.py`; a result without a table or a plot is shown by the medians of its
+arms and by its ratios.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import harness
 import matplotlib
 
 matplotlib.use("svg")
@@ -21,7 +23,7 @@ HEAD = """# Benchmarks
 
 Written by `make bench` from the JSON files beside it, each from one call of a script. A figure is a ratio of
 measurements that took turns on one machine, as absolute times say little, on shared CPUs least of all; only that of
-scoring is a time, over the time it may take.
+scoring is a time, over the time it may take. A figure is marked where the code that it depends on has changed since.
 """
 
 
@@ -37,7 +39,12 @@ def render(results: Sequence[Mapping]) -> dict[str, str]:
             files[names[-1]] = draw(plot)
         sections.append(section(result, names))
     summary = [
-        {"benchmark": f"[{result['name']}](#{result['name']})", "figure": result["figure"], "bars": in_short(result)}
+        {
+            "benchmark": f"[{result['name']}](#{result['name']})",
+            "figure": result["figure"],
+            "bars": in_short(result),
+            "code since": "" if is_of_this_code(result) else "changed",
+        }
         for result in results
     ]
     return {"README.md": "\n".join([HEAD, table(summary), *sections])} | files
@@ -57,7 +64,7 @@ def section(result: Mapping, plot_files: Sequence[str]) -> str:
     if tried := result.get("tried_alone_s"):
         times = [f"{name} {f'{x:.1f} s' if isinstance(x, float) else x}" for name, x in tried.items()]
         lines.append(f"- tried alone: {cell('; '.join(times))}")
-    lines += [f"- machine: {machine(result)}", ""]
+    lines += [f"- machine: {machine(result)}", f"- code: {code(result)}", ""]
     lines += [f"![{result['name']}]({name})" for name in plot_files] + [""] * bool(plot_files)
     return "\n".join([*lines, table(rows(result))])
 
@@ -96,6 +103,24 @@ def machine(result: Mapping) -> str:
     if "measured" in result:
         parts.append(result["measured"])
     return "; ".join(map(cell, parts))
+
+
+def code(result: Mapping) -> str:
+    """The commit that was measured, and whether what the figure depends on has changed since.
+
+    >>> code({})
+    'commit unknown, **older than the code**'
+    """
+    facts = result.get("code", {})
+    commit = f"commit {facts.get('commit') or 'unknown'}"
+    parts = f" ({', '.join(facts['files'])})" if facts else ""
+    return commit if is_of_this_code(result) else f"{commit}, **older than the code**{parts}"
+
+
+def is_of_this_code(result: Mapping) -> bool:
+    """True if what the figure depends on is as it was measured."""
+    facts = result.get("code")
+    return facts is not None and harness.digest(facts["files"]) == facts["digest"]
 
 
 def rows(result: Mapping) -> list[dict]:

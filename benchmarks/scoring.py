@@ -143,9 +143,9 @@ def prompt_response(data: Path) -> tuple[Task, Responses]:
 TASKS = {f.__name__: f for f in (gsm8k, ifeval, math, countdown, calculator, search_qa, prompt_response)}
 
 
-def conversations(task: Task, responses: Responses) -> Iterator[tuple[dict, list[Messages]]]:
-    """A row and eight conversations about it, as many as make all responses."""
-    for i in range(RESPONSES // REPEATS):
+def conversations(task: Task, responses: Responses, count: int) -> Iterator[tuple[dict, list[Messages]]]:
+    """A row and eight conversations about it, as many as make so many responses."""
+    for i in range(count // REPEATS):
         row = task.rows[i % len(task.rows)]
         prompt = task.prompt(row)
         yield row, [[*prompt, *messages] for messages in responses(row)]
@@ -167,17 +167,19 @@ def main() -> None:
     medians, bars = {}, []
     for name in args.tasks:
         task, responses = TASKS[name](args.data)
-        work = list(conversations(task, responses))
+        work = list(conversations(task, responses, args.responses))
         scored_s(task, work[:8])  # warm-up: worker processes start
         medians[name] = statistics.median(scored_s(task, work) for _ in range(args.steps))
         limit = LIMITS_S.get(name, LIMIT_S)
-        print(f"{name}: {RESPONSES} responses in {medians[name]:.2f} s")
-        bars.append(harness.bar(f"seconds for {RESPONSES} responses of {name}", medians[name], at_most=limit))
+        print(f"{name}: {args.responses} responses in {medians[name]:.2f} s")
+        bars.append(harness.bar(f"seconds for {args.responses} responses of {name}", medians[name], at_most=limit))
     worst = max(medians[name] / LIMITS_S.get(name, LIMIT_S) for name in medians)
     result = {
-        "shows": f"Scoring {RESPONSES} responses of each task; the figure is the slowest task's time over its limit.",
+        "shows": f"Scoring {args.responses} responses of each task; the figure is the slowest task's time over its "
+        "limit.",
         "bars": bars,
         "seconds": medians,
+        "code": harness.code("envs"),
         "machine": harness.machine(),
         **load,
     }
@@ -188,6 +190,8 @@ def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     data = os.environ.get("GRPO_RL_DATA")
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="default: $GRPO_RL_DATA")
+    count = harness.at_least_one
+    parser.add_argument("--responses", type=count, default=RESPONSES, help="of each task, a multiple of 8")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     args = parser.parse_args()
     if args.data is None:

@@ -7,6 +7,7 @@ Nothing here depends on the machine: time is simulated.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +24,15 @@ BALANCED = SimulatorConfig(engines=8, train_tokens_per_s=5e3, steps=60)
 TRAINERS = {"balanced": 5e3, "a fast trainer": 4e4, "a slow trainer": 2e3}
 
 
-def outcomes() -> dict[str, dict[int, Outcome]]:
-    """Outcomes by trainer and bound."""
+def outcomes(steps: int) -> dict[str, dict[int, Outcome]]:
+    """Outcomes by trainer and bound, each of so many steps."""
     return {
         name: {
-            bound: simulate(replace(BALANCED, train_tokens_per_s=rate, max_staleness=bound)) for bound in BOUNDS
+            bound: simulate(replace(BALANCED, steps=steps, train_tokens_per_s=rate, max_staleness=bound))
+            for bound in BOUNDS
         }
         for name, rate in TRAINERS.items()
-    }  # fmt: skip
+    }
 
 
 def ideal(turns: Outcome) -> float:
@@ -39,7 +41,11 @@ def ideal(turns: Outcome) -> float:
 
 
 def main() -> None:
-    found = outcomes()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=BALANCED.steps, help="training steps of each simulation")
+    parser.add_argument("--out", type=Path, default=OUT, help="the plot")
+    args = parser.parse_args()
+    found = outcomes(args.steps)
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "grpo_rl"})
     figure, (gain, waiting) = plt.subplots(1, 2, figsize=(9, 3.2))
     for name, by_bound in found.items():
@@ -60,7 +66,7 @@ def main() -> None:
     for axes in (gain, waiting):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(OUT, metadata={"Date": None})
+    figure.savefig(args.out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def main() -> None:
         "bars": [harness.bar("times the step before", ratio, at_most=BAR)],
         "ratios": phases,
         "arms": summary,
+        "code": harness.code(*step_vs_trl.CODE),
         "machine": harness.machine(),
         **load,
     }

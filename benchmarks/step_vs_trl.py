@@ -48,6 +48,14 @@ OURS = "grpo_rl"
 SPEED_BAR, LONG_PROMPT_SPEED_BAR, LIMIT_BAR = 3.5, 5.0, 0.5
 WARMUP_STEPS = 2
 """Warm-up steps, until compiled kernels, caches and the allocator's memory have settled."""
+CODE = (
+    "config",
+    *(
+        f"grpo_rl/{name}"
+        for name in ("build", "collectors", "data", "engines", "losses", "policies", "training", "weights")
+    ),
+)
+"""The parts of a step, and the settings that it runs at."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,6 @@ class TRLSetting:
 
 def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
-    from hydra import compose, initialize_config_dir
-
     from grpo_rl.build import training as build
     from grpo_rl.build.sync import make_engine
     from grpo_rl.collectors.sync import SyncCollector
@@ -111,9 +117,10 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.perf.rates import measure_rates
     from grpo_rl.perf.roofline import StepRoofline
     from grpo_rl.policies.hub import load_tokenizer
-    from grpo_rl.settings.compose import FOLDER
+    from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.derived import micro_batching
     from grpo_rl.settings.devices import allocate
+    from grpo_rl.settings.schema import Settings
     from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.weights.push import WeightSync
 
@@ -129,6 +136,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             return Reward({"alternating": float(next(self.turn) % 2)})
 
     settings = [
+        "mode=sync",
         f"env.num_envs={len(work.prompts)}",
         f"env.repeats={work.repeats}",
         f"train.optim_batch_size={work.responses}",
@@ -138,8 +146,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
         *([f"inference_model.gpu_memory_utilization={work.engine_share}"] if work.engine_share else []),
         *overrides,
     ]
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = compose("grpo_gsm8k", overrides=settings)
+    cfg = Settings.read(compose_config("grpo_gsm8k", settings))
     folder, devices = Path(work.model), allocate(cfg)
     env = LLMEnv(Alternating(), load_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
@@ -444,8 +451,10 @@ def main() -> None:
         sys.exit(f"error: none of --trl-batch {args.trl_batch} divides {work.responses} responses")
 
     try:
+        with contextlib.closing(harness.Arm(OURS, our_arm, work, args.ours)) as arm:
+            arm.step(alone=True)  # before the minutes that TRL's settings take
         settings, tried = explore(work, batches, args)
-    except ValueError as error:
+    except (ValueError, harness.ArmError) as error:
         sys.exit(f"error: {error}")
 
     with contextlib.ExitStack() as stack:
@@ -487,6 +496,7 @@ def main() -> None:
         "tried_alone_s": tried,
         "work": asdict(work) | {"model": args.model},
         "overrides_of_ours": args.ours,
+        "code": harness.code(*CODE),
         "machine": harness.machine(),
         **load,
     }

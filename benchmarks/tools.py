@@ -311,11 +311,11 @@ def main() -> None:
     tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL))
     rows, arms = [], {}
     for conversations in args.conversations:
-        work = Work(conversations)
+        work = Work(conversations, step_s=args.step_ms / 1000)
         found, summary = compared(work, tokenizer, args.steps)
         rows += found
         arms |= {f"{conversations}, {name}": arm for name, arm in summary.items()}
-    work = Work(0)
+    work = Work(0, step_s=args.step_ms / 1000)
     result = {
         "shows": f"Conversations of {work.turns} turns of {work.tokens[0]} to {work.tokens[1]} tokens, with a call in "
         f"all but the last, which takes {1000 * work.tool_s[0]:g} to {1000 * work.tool_s[1]:g} ms or answers at once. "
@@ -336,6 +336,7 @@ def main() -> None:
         "table": rows,
         "arms": arms,
         "plots": [],
+        "code": harness.code("envs", "grpo_rl/cluster", "grpo_rl/collectors"),
         "machine": harness.machine(),
         **load,
     }
@@ -351,6 +352,7 @@ def parse() -> argparse.Namespace:
         default=[32, 64, 128],
         help="in flight; multiples of 16, two groups of 8",
     )
+    parser.add_argument("--step-ms", type=float, default=1000 * Work.step_s, help="of a decoding step")
     args = parser.parse_args()
     if any(count < 16 or count % 16 for count in args.conversations):
         parser.error("--conversations must be multiples of 16: asynchronous collections hold two steps of groups of 8")

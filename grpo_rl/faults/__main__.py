@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from grpo_rl.faults.share import table
 from grpo_rl.faults.simulation import Outcome, simulate
 
 SHARE_STEPS, SHARE_RUNS = 200, 3
 """Steps of each run of ``--share``, and runs of each of its cases."""
+A_PROCESS = 100
+"""Seeds that are worth a process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="K", help="the first of the seeds (0)")
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # to share out tensors as small as these takes longer than to compute them
     if options.share:
         table(SHARE_STEPS, SHARE_RUNS, lambda line: print(line, flush=True))
         return 0
@@ -39,12 +46,11 @@ def simulate_many(seeds: Sequence[int]) -> int:
     """Simulates seeds, reports those that fail and the sums of all; 1 where one failed."""
     start, faults, dropped = time.monotonic(), Counter[str](), Counter[str]()
     failed, trained, lives, virtual_s = 0, 0, 0, 0.0
-    for seed in seeds:
-        outcome = simulate(seed)
+    for outcome in outcomes(seeds):
         if outcome.error:
             failed += 1
             print(report_of(outcome, True), flush=True)
-            print(f"  replay it with: python -m grpo_rl.faults --seed {seed} --trace", flush=True)
+            print(f"  replay it with: python -m grpo_rl.faults --seed {outcome.seed} --trace", flush=True)
         faults += outcome.faults
         dropped += outcome.dropped
         trained, lives, virtual_s = trained + outcome.trained, lives + outcome.lives, virtual_s + outcome.seconds
@@ -54,6 +60,16 @@ def simulate_many(seeds: Sequence[int]) -> int:
     print(f"groups trained on {trained}, dropped {dict(dropped)}")
     print(f"faults {faults.total()}: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()))
     return int(failed > 0)
+
+
+def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
+    """The outcomes of seeds, in their order; a process on each core simulates them where they are many."""
+    processes = min(os.cpu_count() or 1, len(seeds) // A_PROCESS)
+    if processes < 2:
+        yield from map(simulate, seeds)
+        return
+    with multiprocessing.Pool(processes) as pool:
+        yield from pool.imap(simulate, seeds, chunksize=10)
 
 
 def report_of(outcome: Outcome, shows_events: bool) -> str:

@@ -183,7 +183,10 @@ class SimulatedActor:
                 await getattr(self.engine, method)(*args)
             return await getattr(self.engine, method)(*args)
 
-        return self._answer(method, work)
+        answer = self._answer(method, work)
+        if method == "generate":  # the request of a group is named group-<its number>-<...>
+            self._world.on_sampling(self, int(args[0].split("-")[1]), answer.future())
+        return answer
 
     def _answer(self, method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> _Answer:
         value: Future[Any] = Future()

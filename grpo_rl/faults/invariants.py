@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-
-import pyarrow.parquet as pq
+from typing import Any
 
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
+from grpo_rl.faults.in_flight import InFlight
 from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_zero_variance
+from grpo_rl.faults.stored import Stored, number_of, steps_of
+from grpo_rl.faults.violation import Violation, check_equal
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
 
 NOTICED_S = 5 * DEADLINE_S
 """Seconds within which an engine that hangs is noticed: several deadlines of a call, one of which may be a push's."""
-
-
-class Violation(AssertionError):
-    """Something is not true that has to be."""
 
 
 class Invariants:
@@ -46,6 +44,7 @@ class Invariants:
         self._parts: Parts | None = None
         self._last_progress_s = 0.0
         self.trained, self.dropped = 0, Counter[str]()
+        self._stored, self._in_flight = Stored(world), InFlight(world)
 
     # Before and after the parts of a life are there.
 
@@ -54,16 +53,16 @@ class Invariants:
         if newest is not None:
             self._damaged.add(Path(newest).name)
             whole = filter(self._world.disk.is_whole, self._world.disk.root.glob("checkpoints/checkpoint_*.pt"))
-            self._saved = max((step for step in map(_number, whole) if step <= self._saved), default=0)
+            self._saved = max((step for step in steps_of(whole) if step <= self._saved), default=0)
 
     def expected(self) -> Path | None:
         """The checkpoint that a run in the folder has to go on with: the newest whole one that the metrics reach."""
         root = self._world.disk.root
         metrics = root / "metrics.jsonl"
-        lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
+        lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []  # the last one may be cut
         logged = max((json.loads(line)["step"] for line in lines), default=0)
         for path in sorted(root.glob("checkpoints/checkpoint_*.pt"), reverse=True):
-            step = _number(path)
+            step = number_of(path)
             if not self._world.disk.is_whole(path) and path.name not in self._damaged:
                 raise Violation(f"{path.name} has its name and is not whole, though no disk has damaged it")
             if step <= logged and self._world.disk.is_whole(path):
@@ -77,16 +76,24 @@ class Invariants:
     def opened(self, folder: RunFolder, expected: Path | None) -> None:
         """Checks what a run has found in its folder; called when its logs are those of the checkpoint."""
         found = folder.restored[0] if folder.restored else None
-        self._is(found, expected, "the run goes on with another checkpoint")
+        check_equal(found, expected, "the run goes on with another checkpoint")
         trained = folder.restored[1]["optimizer"]["trained"].tolist() if folder.restored else []
-        self._records_are(folder.path, folder.step, [(step, group_id) for step, group_id in trained])
+        self._stored.check(folder.path, folder.step, [(step, group_id) for step, group_id in trained])
+        self._in_flight.opened(folder.step)
 
-    def begin(self, parts: Parts, collector: AsyncCollector) -> None:
-        """Begins to watch the parts of a life."""
+    @contextmanager
+    def watching(self, parts: Parts, collector: AsyncCollector) -> Iterator[None]:
+        """Watches the parts of a life, until they are closed."""
         self._parts, self._collector, self._last_version = parts, collector, parts.weights.version
         self._held: dict[int, int] = {}
         self._last_progress_s = self._world.now()
+        assert isinstance(parts.engine, FleetEngine) and isinstance(parts.env, Environment)
+        self._in_flight.begin(parts.engine.fleet, collector, parts.env)
         parts.weights.subscribe(self._pushed)
+        try:
+            yield
+        finally:
+            self._in_flight.end()
 
     def end(self) -> None:
         """Ends watching: the life is over."""
@@ -118,15 +125,16 @@ class Invariants:
             actor: SimulatedActor | None = getattr(slot.engine, "_actor", None)
             if actor is not None and actor.alive:
                 self._holds(actor, staleness.version)
+        self._in_flight.check(replaced)
 
     def _holds(self, actor: SimulatedActor, version: int) -> None:
         """Checks an engine that groups are given to."""
         engine = actor.engine
         if actor.silent_s > NOTICED_S:
             raise Violation(f"{engine.name} has not answered for {actor.silent_s:.0f} s, and nobody has noticed")
-        before = self._held.get(id(actor), 0)
-        if engine.version < before:
-            raise Violation(f"{engine.name} went back from version {before} to {engine.version}")
+        before = self._held.get(id(actor), engine.version)
+        if engine.version not in (before, before + 1):
+            raise Violation(f"{engine.name} went from version {before} to {engine.version}")
         self._held[id(actor)] = engine.version
         if engine.version < version:
             raise Violation(f"{engine.name} samples with version {engine.version}, and the run is at {version}")
@@ -144,11 +152,12 @@ class Invariants:
         self._world.tell(f"version {version} is pushed")
         self._updates_at = {v: u for v, u in self._updates_at.items() if v < version} | {version: updates}
 
-    def resumed(self, step: int) -> None:
-        """Checks what is under way when a run goes on after this step."""
+    def resumed(self, step: int, restored: Mapping[str, Any] | None) -> None:
+        """Checks what is under way when a run goes on after this step, with the state that was restored."""
         assert self._parts is not None
-        self._is(self._parts.weights.version, step + 1, "the first push after a resume has another version")
+        check_equal(self._parts.weights.version, step + 1, "the first push after a resume has another version")
         self._accounts(())
+        self._in_flight.resumed(step, restored, self._world.disk.root)
 
     def collected(self, groups: Sequence[Group]) -> None:
         """Checks the groups of a step, and the whereabouts of all others."""
@@ -164,6 +173,7 @@ class Invariants:
                         f"group {group.group_id} says version {at}, of {self._updates_at.get(at)} optimizer steps, and "
                         f"was sampled with weights of {-log_prob:g}"
                     )
+            self._stored.collected(group)
         self._accounts([group.group_id for group in groups])
 
     def _accounts(self, in_hand: Sequence[int]) -> None:
@@ -187,7 +197,7 @@ class Invariants:
             row = self._world.rows[group_id]
             if row not in self._world.unscored and not (drops and has_zero_variance(self._world.seed, row)):
                 raise Violation(f"group {group_id} was dropped, and nothing was wrong with it")
-        self._is(staleness.trained, len(trained) + len(in_hand), "the count of trained groups is another")
+        check_equal(staleness.trained, len(trained) + len(in_hand), "the count of trained groups is another")
         if nobodys := [group_id for group_id in whereabouts if group_id >= env.issued]:
             raise Violation(f"groups {nobodys} have ids of prompts that are still to be given out")
 
@@ -196,13 +206,14 @@ class Invariants:
         parts = self._parts
         assert parts is not None and isinstance(parts.optimizer, Optimizer)
         self._last_progress_s = self._world.now()
-        self._is(parts.weights.version, step + 1, f"the version after step {step}")
+        check_equal(parts.weights.version, step + 1, f"the version after step {step}")
         visits = Counter(group_id for _, group_id in parts.optimizer.trained)
         if wrong := {group_id: n for group_id, n in visits.items() if n != self._world.setup.epochs}:
             raise Violation(f"groups were trained on {wrong} times in {self._world.setup.epochs} epochs")
         if len({group_id for _, group_id in parts.optimizer.trained}) < len(set(parts.optimizer.trained)):
             raise Violation("a group was trained on in two steps")
         self._accounts(())
+        self._in_flight.stepped(step, folder.path)
         if step % self._world.setup.checkpoint_frequency == 0:
             saved = folder._saved
             if saved is None or saved[0] != step or not self._world.disk.is_whole(saved[1]):
@@ -214,36 +225,8 @@ class Invariants:
         """Checks a run that is over."""
         parts, staleness, setup = self._parts, self._collector.staleness, self._world.setup
         assert parts is not None and isinstance(parts.optimizer, Optimizer) and isinstance(parts.env, Environment)
-        self._is(len(staleness.open), 0, "groups are left")
-        self._is(parts.collector.collected, setup.responses, "the number of responses")
-        self._is(parts.env.issued * setup.group_size, setup.responses, "the number of prompts")
-        self._records_are(folder.path, step, parts.optimizer.trained)
+        check_equal(len(staleness.open), 0, "groups are left")
+        check_equal(parts.collector.collected, setup.responses, "the number of responses")
+        check_equal(parts.env.issued * setup.group_size, setup.responses, "the number of prompts")
+        self._stored.check(folder.path, step, parts.optimizer.trained)
         self.trained, self.dropped = staleness.trained, staleness.dropped
-
-    def _records_are(self, run: Path, step: int, trained: Sequence[tuple[int, int]]) -> None:
-        """Checks that metrics and lineage tell of exactly these optimizer steps, and of nothing after the step."""
-        metrics, expected = run / "metrics.jsonl", list(range(1, step + 1))
-        rows = [json.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.exists() else []
-        self._is([row["step"] for row in rows], expected, "the steps in metrics.jsonl")
-        for row in rows:
-            dropped = sum(count for name, count in row.items() if name.startswith("groups/dropped_"))
-            counted = row["groups/trained"] + row["groups/open"] + dropped
-            self._is(row["groups/started"], counted, f"the groups started by step {row['step']}")
-        self._is(sorted(map(_number, run.glob("lineage/*.parquet"))), expected, "the steps of the lineage")
-        stored = []
-        for at in expected:
-            columns = ["epoch", "optimizer_step", "group_id"]
-            with pq.ParquetFile(run / f"lineage/step_{at:06d}.parquet") as file:  # quicker than `read_table`
-                table = file.read(columns)
-            visits = set(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
-            stored += [(at, group_id) for _, _, group_id in visits]
-        self._is(sorted(stored), sorted(trained), "what the lineage says was trained on")
-
-    def _is(self, found: object, expected: object, what: str) -> None:
-        if found != expected:
-            raise Violation(f"{what}: {found}, and not {expected}")
-
-
-def _number(path: Path) -> int:
-    match = re.search(r"\d+", path.name)
-    return int(match[0]) if match else -1

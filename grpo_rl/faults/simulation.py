@@ -17,9 +17,10 @@ from unittest import mock
 
 from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.faults.clock import Killed, Process, lived_by
-from grpo_rl.faults.invariants import Invariants, Violation
+from grpo_rl.faults.invariants import Invariants
 from grpo_rl.faults.parts import simulated_parts, simulated_ray
 from grpo_rl.faults.stand_ins import AtOnce, Diagnosis, Logs, Optimizer, config_of
+from grpo_rl.faults.violation import Violation
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
@@ -157,15 +158,15 @@ def _train(world: World, invariants: Invariants) -> None:
         folder.prepare()
         invariants.opened(folder, expected)
         with simulated_parts(world, folder.collected) as (parts, collector):
-            invariants.begin(parts, collector)
             logs = Logs(folder.path, config, world.tell, process.now)
             held_out = HeldOut(cast(Any, parts.env), [], Sampling())
             options = RunOptions(train, 0, "", "", "merged", "wait", False, {})
             step_metrics = lambda parts, groups, record: parts.collector.metrics()  # noqa: E731
             others = cast(Any, Diagnosis()), held_out, step_metrics, cast(Any, SimpleNamespace(asked=False)), options
-            with Run(folder, cast(Any, logs), parts, *others) as run:
-                _loop(run, world, process, invariants)
-            invariants.finished(run.step, folder)
+            with invariants.watching(parts, collector):
+                with Run(folder, cast(Any, logs), parts, *others) as run:
+                    _loop(run, world, process, invariants)
+                invariants.finished(run.step, folder)
 
 
 def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> None:
@@ -197,7 +198,7 @@ def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
     def check_and_collect(group_size: int) -> list[Any]:
         nonlocal asked
         if not asked:
-            invariants.resumed(run.step)
+            invariants.resumed(run.step, run.folder.restored[1] if run.folder.restored else None)
         asked = True
         return collect(group_size)
 

@@ -19,11 +19,12 @@ from grpo_rl.data.group import Group
 from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
 from grpo_rl.faults.world import World
-from grpo_rl.monitor.lineage import LineageLog
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.run.records import Records
 
 ROWS = 1000
-"""Rows of the data: more than any run has groups, so that a row stands for one group."""
+"""Rows of the data: more than a seed's run has groups, so that a row stands for one group."""
 MICRO_BATCHING = MicroBatching(1)
 """Unused: nothing is scored. Checkpoints hold its size."""
 SCORE_TIMEOUT_S = 60.0
@@ -70,6 +71,14 @@ class Environment:
         if has_zero_variance(self._world.seed, row):
             return [Reward({"right": 1.0})] * len(responses)
         return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See :meth:`grpo_rl.envs.base.LLMEnv.decode`."""
+        return " ".join(map(str, ids))
+
+    def gold(self, row: int) -> int:
+        """See :meth:`grpo_rl.envs.base.LLMEnv.gold`."""
+        return row
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
         """See :meth:`grpo_rl.envs.base.LLMEnv.note`."""
@@ -184,18 +193,20 @@ class Schedules:
 
 
 class Logs:
-    """The metrics and the lineage of a real run, and nothing for people; see :class:`grpo_rl.run.logs.RunLogs`."""
-
-    records = None
+    """All that a real run stores of its steps, and nothing for people; see :class:`grpo_rl.run.logs.RunLogs`."""
 
     def __init__(self, folder: Path, config: str, note: Callable[[str], None], now: Callable[[], float]) -> None:
-        self.metrics, self.lineage = MetricsLog(folder), LineageLog(folder, config, cast(Any, None))
+        self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
+        # No token of a group is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
+        self.records = Records(folder, config, 0, cast(Any, None), cast(Any, "a loss"))
+        self.lineage = self.records.lineage
         self.note, self.started, self.observers = note, now(), []
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
 
-    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: object) -> None:
+    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: Environment) -> None:
         """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""
         self.metrics.log(step, metrics)
+        self.completions.log(step, completion_rows(groups, env.decode, env.gold))
 
 
 class Diagnosis:

@@ -6,9 +6,10 @@ import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo_rl.faults.clock import Process
 from grpo_rl.faults.disk import Disk, damaged
@@ -38,7 +39,11 @@ OF_ENGINES = ("crash of an engine", "crash of an engine that starts", "crash of 
 BY_TIME = ("clock jumps", "crash of a node", "crash of the trainer", "power cut")
 """Faults that come with time."""
 MOST_FAULTS = 12
-"""Faults of a seed; after them the run must get to its end."""
+"""Faults of a seed, and half of those of a long one; after them the run must get to its end."""
+LONG_EVERY = 12
+"""Every twelfth seed is of a long and wide run, in which many groups live on after their engine was replaced."""
+RARER = 0.4
+"""Chances of faults in a long run over those in others, so that not all of them come in its first steps."""
 LAST_EVENTS = 25
 """Events that are shown of a seed that fails."""
 
@@ -93,22 +98,24 @@ class World:
     def __init__(self, seed: int, root: Path, keeps_all: bool = False, setup: Setup | None = None) -> None:
         self.seed, self._rng = seed, random.Random(seed)
         draw = self._rng
-        num_envs = draw.randint(1, 3)
+        is_long = seed % LONG_EVERY == LONG_EVERY - 1
+        num_envs = draw.randint(*((3, 6) if is_long else (1, 3)))
         drawn = Setup(
-            engines=draw.randint(1, 3),
+            engines=draw.randint(*((2, 4) if is_long else (1, 3))),
             num_envs=num_envs,
             max_staleness=draw.randint(0, 3),
             epochs=draw.randint(1, 2),
             groups_per_batch=draw.randint(1, num_envs),
             checkpoint_frequency=draw.randint(1, 3),
-            steps=draw.randint(2, 5),
+            steps=draw.randint(*((8, 14) if is_long else (2, 5))),
             drops_zero_variance=draw.random() < 0.5,
         )
         self.setup = setup or drawn
         # A seed with few kinds of faults finds what many at once would hide.
         share = draw.choice([0.2, 0.5, 1.0])
-        self._chances = {kind: chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
-        self._left = draw.randint(1, MOST_FAULTS)
+        rate = RARER if is_long else 1.0
+        self._chances = {kind: rate * chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
+        self._left = draw.randint(1, MOST_FAULTS) * (1 + is_long)
         self.faults: Counter[str] = Counter()
         self.faults_of_life: Counter[str] = Counter()
         """Faults since the trainer was started last."""
@@ -126,6 +133,8 @@ class World:
         """The files that the last kill has left of the run's folder, until the next life."""
         self.unscored: set[int] = set()
         """Rows of which a scorer has failed at least once."""
+        self.on_sampling: Callable[[Actor, int, Future[Any]], None] = lambda actor, group_id, call: None
+        """Called with the actor, the group and the call when an engine is asked to sample a group."""
 
     def now(self) -> float:
         """Virtual seconds since the simulation's beginning."""

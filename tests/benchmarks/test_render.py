@@ -1,8 +1,9 @@
-"""benchmarks/README.md is made of the JSON files and of nothing else."""
+"""benchmarks/README.md is made of the JSON files, and says which are older than the code."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_section_shows_figure_bars_peer_machine_and_table(script):
     page = files["README.md"]
     assert set(files) == {"README.md", "speed.svg"}
     for line in (
-        "| [speed](#speed) | 2.35 | 1 of 2 reached |",
+        "| [speed](#speed) | 2.35 | 1 of 2 reached | changed |",
         "How fast it is.",
         "- figure: **2.35**",
         "- peer: Peer 1.2",
@@ -53,6 +54,7 @@ def test_a_section_shows_figure_bars_peer_machine_and_table(script):
         "- **missed**: 0.3 share of memory (at most 0.25)",
         "- left out: peer_fp32: killed",
         "- machine: CPU 9; 2 cores, 23.5 GiB; torch 2.13.0; load 3.00 at the start, **measured although it was busy**",
+        "- code: commit unknown, **older than the code**",
         "![speed](speed.svg)",
         "| a/b | 2.35 |",
     ):
@@ -70,6 +72,36 @@ def test_sections_are_in_order_and_the_same_figures_give_the_same_bytes(script):
     once, again = render([WHOLE, ARMS_ONLY]), render([ARMS_ONLY, WHOLE])
     assert once == again
     assert once["README.md"].index("## buffer") < once["README.md"].index("## speed")
+
+
+def test_figures_that_are_older_than_the_code_that_they_depend_on_are_marked(script, tmp_path, monkeypatch):
+    harness, render = script("harness"), script("render").render
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "buffer.py").write_text("1")
+    result = WHOLE | {"code": {**harness.code("data"), "commit": "abc1234"}}
+    assert "- code: commit abc1234\n" in (page := render([result])["README.md"])
+    assert "| [speed](#speed) | 2.35 | 1 of 2 reached |  |" in page.splitlines()
+    (tmp_path / "other.py").write_text("1")
+    assert render([result])["README.md"] == page
+    (tmp_path / "data" / "buffer.py").write_text("2")
+    page = render([result])["README.md"]
+    assert "- code: commit abc1234, **older than the code** (data)\n" in page
+    assert "| [speed](#speed) | 2.35 | 1 of 2 reached | changed |" in page.splitlines()
+
+
+def test_a_result_names_the_commit_and_whether_its_files_have_changed_since(script, tmp_path, monkeypatch):
+    code = script("harness").code
+    monkeypatch.setattr(script("harness"), "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.py").write_text("1")
+    assert code("a.py")["commit"] == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    (tmp_path / "b.py").write_text("2")
+    assert (code("a.py")["commit"], code("b.py")["commit"]) == (head, f"{head}+")
 
 
 def test_a_plot_draws_its_points(script):

@@ -134,3 +134,18 @@ def test_settings_that_measure_nothing_are_refused(script, monkeypatch, capsys, 
     with pytest.raises(SystemExit):
         script(name).parse()
     assert complaint in capsys.readouterr().err
+
+
+def test_our_step_is_tried_before_the_minutes_that_trls_settings_take(script, monkeypatch):
+    trl, harness, made = script("step_vs_trl"), script("harness"), []
+
+    def broken(name, *_):
+        made.append(name)
+        raise harness.ArmError(f"{name} failed:\nKeyError: 'task'")
+
+    monkeypatch.setattr(harness, "Arm", broken)
+    monkeypatch.setattr(trl, "asked_work", lambda args: trl.Work("", ([],), (1,), repeats=8, response=8))
+    monkeypatch.setattr(sys, "argv", ["step_vs_trl.py", "--data", "x", "--force"])
+    with pytest.raises(SystemExit, match="grpo_rl failed:\nKeyError: 'task'"):
+        trl.main()
+    assert made == [trl.OURS]

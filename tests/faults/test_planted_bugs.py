@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,9 @@ from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import EngineDeadError, EngineLostError
 from grpo_rl.faults.simulation import simulate
+from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.monitor.step_parts import StepParts
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.weights import remote
@@ -202,6 +207,160 @@ def deadlines_go_by_the_wall_clock(patch):
     patch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: time.time()))
 
 
+def a_dead_engine_leaves_its_load_behind(patch):
+    async def call(self, work, responses=1):
+        slot = await self._least_loaded()
+        engine = slot.engine
+        slot.load += responses
+        try:
+            result = await work(engine)
+        except EngineDeadError as error:
+            self._replace(slot, engine, error)
+            raise EngineLostError(str(error)) from error
+        slot.load -= responses
+        return result
+
+    patch.setattr(Fleet, "call", call)
+
+
+def a_new_engine_forgets_what_the_dead_one_still_gives_back(patch):
+    replace_engine = Fleet._replace
+
+    def forget(self, slot, engine, error):
+        replace_engine(self, slot, engine, error)
+        slot.load = 0
+
+    patch.setattr(Fleet, "_replace", forget)
+
+
+def a_load_is_counted_in_groups(patch):
+    call = Fleet.call
+    patch.setattr(Fleet, "call", lambda self, work, responses=1: call(self, work))
+
+
+def the_busiest_engine_gets_the_next_group(patch):
+    least_loaded = Fleet._least_loaded
+
+    async def most_loaded(self):
+        await least_loaded(self)
+        return max(self._ready(), key=lambda slot: (slot.load, slot.number))
+
+    patch.setattr(Fleet, "_least_loaded", most_loaded)
+
+
+def what_is_sampled_again_is_not_counted(patch):
+    begin, restart = RolloutScheduler.__init__, StalenessManager.restart
+
+    def known(self, staleness, *rest):
+        begin(self, staleness, *rest)
+        staleness.scheduler = self
+
+    def uncounted(self, group):
+        restart(self, group)
+        self.scheduler.resampled -= 1
+
+    patch.setattr(RolloutScheduler, "__init__", known)
+    patch.setattr(StalenessManager, "restart", uncounted)
+
+
+def groups_sampled_again_before_a_resume_are_forgotten(patch):
+    restore = AsyncCollector.restore
+    patch.setattr(AsyncCollector, "restore", lambda self, state: restore(self, state | {"resampled": 0}))
+
+
+def engines_replaced_before_a_resume_are_forgotten(patch):
+    restore = AsyncCollector.restore
+    patch.setattr(AsyncCollector, "restore", lambda self, state: restore(self, state | {"replaced": 0}))
+
+
+def a_group_sampled_again_keeps_its_first_version(patch):
+    restart = StalenessManager.restart
+
+    def keep(self, group):
+        version = group.version
+        restart(self, group)
+        group.version = version
+
+    patch.setattr(StalenessManager, "restart", keep)
+
+
+def groups_are_taken_by_their_numbers(patch):
+    def take(self, last=False):
+        finished = sorted((group for group in self.open if group.finished), key=lambda group: group.number)
+        everything = last and len(finished) == len(self.open) > 0
+        chosen = finished[: self.groups_per_step]
+        later = range(self.max_staleness + 1)
+        if len(finished) < self.groups_per_step and not everything:
+            return None
+        if any(self._left(chosen, steps) > steps * self.groups_per_step for steps in later):
+            return None
+        self.open = [group for group in self.open if group not in chosen]
+        self._in_training += len(chosen)
+        self.trained += len(chosen)
+        return chosen
+
+    patch.setattr(StalenessManager, "take", take)
+
+
+def complete_groups_are_as_new_after_a_resume(patch):
+    reopen = RolloutScheduler.reopen
+
+    def as_new(self, groups):
+        reopen(self, ((self.staleness.version, prompt, rollout) for _, prompt, rollout in groups))
+
+    patch.setattr(RolloutScheduler, "reopen", as_new)
+
+
+def new_prompts_come_before_groups_that_were_in_flight(patch):
+    fill = RolloutScheduler.fill
+
+    def new_first(self):
+        again, self._again = self._again, deque()
+        fill(self)
+        self._again = again
+
+    patch.setattr(RolloutScheduler, "fill", new_first)
+
+
+def completions_of_after_the_checkpoint_stay(patch):
+    patch.setattr(StepParts, "truncate", lambda *_: None)
+
+
+def responses_of_after_the_checkpoint_stay_in_the_lineage(patch):
+    truncate = lineage.truncate
+
+    def tokens_alone(run_dir, step):
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(lineage, "RESPONSES", lineage.TOKENS)
+            truncate(run_dir, step)
+
+    patch.setattr(lineage, "truncate", tokens_alone)
+
+
+def the_lineage_has_one_version_for_all_tokens_of_a_group(patch):
+    token_rows = lineage._token_rows
+
+    def of_its_first(group, *rest):
+        return token_rows(replace(group, versions=group.versions[:1].expand_as(group.versions)), *rest)
+
+    patch.setattr(lineage, "_token_rows", of_its_first)
+
+
+def a_sampling_that_was_lost_is_not_recorded(patch):
+    timed = AsyncCollector._timed
+
+    @contextmanager
+    def only_if_whole(self, engine, prompt):
+        try:
+            with timed(self, engine, prompt):
+                yield
+        except EngineDeadError:
+            self._sampled.pop()
+            raise
+
+    patch.setattr(AsyncCollector, "_timed", only_if_whole)
+
+
 FOUND_AT = {
     a_batch_is_trained_on_twice: (0, "groups were trained on .* times in 2 epochs"),
     a_group_that_was_complete_is_delivered_again_after_a_resume: (11, "are in two places at once"),
@@ -227,6 +386,21 @@ FOUND_AT = {
     ),
     a_dead_engine_stays_in_its_slot: (21, "samples with version 1, and the run is at 2"),
     deadlines_go_by_the_wall_clock: (227, "engines were replaced, and no fault had happened to any"),
+    a_dead_engine_leaves_its_load_behind: (25, "counts as loaded with"),
+    a_new_engine_forgets_what_the_dead_one_still_gives_back: (11, "counts as loaded with"),
+    a_load_is_counted_in_groups: (0, "counts as loaded with"),
+    the_busiest_engine_gets_the_next_group: (0, "gets group .* it samples"),
+    what_is_sampled_again_is_not_counted: (25, "groups/resampled is"),
+    groups_sampled_again_before_a_resume_are_forgotten: (0, "the groups sampled again, after a resume"),
+    engines_replaced_before_a_resume_are_forgotten: (23, "engines/replaced is"),
+    a_group_sampled_again_keeps_its_first_version: (25, "counts as started under version"),
+    groups_are_taken_by_their_numbers: (0, "the versions and numbers of the groups that are trained on next"),
+    complete_groups_are_as_new_after_a_resume: (10, "the groups in flight after a resume"),
+    new_prompts_come_before_groups_that_were_in_flight: (15, "groups wait to be sampled again"),
+    completions_of_after_the_checkpoint_stay: (17, "the steps of completions.parquet"),
+    responses_of_after_the_checkpoint_stay_in_the_lineage: (17, "the steps of lineage_answers"),
+    the_lineage_has_one_version_for_all_tokens_of_a_group: (12, "the rows of lineage/"),
+    a_sampling_that_was_lost_is_not_recorded: (25, "how often group .* was sampled"),
 }
 """The first seed that finds each bug, and what is said of it. Another may be the first when the simulation changes."""
 
