@@ -168,9 +168,8 @@ class RunFolder:
     def _claim(self, resume: str | None) -> tuple[Path, str | None, bool, bool]:
         """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
         run is over."""
-        self._claimed = claimed = claim(
-            self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency
-        )
+        claimed = claim(self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency)
+        self._claimed = claimed
         self._stack.callback(claimed.lock.close)
         remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
@@ -287,11 +286,7 @@ class RunFolder:
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
 
     def check_place(self, step: int) -> None:
-        """Ends all ranks if the folder was moved or removed: what is at its place by now may be another run's.
-
-        Args:
-            step: that the run has done.
-        """
+        """Ends all ranks after a step if the folder was moved or removed: by now another run's may be at its place."""
         lost = self._claimed is not None and self._claimed.lock.is_lost()
         if self._ranks.any([lost])[0] if self._ranks else lost:
             raise SystemExit(
