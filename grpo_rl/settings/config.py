@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -83,6 +84,9 @@ def leaving_nothing() -> Iterator[None]:
         with suppress(OSError):
             unused = {path.name for path in folder.iterdir()} <= {".hydra", log} and folder != Path.cwd()
             if unused and os.environ.get("RANK", "0") == "0":
+                for handler in logging.getLogger().handlers[:]:
+                    if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
+                        logging.getLogger().removeHandler(handler)
                 shutil.rmtree(folder)
                 for parent in [] if fixed_folder() else folder.parents[:2]:  # the day's, and outputs
                     if Path.cwd() in parent.parents:
