@@ -19,14 +19,13 @@ from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.faults.clock import Killed, Process, lived_by
 from grpo_rl.faults.invariants import Invariants
 from grpo_rl.faults.parts import simulated_parts, simulated_ray
-from grpo_rl.faults.stand_ins import AtOnce, Diagnosis, Logs, Optimizer, config_of
+from grpo_rl.faults.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, Optimizer, config_of
 from grpo_rl.faults.violation import Violation
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.run import Run, RunOptions
 from grpo_rl.settings.sections import Train
-from grpo_rl.training.optimizer import StepResult
 from grpo_rl.weights.transport import WeightDeliveryError
 
 ENDS = {
@@ -181,7 +180,7 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
             ids = [group.group_id for group in batch]
             world.tell(f"step {run.step + 1} trains on groups {ids}, started by version {parts.weights.version}")
             optimizer.train(run.step + 1, batch)
-            run.add_result(StepResult(1.0, 1.0, skipped=False))
+            run.add_result(STEPPED)
         parts.weights.push()
         run.finish_step(parts.buffer.drain())
         world.tell(f"step {run.step} is over")

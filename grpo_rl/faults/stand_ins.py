@@ -22,6 +22,9 @@ from grpo_rl.faults.world import World
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.run.records import Records
+from grpo_rl.training.optimizer import StepResult
+
+STEPPED = StepResult(1.0, 1.0, skipped=False)
 
 ROWS = 1000
 """Rows of the data: more than a seed's run has groups, so that a row stands for one group."""
