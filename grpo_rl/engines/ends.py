@@ -8,23 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
+
+from grpo_rl.policies.generation import end_ids
+
+__all__ = ["StopString", "end_ids", "text_decoder"]
 
 _BAD_PREFIX = "Invalid prefix encountered"
 """Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
-
-
-def end_ids(model: str | Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model: those of its generation config, else of its config; all of them.
-
-    Args:
-        model: its folder, or its name on the hub.
-    """
-    try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # there is none
-        ends = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def text_decoder(model: str | Path) -> Tokenizer:
@@ -42,12 +33,12 @@ def text_decoder(model: str | Path) -> Tokenizer:
 class StopString:
     """Finds the token of a response that completes a stop string, as vLLM's detokenizer does.
 
-    Text is decoded a token at a time behind the prompt; special tokens are left out.
+    Text is decoded a token at a time behind the prompt, special tokens too.
     """
 
     def __init__(self, decoder: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._decoder, self._stop, self._text = decoder, stop, ""
-        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
 
     def completed_by(self, token: int) -> bool:
         """Tells whether a stop string is in the text, with the response's next token."""
@@ -60,5 +51,5 @@ class StopString:
         except Exception as error:  # the library has no narrower one
             if not str(error).startswith(_BAD_PREFIX):
                 raise
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=False)
             return self._stream.step(self._decoder, token)
