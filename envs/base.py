@@ -14,8 +14,9 @@ from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unboun
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.by_name import told
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_reply, encode_rows
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
@@ -207,7 +208,7 @@ class LLMEnv(EnvBase):
 
     def encode(self, row: dict) -> list[int]:
         """Ids of a row's prompt, whether the row is the environment's own or held out."""
-        return encode_prompts(self.tokenizer, [self.task.prompt(row)], self.task.tools)[0]
+        return encode_rows(self.tokenizer, self.task, [row])[0]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """The text that is judged, see :func:`~grpo_rl.envs.chat.decode_responses`."""
@@ -228,8 +229,7 @@ class LLMEnv(EnvBase):
                 if calls:
                     return text or "", checked_calls(calls)
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
-                why = f"{type(error).__name__}: {error}"
-                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {why}")
+                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {told(error)}")
         return turn, []
 
     def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -10,8 +11,18 @@ from typing import Any
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_rows, place_of
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
+from grpo_rl.envs.tables import (
+    TOOLS,
+    asked_in_chat,
+    column_hint,
+    is_message,
+    load_rows,
+    place_of,
+    read_messages,
+    read_tools,
+    said_by,
+)
+from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
@@ -39,13 +50,18 @@ class PromptResponse(Task):
     - ``prompts`` and ``completions``, for functions written for TRL: where the prompt is chat messages, a completion
       is a list of one message there.
 
+    Where a function returns None, its part is missing in that response's reward; where all do, the response has none.
+
+    The chat template gets what messages have beside role and content, such as ``tool_calls`` and ``reasoning_content``,
+    and the JSON schemas in a row's ``tools``.
+
     Args:
         rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
             where there is no such column, the messages in ``messages``. Of messages, an assistant's last one is no part
             of the prompt: it is the demonstration.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
-            weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
-            all rewards are added ones, as in ``env.rewards``.
+            weight. Functions themselves are taken too. The parts of the reward bear these names, without the module.
+            None where all rewards are added ones, as in ``env.rewards``.
         prompt_column: of the rows.
         completion_column: of the rows, the data's own response; None where there is none.
         system_prompt: the first message, for prompts that have none of their own.
@@ -58,6 +74,8 @@ class PromptResponse(Task):
         ValueError: a row's prompt is missing or empty or something else; a reward function can't be found or called,
             or asks for a column that is not there; or a weight is not finite.
     """
+
+    parts_may_lack = True
 
     def __init__(
         self,
@@ -74,21 +92,28 @@ class PromptResponse(Task):
         for index, row in enumerate(rows):
             try:
                 self._asked(row)
+                self.tools_of(row)
             except ValueError as error:
                 raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
+        some = set().union(*rows) - columns
+        lacking = {name: place_of(rows, next(at for at, row in enumerate(rows) if name not in row)) for name in some}
         if completion_column and len(rows) and completion_column not in columns:
+            at = f"; {lacking[completion_column]} lacks it" if completion_column in lacking else ""
             raise ValueError(
                 f"env.completion_column={completion_column} is no column of all rows, which have "
-                f"{', '.join(sorted(columns))}"
+                f"{', '.join(sorted(columns))}{at}"
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
-        self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
+        self._functions = [
+            (RewardFunction(name, sorted(columns), lacking), weight) for name, weight in _weighted(reward)
+        ]
         self._columns, self._deadline_s = sorted(columns), 60.0
         self.reward_parts = tuple(function.name for function, _ in self._functions)
         if len(set(self.reward_parts)) < len(self.reward_parts):
-            raise ValueError(f"env.reward has two functions of one name: {', '.join(self.reward_parts)}; rename one")
+            names = ", ".join(self.reward_parts)
+            raise ValueError(f"env.reward has two functions of one name: {names}; rename one, as by its __name__")
 
     def prompt(self, row: dict) -> Messages:
         """The row's messages, or its text as the user's, after the system prompt.
@@ -101,6 +126,10 @@ class PromptResponse(Task):
         if self._system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self._system_prompt}, *messages]
         return messages
+
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        """The task's tools, and those in the row's column ``tools``; calls of these are not run."""
+        return [*self.tools, *read_tools(row.get(TOOLS))]
 
     def _messages(self, row: dict) -> Messages:
         asked = self._asked(row)
@@ -158,12 +187,16 @@ class PromptResponse(Task):
         """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            said = [item["content"] for item in value if is_message(item) and item["role"] == "assistant"]
+            said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
             value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
+        if isinstance(value, Mapping):
+            value = value.get("content") or json.dumps(value.get("tool_calls"), ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
-    def demonstration(self, row: dict) -> str | None:
+    def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
+
+        Where that says more than its content, as by calls, it is the message itself.
 
         >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")
@@ -178,20 +211,20 @@ class PromptResponse(Task):
             return self._completion(row)
         return self._parted(row).get(_LAST_MESSAGE)
 
-    def _completion(self, row: dict) -> str | None:
+    def _completion(self, row: dict) -> str | dict[str, Any] | None:
         """The one response in the column of completions."""
         value = row.get(self._completion_column)
         if value is None or isinstance(value, str):
             return value
         messages = value if isinstance(value, list) else [value]
-        if all(map(is_message, messages)):
-            turns = [{"role": item["role"], "content": item["content"]} for item in messages]
+        if all(isinstance(message, Mapping) for message in messages):
+            turns = read_messages(messages, str(self._completion_column))
             for prompt in (self.prompt(row), self._messages(row)):
                 if turns[: len(prompt)] == prompt:
                     turns = turns[len(prompt) :]
                     break
             if [turn["role"] for turn in turns] == ["assistant"]:
-                return turns[0]["content"]
+                return said_by(turns[0])
             found = f"messages of {', '.join(turn['role'] for turn in turns) or 'nobody'} behind the prompt"
         elif len(messages) == 1 and isinstance(messages[0], str):
             return messages[0]
@@ -203,12 +236,15 @@ class PromptResponse(Task):
             f"env.prompt_column={self._completion_column} and without env.completion_column"
         )
 
-    def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
+    def _reward(self, values: Sequence[float | Exception | None]) -> Reward | Exception:
         parts = {}
         for (function, weight), value in zip(self._functions, values, strict=True):
             if isinstance(value, Exception):
                 return value
-            parts[function.name] = weight * value
+            if value is not None:
+                parts[function.name] = weight * value
+        if self._functions and not parts:
+            return NothingApplies(f"{', '.join(function.where for function, _ in self._functions)} returned None")
         return Reward(parts)
 
     def _values(self, name: str, rows: Sequence[dict], responses: Sequence[str]) -> list[Any]:
@@ -241,7 +277,7 @@ class PromptResponse(Task):
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
             if all(map(is_message, value)):
-                return [{"role": item["role"], "content": item["content"]} for item in value]
+                return value
         raise ValueError(
             f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "
             "content, and not empty"

@@ -80,12 +80,13 @@ class Source:
             )
 
 
-def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
+def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str] = ()) -> list[Placed]:
     """Every row of a source that has a path.
 
     Args:
         split: of a folder with several, or of the hub's data, unless the source has its own; a file is one split.
         choose: which of the columns that are there to read; others may be larger than memory.
+        texts: columns that are texts in CSV files too, where they look like numbers.
 
     Raises:
         ValueError: there is no such file, data set or split, or it can't be read; or the source has a setting that
@@ -96,7 +97,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
     if path.startswith(HUB_PREFIX):
         return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
     if file.is_dir():
-        return _of_folder(file, source, split, choose)
+        return _of_folder(file, source, split, choose, texts)
     files = [file]
     if not file.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
@@ -107,7 +108,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
             return _of_hub(path, source, split, choose)
         raise ValueError(f"{key}={path} is no {_KINDS}")
     source.refuse(("subset", "split", "revision"), "files, which are one split")
-    return [row for file in files for row in _of_file(file, key, choose)]
+    return [row for file in files for row in _of_file(file, key, choose, texts)]
 
 
 _KINDS = (
@@ -149,12 +150,13 @@ def format_of(file: Path) -> str | None:
     return ending if ending in FORMATS else None
 
 
-def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
+def _of_file(file: Path, key: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     ending = format_of(file)
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
         return [
-            (where, {name: row[name] for name in choose(tuple(row))}, tuple(row)) for where, row in json_rows(file, key)
+            (where, {name: _whole(row[name], name, where) for name in choose(tuple(row))}, tuple(row))
+            for where, row in json_rows(file, key)
         ]
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
@@ -163,7 +165,9 @@ def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
     if ending is None:
         raise ValueError(f"{key}={file} is no {_KINDS}")
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    options = {"keep_default_na": False} if ending == ".csv" else {}
+    options: dict[str, Any] = {}
+    if ending == ".csv":
+        options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
@@ -171,7 +175,7 @@ def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
     return _of_table(data, str(file), choose)
 
 
-def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list[Placed]:
+def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     """The rows of a folder: what `datasets` saved, a data set with a card, or files, whose names tell their splits."""
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
@@ -196,7 +200,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list
     if not files:
         raise ValueError(f"{source.key('path')}={folder} is a folder without files that end in {', '.join(FORMATS)}")
     chosen = _chosen(files, source, split, folder)
-    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose)]
+    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose, texts)]
 
 
 def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Path) -> str:
@@ -278,6 +282,18 @@ def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
         yield where, row
+
+
+def _whole(value: Any, name: str, where: str) -> Any:
+    """The value of a column, all of whose characters are whole: JSON can write halves, which no tokenizer reads."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(
+            f"{where}: {name} has half of a character, {half}, as where an emoji was cut in two; remove it"
+        ) from error
+    return value
 
 
 def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo_rl.by_name import told
 from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
@@ -290,8 +291,8 @@ class ScoreGuard:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
                 f"{failed} of {self.judged} responses could not be scored ({counts}), more than "
-                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind:\n"
-                + "\n".join(self.examples.values())
+                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind: "
+                + "; ".join(self.examples.values())
             )
 
     def _name(self, late: Failure) -> None:
@@ -301,7 +302,8 @@ class ScoreGuard:
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
         if isinstance(result, Reward):
             parts, measures = _finite(result.parts), _finite(result.measures)
-            if parts is not None and measures is not None and parts.keys() == self._parts:
+            whole = parts is not None and (self._task.parts_may_lack or len(parts) == len(self._parts))
+            if parts is not None and measures is not None and whole and parts.keys() <= self._parts:
                 return Reward(parts, measures)
         return self._failure(result, response, where)
 
@@ -312,7 +314,7 @@ class ScoreGuard:
         if isinstance(result, TimeoutError):
             return Failure("timeout", f"{name} ran out of time on {where}: {result}; {of}")
         if isinstance(result, Exception):
-            return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
+            return Failure("error", f"{name} failed on {where}: {told(result)}; {of}")
         wanted = list(self._task.reward_parts)
         if isinstance(result, Reward) and (_finite(result.parts) or {}).keys() == self._parts:
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
@@ -339,7 +341,7 @@ def _run(
         except Exception as error:
             result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            result = RuntimeError(f"{type(error).__name__}: {error}")
+            result = RuntimeError(told(error))
         watch.end()
         done.put(result)
 

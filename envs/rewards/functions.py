@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_rl.by_name import object_by_name
+from grpo_rl.by_name import object_by_name, raised_at, told
 from grpo_rl.envs.task import Unjudgeable
 
 LOOP_ANSWERS_S = 1.0
@@ -31,6 +31,7 @@ class RewardFunction:
     Args:
         function: ``package.module:function``, or the function itself.
         columns: names of the lists that there will be.
+        lacking: the place of a row that lacks a column, by the names of columns that other rows have.
 
     Raises:
         ValueError: there is no such module or function, it can't be called, or it asks for a column that is not there.
@@ -40,19 +41,24 @@ class RewardFunction:
     ('reward_len', [-14.0])
     """
 
-    def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], columns: Collection[str], lacking: Mapping[str, str] | None = None
+    ) -> None:
         self.function = object_by_name(function, "env.reward") if isinstance(function, str) else function
-        self.name: str = getattr(self.function, "__name__", type(self.function).__name__)
-        self.where = function if isinstance(function, str) else self.name
         self.is_named = isinstance(function, str)
-        if not callable(self.function):
-            raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function")
+        own = getattr(self.function, "__name__", type(self.function).__name__)
+        # Partial objects and what a factory makes are called alike.
+        self.name: str = function.rpartition(":")[2] if isinstance(function, str) else own
+        self.where = function if isinstance(function, str) else own
+        if not callable(self.function) or inspect.isclass(self.function):
+            raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")
+        self._lacking = lacking or {}
         self.takes = self._taken(columns)
 
-    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception | None]:
         """The number of each of the ``count`` responses, or why there is none.
 
-        A response for which the function returns None can't be judged.
+        None, where the function returned it: the response is not one that it judges.
 
         Raises:
             RewardFunctionError: the function raised, or returned something else than ``count`` values.
@@ -65,26 +71,39 @@ class RewardFunction:
         except Unjudgeable:
             raise
         except Exception as error:
-            raise RewardFunctionError(f"{self.where} raised {type(error).__name__}: {error}") from error
+            at = "" if raised_at(error) else self._at
+            raise RewardFunctionError(f"{self.where} raised {told(error)}{at}") from error
         values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
         if not isinstance(values, (list, tuple)):
-            raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list of numbers")
+            raise RewardFunctionError(
+                f"{self.where} returned {values!r:.200}; it must return a list of numbers{self._at}"
+            )
         if len(values) != count:
             raise RewardFunctionError(
                 f"{self.where} returned {len(values)} numbers for {count} responses; it must return one for each"
+                f"{self._at}"
             )
         return [self._number(value) for value in values]
 
-    def _number(self, value: Any) -> float | Exception:
+    def _number(self, value: Any) -> float | Exception | None:
         if value is None:
-            return Unjudgeable(f"{self.where} returned None")
+            return None
         value = value.item() if hasattr(value, "item") else value
         try:
             if isinstance(value, (int, float)) and math.isfinite(value):
                 return float(value)
         except OverflowError:
             pass
-        return RewardFunctionError(f"{self.where} returned {value!r:.200} for a response; it must be a finite number")
+        return RewardFunctionError(
+            f"{self.where} returned {value!r:.200} for a response; it must be a finite number, or None{self._at}"
+        )
+
+    @property
+    def _at(self) -> str:
+        """The place of the function's own code, for messages."""
+        function = inspect.unwrap(getattr(self.function, "func", self.function))  # of a partial object
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
     def _taken(self, columns: Collection[str]) -> list[str]:
         try:
@@ -96,6 +115,11 @@ class RewardFunction:
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
+            if at := next((self._lacking[name] for name in missing if name in self._lacking), None):
+                raise ValueError(
+                    f"env.reward={self.where} asks for {', '.join(missing)}, which other rows have, and {at} lacks; "
+                    "give it there, or remove the row"
+                )
             raise ValueError(
                 f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
                 f"{', '.join(sorted(columns))}; rename its parameter or the column"
@@ -119,7 +143,7 @@ class NamedFunctions:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
 
-    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception]]:
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception | None]]:
         """Calls each function and returns the results."""
         return [function(batch, count) for function in self._functions]
 

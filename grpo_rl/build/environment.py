@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.envs.task import Task
+from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
@@ -30,14 +31,18 @@ OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_pa
 """Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 
 
-def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
+def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool = True) -> LLMEnv:
     """Builds the environment of ``env.dataset``, and checks its prompts against the context length.
 
+    Args:
+        tries: has reward functions of the user's own score once.
+
     Raises:
-        ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
+        ValueError: the data can't be found or read, a prompt is too long and ``env.long_prompt`` is ``error``, or the
+            user's own task or reward functions fail.
     """
     if found := entries(settings):
-        return _mixture(settings, tokenizer, found)
+        return _mixture(settings, tokenizer, found, tries)
     given = settings.env
     own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
     env = task_spec(given.dataset)(
@@ -47,10 +52,16 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         seed=settings.train.seed,
         **own,
     )
-    if is_name(given.dataset):
-        check_task_of(env, given.dataset)
+    if tries or is_name(given.dataset):
+        _try_out(env, given.dataset)
     env.check_prompts()
     return env
+
+
+def _try_out(env: LLMEnv, dataset: str) -> None:
+    """Has the user's own task or reward functions score once, on rank zero alone, which will do all scoring."""
+    if task_spec(dataset).takes_reward and os.environ.get("RANK", "0") == "0":
+        check_task_of(env, dataset)
 
 
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
@@ -76,11 +87,13 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
     return make
 
 
-def _mixture(settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry]) -> MixtureEnv:
+def _mixture(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry], tries: bool
+) -> MixtureEnv:
     envs: dict[str, LLMEnv] = {}
     for name, own in settings_of_tasks(settings).items():
         try:
-            envs[name] = make_env(own, tokenizer)
+            envs[name] = make_env(own, tokenizer, tries)
         except ValueError as error:
             raise ValueError(named(name, error)) from error
     return MixtureEnv(
@@ -119,6 +132,8 @@ def make_eval_env(
         if is_name(settings.env.dataset):
             check_prompts(task, task.rows, settings.env.dataset, rows and min(rows, len(task.rows)))
         _take(task, rows, settings.env.dataset)
+        if any(task.tools_of(row) for row in task.rows) and not plays_turns(task):
+            raise ValueError(f"{settings.env.dataset} shows tools, which an endpoint is not asked with; give a model")
         return task
     env = spec(
         tokenizer=tokenizer,
@@ -128,8 +143,7 @@ def make_eval_env(
         split="test",
         **own,
     )
-    if is_name(settings.env.dataset):
-        check_task_of(env, settings.env.dataset)
+    _try_out(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
     for i, row in enumerate(env.task.rows):
         _check_prompt(env, row, i, remedy)
@@ -176,7 +190,11 @@ def _take(task: Task, rows: int | None, name: str) -> None:
 
 
 def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
-    if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
+    try:
+        tokens = len(env.encode(row))
+    except ValueError as error:
+        raise ValueError(f"held-out row {i}: {error}") from error
+    if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
         raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
