@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import httpx2
 import pytest
+import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -21,6 +23,7 @@ from grpo_rl.run.origin import command, origin
 from grpo_rl.run.revisions import revisions
 from grpo_rl.settings import command_line
 from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 
 SUMMARY = {
@@ -197,6 +200,19 @@ def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_w
     now = "grpo-rl train train.seed=1 train.total_dialog_turns=64"
     assert second == first | {"command": now, "command_of_start": "grpo-rl train train.seed=1"}
     assert origin("{}", second) == second
+
+
+@pytest.mark.slow
+def test_a_trainer_in_a_ray_actor_has_the_command_that_was_typed(type_in, tmp_path, monkeypatch):
+    from grpo_rl.build import site  # brings Ray
+
+    type_in("/ray/default_worker.py", "--node-ip-address=10.0.0.1")
+    monkeypatch.setattr(site, "typed", sys.modules["grpo_rl.run.origin"].typed)
+    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train", "mode=async"]))
+    placed = site.Site(Devices((torch.device("cpu"),), (), (torch.device("cpu"),)), None, 1, 1)
+    words = ("grpo-rl", "train", "--async", "train.seed=1")
+    found = site._train_there(lambda *_: origin("{}"), settings, str(tmp_path), placed, str(tmp_path), words, None)
+    assert found["command"] == "grpo-rl train --async train.seed=1"
 
 
 def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):
