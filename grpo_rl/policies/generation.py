@@ -38,12 +38,11 @@ def leave_out_ignored(config: GenerationConfig) -> list[str]:
     >>> leave_out_ignored(config), config.temperature, config.top_p
     (['temperature'], None, 1.0)
     """
+    ignored = []
     try:
         config.validate(strict=True)
     except ValueError as error:
         ignored = _IGNORED.findall(str(error))
-    else:
-        ignored = []
     for name in ignored:
         setattr(config, name, None)
     return ignored
