@@ -24,6 +24,7 @@ from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
+from grpo_rl.policies.loading import check_written
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
@@ -85,6 +86,7 @@ def build_run(
     check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
+        check_written(model, tokenizer)
         env = make_env(settings, tokenizer)
         rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
         agent = make_agent(settings, tokenizer)

@@ -23,6 +23,7 @@ from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.policies.loading import check_written
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
@@ -51,6 +52,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         plan = devices.plan_devices(settings, model)
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
+        check_written(model, tokenizer)
         rows = make_demonstrations(settings, tokenizer, end_ids(model))
         held_out = rows.groups(held_out_rows(settings, rows.task))
     epochs, batch = settings.train.epochs, settings.train.optim_batch_size

@@ -12,7 +12,7 @@ from grpo_rl.planner.scenario import config_source
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.settings.schema import Settings
 
-PREVENTING = ("config", "gate", "tokenizer", "chat template", "context", "memory")
+PREVENTING = ("config", "gate", "tokenizer", "written files", "chat template", "context", "memory")
 """Findings that have to be mended before the weights are worth loading."""
 
 

@@ -11,8 +11,9 @@ from grpo_rl.checks.finding import Finding, Unfit, unfit
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
 from grpo_rl.engines.ends import end_ids
+from grpo_rl.policies.generation import generation_config
 from grpo_rl.policies.hub import load_tokenizer
-from grpo_rl.policies.loading import check_model, skeleton
+from grpo_rl.policies.loading import check_model, check_written, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
 from grpo_rl.settings.derived import adapters
@@ -32,6 +33,7 @@ def unloaded_findings(
     try:
         with unfit("config"):
             model = skeleton(source)
+            generation_config(source)
     except Unfit as error:  # a tokenizer asks for the config, too
         yield error.finding
         return
@@ -54,6 +56,11 @@ def unloaded_findings(
 def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_template: bool) -> Iterator[Finding]:
     with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
         tokenizer = load_tokenizer(source, settings.model.chat_template)
+    with unfit("written files"):
+        ignored = check_written(source, tokenizer)
+    if ignored:
+        text = f"transformers ignores {', '.join(ignored)} in generation_config.json; a trained model will have none"
+        yield Finding("note", "written files", text)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
         yield from template_findings(tokenizer, end_ids(source), embedded, needs_template)

@@ -8,23 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
+
+from grpo_rl.policies.generation import end_ids
+
+__all__ = ["StopString", "end_ids", "text_decoder"]
 
 _BAD_PREFIX = "Invalid prefix encountered"
 """Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
-
-
-def end_ids(model: str | Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model: those of its generation config, else of its config; all of them.
-
-    Args:
-        model: its folder, or its name on the hub.
-    """
-    try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # there is none
-        ends = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def text_decoder(model: str | Path) -> Tokenizer:

@@ -43,6 +43,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.model_folder import DEFAULT_MODEL, check_files, has_model, local_folder, no_such_folder
 from grpo_rl.storage.cache import cache_folder
 
@@ -367,8 +368,12 @@ def _sha256(path: Path) -> str:
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with another chat template than its own where one is given."""
+    """The model's tokenizer, with another chat template than its own where one is given.
+
+    Its attribute ``response_ends`` has the ids at which generation stops, which are no part of a response's text.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
     if chat_template:
         tokenizer.chat_template = chat_template
+    tokenizer.response_ends = end_ids(folder)
     return tokenizer

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.policies.adapters import LoRA, Quantization
+from grpo_rl.policies.generation import generation_config, leave_out_ignored
 from grpo_rl.policies.lora import check_readable, last_names, targeted
 from grpo_rl.policies.routing import check_replay
 from grpo_rl.policies.supported import refuse_unsupported
@@ -34,6 +36,28 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
             check_readable(model, names)
     if router_replay:
         check_replay(model)
+
+
+def check_written(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Writes the folder's model without its weights to a passing folder, as a finished run writes its own.
+
+    Returns:
+        Entries of the generation config that transformers ignores, and that are not written.
+
+    Raises:
+        ValueError: transformers refuses to write one of them; says which, and why.
+    """
+    sampled = generation_config(folder)
+    ignored = leave_out_ignored(sampled)
+    parts = {"config.json": model_config(folder), "generation_config.json": sampled, "tokenizer.json": tokenizer}
+    with tempfile.TemporaryDirectory() as place:
+        for file, part in parts.items():
+            try:
+                part.save_pretrained(place)
+            except Exception as error:  # the libraries raise errors of any kind
+                why = " ".join(str(error).split())
+                raise ValueError(f"{Path(folder) / file} could not be written with the trained model: {why}") from error
+    return ignored
 
 
 def skeleton(folder: str | Path) -> PreTrainedModel:
@@ -81,6 +105,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
             f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
             "numbers: fetch or copy the model again"
         )
+    leave_out_ignored(model.generation_config)
     return model
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.distributed.ranks import Ranks, gathered
 from grpo_rl.distributed.sharded_checkpoint import export_model
+from grpo_rl.policies.generation import generation_config, leave_out_ignored
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
 from grpo_rl.policies.loading import load_whole, skeleton
 from grpo_rl.policies.lora import has_adapters, saved_buffers
@@ -76,9 +77,8 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     if any(".lora_" in name for name in masters):
         raise ValueError(f"{path} is of adapters, without the model under them; the run's own folder model/ has both")
     source = resolve_model(cfg["model"]["name"])
-    config, of_sampling = model_config(source), None
-    if (source / "generation_config.json").is_file():
-        of_sampling = GenerationConfig.from_pretrained(source)
+    config, of_sampling = model_config(source), generation_config(source)
+    leave_out_ignored(of_sampling)
     tokenizer = load_tokenizer(source, cfg["model"]["chat_template"])
     dtype = getattr(torch, cfg["train_model"]["dtype"])
     weights = dict(masters)

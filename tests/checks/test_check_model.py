@@ -279,6 +279,11 @@ def test_damaged_weights_are_to_be_fixed(copied, check, change, about, told):
             r"writes '<end>' \(0\) at the end of a response, and generation stops at 5 alone",
         ),
         (
+            lambda folder: edit(folder, "generation_config.json", early_stopping="perhaps"),
+            "config",
+            r"generation_config\.json makes no sense to transformers: `early_stopping` must be a boolean",
+        ),
+        (
             lambda folder: edit(folder, "config.json", max_position_embeddings=128),
             "context",
             "set inference_model.max_model_len=128",
@@ -289,6 +294,14 @@ def test_what_is_wrong_with_a_folder_is_one_line_without_its_weights(copied, che
     change(copied)
     code, lines = check(copied, "--quick", *SHORT)
     assert code == 1 and list(fixes(lines)) == [about] and re.search(told, fixes(lines)[about])
+
+
+def test_entries_that_a_trained_models_generation_config_will_not_have_are_a_note(copied, check):
+    edit(copied, "generation_config.json", do_sample=False, temperature=0.9)
+    code, lines = check(copied, "--quick", *SHORT)
+    assert code == 0 and not fixes(lines)
+    kind, text = lines["written files"]
+    assert kind == "note" and text.startswith("transformers ignores temperature in")
 
 
 def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypatch):

@@ -1,0 +1,93 @@
+"""Generation configs that transformers reads and would not write again, as of Llama 2 and Vicuna."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from grpo_rl.engines.ends import end_ids
+from grpo_rl.policies.generation import leave_out_ignored
+from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.loading import check_written, load_whole
+from grpo_rl.run.export import export
+from grpo_rl.testing import save_tiny_model
+
+VICUNA = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False, "temperature": 0.9, "top_p": 0.6}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save_tiny_model(tmp_path / "model")
+
+
+def says(model, text):
+    (model / "generation_config.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("entries", "ignored"),
+    [
+        (VICUNA, {"temperature", "top_p"}),
+        ({"temperature": 0.9, "top_k": 5}, {"temperature", "top_k"}),
+        ({"do_sample": True, "temperature": 0.9, "top_p": 0.6}, set()),
+        ({"length_penalty": 2.0, "early_stopping": True}, {"length_penalty", "early_stopping"}),
+        ({"pad_token_id": -1}, {"pad_token_id"}),
+        ({"output_scores": True}, {"output_scores"}),
+        ({"use_cache": False, "cache_implementation": "static"}, {"cache_implementation"}),
+        ({}, set()),
+    ],
+)
+def test_what_transformers_ignores_is_left_out_and_the_rest_can_be_written_as_it_was(tmp_path, entries, ignored):
+    config = GenerationConfig.from_dict(entries)
+    assert set(leave_out_ignored(config)) == ignored
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: written[name] for name in entries if name not in ignored} == {
+        name: value for name, value in entries.items() if name not in ignored
+    }
+    assert not ignored & {name for name, value in written.items() if value is not None}
+
+
+def test_a_model_with_such_a_config_is_written_and_stops_where_it_did(model, tmp_path):
+    tokenizer = load_tokenizer(says(model, VICUNA))
+    assert check_written(model, tokenizer) == ["temperature", "top_p"]
+    export(load_whole(model, dtype=torch.bfloat16), tokenizer, tmp_path / "written")
+    assert end_ids(tmp_path / "written") == end_ids(model) == (0,)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "written").generation_config.do_sample is False
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ({"early_stopping": "perhaps"}, "`early_stopping` must be a boolean or 'never', but is perhaps"),
+        ({"num_return_sequences": 4}, "`num_return_sequences`"),
+        ({"cache_implementation": "none"}, "`cache_implementation`"),
+        ({"max_new_tokens": "5"}, "not supported between"),
+        ("[]", "."),
+        ('{"eos_token_id": 0', "not a valid JSON file"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_by_file_and_entry(model, text, told):
+    says(model, text)
+    for read in (load_tokenizer, end_ids):
+        with pytest.raises(ValueError, match=rf"generation_config\.json makes no sense .*{told}.*; correct it or"):
+            read(model)
+
+
+@pytest.mark.parametrize(("part", "file"), [(LlamaConfig, "config.json"), (PreTrainedTokenizerFast, "tokenizer.json")])
+def test_a_config_or_tokenizer_that_transformers_would_not_write_is_found_before_training(
+    model, monkeypatch, part, file
+):
+    tokenizer = load_tokenizer(model)
+    assert check_written(model, tokenizer) == []
+
+    def fails(*_):
+        raise TypeError("no\nvocabulary")
+
+    monkeypatch.setattr(part, "save_pretrained", fails)
+    with pytest.raises(ValueError, match=rf"model/{file} could not be written with the trained model: no vocabulary$"):
+        check_written(model, tokenizer)
