@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_prompts, encode_reply
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
@@ -210,7 +210,7 @@ class LLMEnv(EnvBase):
         return encode_prompts(self.tokenizer, [self.task.prompt(row)], self.task.tools)[0]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The text that is judged: without special tokens, otherwise exactly what was sampled."""
+        """The text that is judged, see :func:`~grpo_rl.envs.chat.decode_responses`."""
         return self._decode_all([ids])[0]
 
     def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
@@ -221,8 +221,8 @@ class LLMEnv(EnvBase):
 
         A turn at which the parser fails is text without calls; the first failure is told.
         """
+        turn = self.decode(ids)
         if self._tool_parser is not None:
-            turn = decode_turn(self.tokenizer, list(map(int, ids)))
             try:
                 text, calls = self._tool_parser.parse(turn)
                 if calls:
@@ -230,7 +230,7 @@ class LLMEnv(EnvBase):
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
                 why = f"{type(error).__name__}: {error}"
                 self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {why}")
-        return self.decode(ids), []
+        return turn, []
 
     def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids that go behind a sampled response: the end of its turn, the reply, the beginning of the next turn.

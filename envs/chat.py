@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -95,22 +96,34 @@ def _check_reply(reply: Any) -> None:
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
-    """The text of each response that is judged: without special tokens, otherwise exactly what was sampled."""
+    """The text of each response that is judged: all that was sampled but the end of the turn, and padding behind it.
+
+    Tokenizer, chat template and model (`grpo_rl.policies.hub.load_tokenizer`) say what ends a turn.
+    """
+    ends = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")}
+    ends |= {*getattr(tokenizer, "response_ends", ()), *_template_end(tokenizer, tokenizer.chat_template)}
     # Tensors go in as they are: of a list, transformers would look at the type of every token.
-    return tokenizer.batch_decode(list(responses), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    said = [_without_end(ids, ends) for ids in responses]
+    return tokenizer.batch_decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a turn with its special tokens, which formats of calls are made of, but for the one that ended it."""
-    if ids and ids[-1] in (tokenizer.eos_token_id, *_ending(tokenizer)):
-        ids = ids[:-1]
-    return cast(str, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _without_end(ids: Tensor | Sequence[int], ends: Collection[int | None]) -> Tensor | Sequence[int]:
+    length = len(ids)
+    while length and int(ids[length - 1]) in ends:
+        length -= 1
+    return ids[:length]
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The id that ends the policy's turn, if the chat template writes one."""
-    end = turn_end(tokenizer) if tokenizer.chat_template else ""
-    return tokenizer(end, add_special_tokens=False)["input_ids"][:1] if end else []
+@lru_cache(maxsize=8)
+def _template_end(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> set[int]:
+    """The id that ends the policy's turn, if the chat template writes a token of its own there, and no text."""
+    if not chat_template:
+        return set()
+    try:
+        ids = tokenizer(turn_end(tokenizer), add_special_tokens=False)["input_ids"]
+    except ValueError:  # such a template is refused where several turns need it
+        return set()
+    return {*ids[:1]} & tokenizer.added_tokens_decoder.keys()
 
 
 def encode_prompts(

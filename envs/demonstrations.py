@@ -122,7 +122,7 @@ class Demonstrations:
         self._prompts.restore(dict(state))
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
+        """The text of a response, without its end."""
         return decode_responses(self.tokenizer, [ids])[0]
 
     def query(self, row: int) -> str:

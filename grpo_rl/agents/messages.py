@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.chat import decode_responses, decode_turn
+from grpo_rl.envs.chat import decode_responses
 
 Message = dict[str, Any]
 """A message of OpenAI's chat format."""
@@ -124,12 +124,12 @@ def response_message(
             problem says why.
         number: of the response in its session; ids of calls are made of it.
     """
-    text = decode_responses(tokenizer, [list(ids)])[0]
-    message: Message = {"role": "assistant", "content": _before(stop, text)}
+    text = _before(stop, decode_responses(tokenizer, [list(ids)])[0])
+    message: Message = {"role": "assistant", "content": text}
     if parser is None:
         return message, None
     try:
-        content, calls = parser.parse(_before(stop, decode_turn(tokenizer, ids)))
+        content, calls = parser.parse(text)
         if not calls:
             return message, None
         # Nine letters and digits, as Mistral's templates ask for.

@@ -13,8 +13,14 @@ from grpo_rl.envs.task import Messages
 
 SAID = "The sum is 5."
 THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{SAID}"
-TEXTS = ("2 + 3 = 5\n\n#### 5", "So \\frac{1}{2} , or 0.5 .", "  if x:\n\treturn 'é'", "naïve – 你好 🙂")
-"""Texts that rewards read: numbers, LaTeX, code, characters of several bytes."""
+TEXTS = (
+    "2 + 3 = 5\n\n#### 5",
+    "<think>2 and 3</think><answer>5</answer>",
+    "So \\frac{1}{2} , or 0.5 .",
+    "  if x:\n\treturn 'é'",
+    "naïve – 你好 🙂",
+)
+"""Texts that rewards read: numbers, tags, LaTeX, code, characters of several bytes."""
 APPENDING = "a template that only appends (model.chat_template) keeps them"
 
 

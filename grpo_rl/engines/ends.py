@@ -33,12 +33,12 @@ def text_decoder(model: str | Path) -> Tokenizer:
 class StopString:
     """Finds the token of a response that completes a stop string, as vLLM's detokenizer does.
 
-    Text is decoded a token at a time behind the prompt; special tokens are left out.
+    Text is decoded a token at a time behind the prompt, special tokens too.
     """
 
     def __init__(self, decoder: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._decoder, self._stop, self._text = decoder, stop, ""
-        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
 
     def completed_by(self, token: int) -> bool:
         """Tells whether a stop string is in the text, with the response's next token."""
@@ -51,5 +51,5 @@ class StopString:
         except Exception as error:  # the library has no narrower one
             if not str(error).startswith(_BAD_PREFIX):
                 raise
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=False)
             return self._stream.step(self._decoder, token)

@@ -16,8 +16,8 @@ class Sampling:
         min_new_tokens: no end of sequence before this many tokens; benchmarks use it to fix the work.
         top_k: only the so many likeliest tokens are sampled; 0: all.
         min_p: only tokens of at least this share of the likeliest one's probability are sampled; 0: all.
-        stop: a response ends with the token that completes one of these strings in its text, special tokens left out;
-            the token stays, as it was sampled.
+        stop: a response ends with the token that completes one of these strings in its text; the token stays, as it
+            was sampled.
         ignore_eos: a response goes on behind an end-of-sequence token.
         seed: of this request's own random numbers, so that the same engine draws the same response again; None: the
             engine's.

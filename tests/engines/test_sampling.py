@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.ends import StopString, end_ids
+from grpo_rl.engines.ends import StopString, end_ids, text_decoder
 from grpo_rl.testing import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -217,3 +217,8 @@ def test_kept_sets_of_pieces_are_joined_with_none_where_nothing_was_sampled():
     joined = Kept.joined([(Kept.from_lists([[1, 2]]), 1), (None, 2), (Kept.from_lists([[], [3]]), 2)])
     assert joined.ids.tolist() == [1, 2, 3] and joined.counts.tolist() == [2, 0, 0, 0, 1]
     assert Kept.joined([(None, 3)]) is None
+
+
+def test_a_stop_string_may_be_a_special_token(folder):
+    stop = StopString(text_decoder(folder), [5, 6], ["<end>"])
+    assert [stop.completed_by(token) for token in (7, 0)] == [False, True]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from grpo_rl.envs.chat import Dialog, check_reply, encode_reply
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_reply
+from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
 
@@ -125,3 +131,70 @@ def test_a_reply_that_is_no_message_is_refused(reply):
 
     with pytest.raises(TypeError, match="reply returned"):
         Dialog([], turns=1).reply(Odd(), {}, 4)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A model whose tags of thoughts are special tokens, and whose turns end, as GLM's, where the user's begins."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("thinking"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>", "<|user|>", "<pad>"], special_tokens=True)
+    tokenizer.pad_token = "<pad>"
+    tokenizer.save_pretrained(folder)
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "judged"),
+    [
+        ("<think>2 + 3</think>5<end>", "<think>2 + 3</think>5"),
+        ("<think>2 + 3</think>5<|user|>", "<think>2 + 3</think>5"),
+        ("<think>a<end>b</think>", "<think>a<end>b</think>"),  # cut off, or told to go on behind an end
+        ("5<end><pad><pad>", "5"),
+        ("<pad>5", "<pad>5"),
+        ("<end>", ""),
+        ("", ""),
+    ],
+)
+def test_all_that_was_sampled_is_judged_but_the_end_of_the_turn_and_padding(thinking, sampled, judged):
+    ids = thinking(sampled, add_special_tokens=False)["input_ids"]
+    for given in (ids, torch.tensor(ids, dtype=torch.long)):
+        assert decode_responses(thinking, [given, given]) == [judged] * 2
+
+
+def test_a_template_tells_where_a_turn_ends_of_a_tokenizer_that_was_loaded_otherwise(thinking):
+    tokenizer = AutoTokenizer.from_pretrained(thinking.name_or_path)
+    ids = tokenizer("<think>5<|user|>", add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|user|>{% endfor %}"
+    assert decode_responses(tokenizer, [ids]) == ["<think>5"]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    assert decode_responses(tokenizer, [tokenizer("5\n")["input_ids"]]) == ["5\n"]  # a stop string stays
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert decode_responses(tokenizer, [tokenizer("5<end>")["input_ids"]]) == ["5"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_format_reward_sees_the_tags_of_a_thought_that_are_special_tokens(family):
+    tokenizer = tokenizer_of(family)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    end = FAMILIES[family][2]
+    env = LLMEnv(Format([{"prompt": "?"}]), tokenizer, num_envs=1, repeats=2)
+    ids = tokenizer(f"<think>2 + 3</think>5{end}", add_special_tokens=False)["input_ids"]
+    assert [reward.total for reward in env.score(0, [ids, ids[1:]])] == [1.0, 0.0]
+
+
+class Format(Task):
+    """Pays 1 for a thought in tags, then an answer."""
+
+    reward_parts = ("format",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def score(self, row, response):
+        return Reward({"format": float(bool(re.fullmatch(r"<think>.+</think>\d+", response)))})

@@ -54,6 +54,7 @@ def sampling_params(
         stop_token_ids=[] if sampling.ignore_eos else list(end_ids),
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop string may be one
         include_stop_str_in_output=True,
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
