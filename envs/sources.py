@@ -165,9 +165,8 @@ def _of_file(file: Path, key: str, choose: Choose, texts: Sequence[str]) -> list
     if ending is None:
         raise ValueError(f"{key}={file} is no {_KINDS}")
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    options: dict[str, Any] = {}
-    if ending == ".csv":
-        options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
+    csv = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
+    options = csv if ending == ".csv" else {}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
