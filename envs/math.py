@@ -165,12 +165,11 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
 def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
     row = dict(row)
     answer = row.pop("answer", None)
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        answer = str(answer)  # as some sets of integer answers write it
     if answer not in (None, ""):
         row["answer"] = answer
     # A row that has neither is told to lack "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
+    row = tables.with_texts(row, {given: str})
     tables.check_columns(row, {"problem": str | list, given: str}, where, present)
     return row
 

@@ -41,6 +41,7 @@ EXAMPLES = (
 )
 
 COLUMNS = ("question", "answer", "supporting_facts")
+TEXTS = {"question": str, "answer": str}
 MAX_TITLE_CHARS = 200
 
 _TITLE = re.compile(r"^Title: (.*)$", re.MULTILINE)
@@ -200,8 +201,9 @@ def load_rows(
     return rows
 
 
-def _question(row: Mapping, where: str) -> dict:
-    tables.check_columns(row, {"question": str, "answer": str}, where)
+def _question(row: dict, where: str) -> dict:
+    row = tables.with_texts(row, TEXTS)
+    tables.check_columns(row, TEXTS, where)
     facts = row.get("supporting_facts") or []
     try:
         # The hub turns the file's list of pairs into a pair of lists.

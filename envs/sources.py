@@ -79,12 +79,13 @@ class Source:
             )
 
 
-def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
+def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str] = ()) -> list[Placed]:
     """Every row of a source that has a path.
 
     Args:
         split: of a folder with several, or of the hub's data, unless the source has its own; a file is one split.
         choose: which of the columns that are there to read; others may be larger than memory.
+        texts: columns that are texts in CSV files too, where they look like numbers.
 
     Raises:
         ValueError: there is no such file, data set or split, or it can't be read; or the source has a setting that
@@ -95,7 +96,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
     if path.startswith(HUB_PREFIX):
         return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
     if file.is_dir():
-        return _of_folder(file, source, split, choose)
+        return _of_folder(file, source, split, choose, texts)
     files = [file]
     if not file.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
@@ -106,7 +107,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
             return _of_hub(path, source, split, choose)
         raise ValueError(f"{key}={path} is no {_KINDS}")
     source.refuse(("subset", "split", "revision"), "files, which are one split")
-    return [row for file in files for row in _of_file(file, key, choose)]
+    return [row for file in files for row in _of_file(file, key, choose, texts)]
 
 
 _KINDS = (
@@ -148,7 +149,7 @@ def format_of(file: Path) -> str | None:
     return ending if ending in FORMATS else None
 
 
-def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
+def _of_file(file: Path, key: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     ending = format_of(file)
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
@@ -162,7 +163,8 @@ def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
     if ending is None:
         raise ValueError(f"{key}={file} is no {_KINDS}")
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    options = {"keep_default_na": False} if ending == ".csv" else {}
+    csv = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
+    options = csv if ending == ".csv" else {}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
@@ -170,7 +172,7 @@ def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
     return _of_table(data, str(file), choose)
 
 
-def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list[Placed]:
+def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     """The rows of a folder: what `datasets` saved, a data set with a card, or files, whose names tell their splits."""
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
@@ -195,7 +197,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list
     if not files:
         raise ValueError(f"{source.key('path')}={folder} is a folder without files that end in {', '.join(FORMATS)}")
     chosen = _chosen(files, source, split, folder)
-    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose)]
+    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose, texts)]
 
 
 def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Path) -> str:

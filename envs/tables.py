@@ -27,14 +27,15 @@ class Rows(list[dict]):
         self.columns = [columns for _, _, columns in placed]
 
     def checked(self, columns: Mapping[str, Kind]) -> Rows:
-        """The rows themselves, each of which has these columns.
+        """The rows, each of which has these columns, with numbers as texts where a text is wanted.
 
         Raises:
             ValueError: see :func:`check_columns`.
         """
-        for where, row, present in self.placed():
+        rows = self.map(lambda row, _: with_texts(row, columns))
+        for where, row, present in rows.placed():
             check_columns(row, columns, where, present)
-        return self
+        return rows
 
     def map(self, change: Callable[[dict, str], dict]) -> Rows:
         """Rows in the same places, each what ``change`` makes of a row and its place."""
@@ -61,7 +62,8 @@ def load_rows(
         path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; a folder or pattern of them; a hub
             name, ``owner/name`` or ``owner/name:subset``; or a source, with more to say.
         split: of the hub's data, or of a folder with several; a file is one split.
-        columns: which to read, as far as they are there; others may be larger than memory. None reads all.
+        columns: which to read, as far as they are there; others may be larger than memory. None reads all. Of CSV they
+            are read as texts.
         chat: the columns of prompts and gold answers, where chat messages may stand in their place; see
             :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
@@ -91,8 +93,9 @@ def load_rows(
         # All where none of those wanted is there, so that a message can tell what is.
         return [name for name in present if name in names] or present
 
+    texts = [source.columns.get(name, name) for name in columns or ()]
     try:
-        placed = read(source, split, choose)
+        placed = read(source, split, choose, texts)
     except ValueError as error:
         if "can't be read" in str(error) and (columns or also):
             given = f" with {', '.join(columns)}" if columns else ""
@@ -164,6 +167,16 @@ def place_of(rows: Sequence[dict], index: int) -> str:
     'row 1'
     """
     return rows.places[index] if isinstance(rows, Rows) else f"row {index}"
+
+
+def with_texts(row: dict, columns: Mapping[str, Kind]) -> dict:
+    """The row, with a number's text where a column is to be a text.
+
+    >>> with_texts({"question": "1 + 1?", "answer": 2}, {"question": str, "answer": str})
+    {'question': '1 + 1?', 'answer': '2'}
+    """
+    given = {name: row.get(name) for name, kind in columns.items() if isinstance("", kind) and not isinstance(0, kind)}
+    return row | {name: str(n) for name, n in given.items() if isinstance(n, (int, float)) and not isinstance(n, bool)}
 
 
 def check_columns(row: object, columns: Mapping[str, Kind], where: str, present: Sequence[str] = ()) -> None:

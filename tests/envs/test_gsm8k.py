@@ -176,7 +176,7 @@ def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
     [
         (json.dumps(ROW) + '\n{"problem": "1 + 1?", "answer": "2"}', r"rows\.jsonl, line 2 has no question; its col"),
         ('{"question": "1 + 1?"}', r"line 1 has no answer; its columns are \['question'\]"),
-        ('{"question": "1 + 1?", "answer": 2}', r"line 1: answer is 2, of type int; it must be of type str"),
+        ('{"question": "1 + 1?", "answer": [2]}', r"line 1: answer is \[2\], of type list; it must be of type str"),
         ("\n\n{oops", r"line 3 is not JSON"),
         ('["question", "answer"]', r"row 0 is no object with columns by their names, but 'question'"),
         ("[" * 100_000, r"rows\.jsonl is not JSON"),

@@ -254,7 +254,7 @@ def test_documents_come_from_every_kind_of_file(file):
     ("load", "content", "message"),
     [
         (load_rows, [{"question": "?"}], r"row 0 has no answer; its columns are \['question'\]"),
-        (load_rows, [{**question(0), "answer": 7}], "row 0: answer is 7, of type int"),
+        (load_rows, [{**question(0), "answer": [7]}], r"row 0: answer is \[7\], of type list"),
         (load_rows, [{**question(0), "supporting_facts": "A"}], r"row 0: supporting_facts is A; it must be \[\[title"),
         (load_rows, [{**question(0), "supporting_facts": [[7, 0]]}], "row 0: supporting_facts is"),
         (load_corpus, {"A": 7}, "'A' is no title with a text or a list of sentences"),

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from grpo_rl.envs import gsm8k, math
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import load_rows
 
 CHAT = [{"role": "user", "content": "Say hi."}]
@@ -41,6 +43,21 @@ def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
     rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
     table(rows).to_parquet(str(tmp_path / "rows.parquet"))
     assert load_rows(tmp_path / "rows.parquet") == rows
+
+
+def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer,level\n3 + 4?,7,1\n1 / 2?,0.50,2\n2 * 3?,006,3\n")
+    rows = gsm8k.load_rows(tmp_path / "rows.csv")
+    assert [row["answer"] for row in rows] == ["7", "0.50", "006"] and GSM8K(rows).gold(rows[2]) == "6"
+    # A file of other columns keeps its numbers: a reward function may well count with them.
+    assert [row["level"] for row in load_rows(tmp_path / "rows.csv")] == [1, 2, 3]
+    (tmp_path / "rows.jsonl").write_text('{"question": "3 + 4?", "answer": 7}\n{"question": "1 / 2?", "answer": 0.5}\n')
+    assert [row["answer"] for row in gsm8k.load_rows(tmp_path / "rows.jsonl")] == ["7", "0.5"]
+    (tmp_path / "true.jsonl").write_text('{"question": "Is 7 odd?", "answer": true}\n')
+    with pytest.raises(ValueError, match="line 1: answer is True, of type bool; it must be of type str"):
+        gsm8k.load_rows(tmp_path / "true.jsonl")
+    (tmp_path / "math.csv").write_text("problem,answer\n3 + 4?,7\n")
+    assert list(math.load_rows(tmp_path / "math.csv")) == [{"problem": "3 + 4?", "answer": "7"}]
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
