@@ -154,7 +154,8 @@ def _of_file(file: Path, key: str, choose: Choose, texts: Sequence[str]) -> list
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
         return [
-            (where, {name: row[name] for name in choose(tuple(row))}, tuple(row)) for where, row in json_rows(file, key)
+            (where, {name: _whole(row[name], name, where) for name in choose(tuple(row))}, tuple(row))
+            for where, row in json_rows(file, key)
         ]
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
@@ -276,6 +277,18 @@ def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
         yield where, row
+
+
+def _whole(value: Any, name: str, where: str) -> Any:
+    """The value of a column, all of whose characters are whole: JSON can write halves, which no tokenizer reads."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(
+            f"{where}: {name} has half of a character, {half}, as where an emoji was cut in two; remove it"
+        ) from error
+    return value
 
 
 def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:

@@ -60,6 +60,20 @@ def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
     assert list(math.load_rows(tmp_path / "math.csv")) == [{"problem": "3 + 4?", "answer": "7"}]
 
 
+HALVES = ['{"prompt": "Say hi \\ud83d"}', '{"prompt": [{"role": "user", "content": "\\uDE00"}]}']
+
+
+@pytest.mark.parametrize("row", HALVES)
+def test_half_a_character_is_named_with_its_line(tmp_path, row):
+    whole = '{"prompt": "Say hi \\ud83d\\ude00"}'
+    (tmp_path / "rows.jsonl").write_text(f"{whole}\n{row}\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: prompt has half of a character, '\\ud(83d|e00)', as"):
+        load_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.json").write_text(f"[{whole}, {row}]")
+    with pytest.raises(ValueError, match=r"rows\.json, row 1: prompt has half of a character"):
+        load_rows(tmp_path / "rows.json")
+
+
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
     path = tmp_path / f"rows{ending}"
