@@ -44,8 +44,8 @@ class PromptResponse(Task):
             where there is no such column, the messages in ``messages``. Of messages, an assistant's last one is no part
             of the prompt: it is the demonstration.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
-            weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
-            all rewards are added ones, as in ``env.rewards``.
+            weight. Functions themselves are taken too. The parts of the reward bear these names, without the module.
+            None where all rewards are added ones, as in ``env.rewards``.
         prompt_column: of the rows.
         completion_column: of the rows, the data's own response; None where there is none.
         system_prompt: the first message, for prompts that have none of their own.
@@ -78,17 +78,23 @@ class PromptResponse(Task):
                 raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
+        some = set().union(*rows) - columns
+        lacking = {name: place_of(rows, next(at for at, row in enumerate(rows) if name not in row)) for name in some}
         if completion_column and len(rows) and completion_column not in columns:
+            at = f"; {lacking[completion_column]} lacks it" if completion_column in lacking else ""
             raise ValueError(
                 f"env.completion_column={completion_column} is no column of all rows, which have "
-                f"{', '.join(sorted(columns))}"
+                f"{', '.join(sorted(columns))}{at}"
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
-        self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
+        self._functions = [
+            (RewardFunction(name, sorted(columns), lacking), weight) for name, weight in _weighted(reward)
+        ]
         self._columns, self._deadline_s = sorted(columns), 60.0
         self.reward_parts = tuple(function.name for function, _ in self._functions)
         if len(set(self.reward_parts)) < len(self.reward_parts):
-            raise ValueError(f"env.reward has two functions of one name: {', '.join(self.reward_parts)}; rename one")
+            names = ", ".join(self.reward_parts)
+            raise ValueError(f"env.reward has two functions of one name: {names}; rename one, as by its __name__")
 
     def prompt(self, row: dict) -> Messages:
         """The row's messages, or its text as the user's, after the system prompt.

@@ -31,6 +31,7 @@ class RewardFunction:
     Args:
         function: ``package.module:function``, or the function itself.
         columns: names of the lists that there will be.
+        lacking: the place of a row that lacks a column, by the names of columns that other rows have.
 
     Raises:
         ValueError: there is no such module or function, it can't be called, or it asks for a column that is not there.
@@ -40,13 +41,18 @@ class RewardFunction:
     ('reward_len', [-14.0])
     """
 
-    def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], columns: Collection[str], lacking: Mapping[str, str] | None = None
+    ) -> None:
         self.function = object_by_name(function, "env.reward") if isinstance(function, str) else function
-        self.name: str = getattr(self.function, "__name__", type(self.function).__name__)
-        self.where = function if isinstance(function, str) else self.name
         self.is_named = isinstance(function, str)
-        if not callable(self.function):
-            raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function")
+        own = getattr(self.function, "__name__", type(self.function).__name__)
+        # Partial objects and what a factory makes are called alike.
+        self.name: str = function.rpartition(":")[2] if isinstance(function, str) else own
+        self.where = function if isinstance(function, str) else own
+        if not callable(self.function) or inspect.isclass(self.function):
+            raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")
+        self._lacking = lacking or {}
         self.takes = self._taken(columns)
 
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
@@ -96,6 +102,11 @@ class RewardFunction:
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
+            if at := next((self._lacking[name] for name in missing if name in self._lacking), None):
+                raise ValueError(
+                    f"env.reward={self.where} asks for {', '.join(missing)}, which other rows have, and {at} lacks; "
+                    "give it there, or remove the row"
+                )
             raise ValueError(
                 f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
                 f"{', '.join(sorted(columns))}; rename its parameter or the column"

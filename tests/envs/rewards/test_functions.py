@@ -12,7 +12,6 @@ import torch
 
 from grpo_rl.envs.rewards import functions
 from grpo_rl.envs.rewards.functions import RewardFunction, RewardFunctionError
-from grpo_rl.envs.task import Unjudgeable
 
 BATCH = {"prompt": ["a", "b"], "completion": ["x", "yy"], "title": ["T", "U"]}
 
@@ -120,9 +119,9 @@ def test_what_is_no_finite_number_costs_its_response_only(value):
     assert good == 0.5
 
 
-def test_none_says_that_a_response_cannot_be_judged():
-    failed, good = judge(lambda completion: [None, 0.5])
-    assert isinstance(failed, Unjudgeable) and good == 0.5
+def test_none_is_passed_on_as_no_number_of_this_function():
+    assert judge(lambda completion: [None, 0.5]) == [None, 0.5]
+    assert judge(lambda completion: (None, torch.tensor(1.0))) == [None, 1.0]
 
 
 def test_a_function_that_raises_is_named_with_what_it_raised():
@@ -132,6 +131,23 @@ def test_a_function_that_raises_is_named_with_what_it_raised():
     with pytest.raises(RewardFunctionError, match="^own raised KeyError: 'gold'") as caught:
         judge(own)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_parts_are_called_as_in_the_setting(module):
+    name = module(
+        "from functools import partial\n"
+        "def scaled(completion, by):\n    return [by * len(text) for text in completion]\n"
+        "def made(by):\n    def reward(completion):\n        return scaled(completion, by)\n    return reward\n"
+        "class Judge:\n    def __call__(self, completion):\n        return scaled(completion, 4.0)\n"
+        "    def other(self, completion):\n        return scaled(completion, 5.0)\n"
+        "once, twice, thrice, judge = partial(scaled, by=1.0), partial(scaled, by=2.0), made(3.0), Judge()\n"
+    )
+    names = ["once", "twice", "thrice", "judge", "judge.other"]
+    found = [RewardFunction(f"{name}:{own}", list(BATCH)) for own in names]
+    assert [reward.name for reward in found] == names
+    assert [reward(BATCH, 2) for reward in found] == [[1.0 * n, 2.0 * n] for n in (1, 2, 3, 4, 5)]
+    with pytest.raises(ValueError, match="own_rewards:Judge is <class .*>; it must be a function, or an instance"):
+        RewardFunction(f"{name}:Judge", list(BATCH))
 
 
 def test_an_async_function_is_awaited_also_from_within_a_running_loop():
