@@ -11,7 +11,7 @@ from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_rows, place_of
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
+from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
@@ -58,6 +58,8 @@ class PromptResponse(Task):
         ValueError: a row's prompt is missing or empty or something else; a reward function can't be found or called,
             or asks for a column that is not there; or a weight is not finite.
     """
+
+    parts_may_lack = True
 
     def __init__(
         self,
@@ -209,12 +211,15 @@ class PromptResponse(Task):
             f"env.prompt_column={self._completion_column} and without env.completion_column"
         )
 
-    def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
+    def _reward(self, values: Sequence[float | Exception | None]) -> Reward | Exception:
         parts = {}
         for (function, weight), value in zip(self._functions, values, strict=True):
             if isinstance(value, Exception):
                 return value
-            parts[function.name] = weight * value
+            if value is not None:
+                parts[function.name] = weight * value
+        if self._functions and not parts:
+            return NothingApplies(f"{', '.join(function.where for function, _ in self._functions)} returned None")
         return Reward(parts)
 
     def _values(self, name: str, rows: Sequence[dict], responses: Sequence[str]) -> list[Any]:

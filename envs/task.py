@@ -51,6 +51,10 @@ class Unjudgeable(Exception):
     """The row itself can't be judged, whatever the response: its gold answer makes no sense to the scorer, say."""
 
 
+class NothingApplies(Unjudgeable):
+    """Each of the task's reward functions returned None: added rewards alone judge the response, if there are any."""
+
+
 class Spent(Exception):
     """A budget that a scorer needs is used up, and the run stops."""
 
@@ -66,6 +70,8 @@ class Task(ABC):
     """The dataset."""
     reward_parts: tuple[str, ...]
     """Names of the parts that every :meth:`score` returns."""
+    parts_may_lack: bool = False
+    """True: a reward lacks the parts that do not apply to its response, as where a reward function returned None."""
     isolated: bool | None = None
     """True: responses are scored in a process of their own, which can be killed: for scorers that may hang or crash.
 

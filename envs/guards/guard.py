@@ -297,7 +297,8 @@ class ScoreGuard:
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
         if isinstance(result, Reward):
             parts, measures = _finite(result.parts), _finite(result.measures)
-            if parts is not None and measures is not None and parts.keys() == self._parts:
+            whole = parts is not None and (self._task.parts_may_lack or len(parts) == len(self._parts))
+            if parts is not None and measures is not None and whole and parts.keys() <= self._parts:
                 return Reward(parts, measures)
         return self._failure(result, response, where)
 

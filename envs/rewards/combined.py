@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
-from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns, raised
+from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
 
 if TYPE_CHECKING:  # processes that call reward functions need not wait for it
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class WithRewards(Task):
         self._parts = sorted(read_parts(rewards), key=lambda part: "correct" in part.known.inputs)
         self._count_tokens = count_tokens
         self.task, self.rows, self.isolated, self.reply_role = task, task.rows, task.isolated, task.reply_role
-        self.tools, self.one_by_one = task.tools, task.one_by_one
+        self.tools, self.one_by_one, self.parts_may_lack = task.tools, task.one_by_one, task.parts_may_lack
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}
@@ -135,7 +135,7 @@ class WithRewards(Task):
     def _extended(
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
     ) -> list[Reward | Exception]:
-        results = list(rewards)
+        results = [Reward({}) if isinstance(given, NothingApplies) else given for given in rewards]
         units = {part.unit for part in self._parts if "length" in part.known.inputs}
         counts = self._count_tokens(texts) if self._count_tokens and "tokens" in units else ()
         lengths = {"characters": [len(text) for text in texts], "tokens": counts}
@@ -222,7 +222,10 @@ class WithRewardsInTurns(WithRewards):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The task's reward of the conversation, and the added ones of its last message."""
         self._begin()
-        own = self.task.score_dialog(row, messages)
+        try:
+            own = self.task.score_dialog(row, messages)
+        except NothingApplies:
+            own = Reward({})
         return raised(self._extended([row], [last_said(messages)], [own])[0])
 
 

@@ -55,10 +55,10 @@ class RewardFunction:
         self._lacking = lacking or {}
         self.takes = self._taken(columns)
 
-    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception | None]:
         """The number of each of the ``count`` responses, or why there is none.
 
-        A response for which the function returns None can't be judged.
+        None, where the function returned it: the response is not one that it judges.
 
         Raises:
             RewardFunctionError: the function raised, or returned something else than ``count`` values.
@@ -81,9 +81,9 @@ class RewardFunction:
             )
         return [self._number(value) for value in values]
 
-    def _number(self, value: Any) -> float | Exception:
+    def _number(self, value: Any) -> float | Exception | None:
         if value is None:
-            return Unjudgeable(f"{self.where} returned None")
+            return None
         value = value.item() if hasattr(value, "item") else value
         try:
             if isinstance(value, (int, float)) and math.isfinite(value):
@@ -130,7 +130,7 @@ class NamedFunctions:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
 
-    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception]]:
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception | None]]:
         """Calls each function and returns the results."""
         return [function(batch, count) for function in self._functions]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,12 +56,11 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
         return None
     if len(rewards) < group.size:
         group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
-    measures = dict.fromkeys(name for reward in rewards for name in reward.measures)
     return replace(
         group,
         rewards=_numbers(reward.total for reward in rewards),
-        reward_parts={name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
-        measures={name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
+        reward_parts=_by_name([reward.parts for reward in rewards]),
+        measures=_by_name([reward.measures for reward in rewards]),
     )
 
 
@@ -73,7 +72,15 @@ def has_zero_variance(group: Group, clip: float = math.inf, by_part: bool = Fals
         by_part: each part of the reward is compared, not their sum.
     """
     rewards = torch.stack(list(group.reward_parts.values())) if by_part else group.rewards.clamp(-clip, clip)[None]
-    return bool((rewards == rewards[:, :1]).all())
+    # A response without a part differs in it from none.
+    most, least = rewards.nan_to_num(-math.inf).amax(1), rewards.nan_to_num(math.inf).amin(1)
+    return bool((most <= least).all())
+
+
+def _by_name(numbers: Sequence[Mapping[str, float]]) -> dict[str, torch.Tensor]:
+    """The named numbers of each response; NaN where it has none of a name."""
+    names = dict.fromkeys(name for own in numbers for name in own)
+    return {name: _numbers(own.get(name, math.nan) for own in numbers) for name in names}
 
 
 def _numbers(values: Iterable[float]) -> torch.Tensor:

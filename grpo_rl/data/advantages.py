@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -70,7 +70,9 @@ class AdvantageEstimator:
             by_size[len(first)].append(i)
         tables = [[groups[i] for i in members] for members in by_size.values()]
         rewards = [self._penalised_rewards(table) for table in tables]
-        parts = [_stacked_parts(table) for table in tables] if self._kind == "multi_reward" else []
+        # A part that is weighed may be of no response of these.
+        names = dict.fromkeys([*(name for group in groups for name in group.reward_parts), *(self._weights or {})])
+        parts = [_stacked_parts(table, names) for table in tables] if self._kind == "multi_reward" else []
         advantages = batch_advantages(rewards, self._kind, self._clip, parts, self._weights)
         rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
                 for i, row in zip(members, table, strict=True)}  # fmt: skip
@@ -105,9 +107,14 @@ def _summed(group: Group, values: Float[Tensor, " G"]) -> Tensor:
     return values.new_zeros(len(first)).index_add(0, of, values)
 
 
-def _stacked_parts(groups: Sequence[Group]) -> dict[str, Float[Tensor, "N G"]]:
-    names = groups[0].reward_parts
-    return {name: torch.stack([group.reward_parts[name][_sessions(group)[0]] for group in groups]) for name in names}
+def _stacked_parts(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Float[Tensor, "N G"]]:
+    """Each part of the rewards; NaN where a response lacks it."""
+
+    def column(group: Group, name: str) -> Float[Tensor, " G"]:
+        part = group.reward_parts.get(name)
+        return (torch.full_like(group.rewards, torch.nan) if part is None else part)[_sessions(group)[0]]
+
+    return {name: torch.stack([column(group, name) for group in groups]) for name in names}
 
 
 def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> Float[Tensor, "*N G"]:
@@ -175,16 +182,17 @@ def batch_advantages(
       TRL's ``scale_rewards="batch"``.
     - ``batch_zscore``: (r - mean of the group) over the std of all these differences + 1e-4, so that different
       difficulties of prompts don't count as spread: REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
-    - ``multi_reward``: for each part of the reward the z-score in its group, then their weighted sum, over the std of
-      all these sums + 1e-4, so that no part is drowned by the scale of another: GDPO,
-      https://arxiv.org/abs/2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
+    - ``multi_reward``: for each part of the reward the z-score in its group, among the responses that have the part,
+      then their weighted sum, over the std of all these sums + 1e-4, so that no part is drowned by the scale of
+      another: GDPO, https://arxiv.org/abs/2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
 
     Both papers also subtract the mean of the whole batch, which is zero as each group's is.
 
     Args:
         rewards: a table for each group size.
         clip: advantages are clipped to [-clip, clip].
-        parts: parts of the reward, a table by name for each of ``rewards``; read by ``multi_reward``.
+        parts: parts of the reward, a table by name for each of ``rewards``, NaN where a response has no such part;
+            read by ``multi_reward``.
         weights: weights of the parts, 1 by default.
 
     Raises:
@@ -214,7 +222,25 @@ def _sum_of_parts(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> 
             f"loss.advantage=multi_reward with loss.reward_weights {dict(weights)}, but the rewards have the parts "
             f"{sorted(parts)}; name these, or choose another loss.advantage"
         )
-    return torch.stack([weights.get(name, 1.0) * group_advantages(table) for name, table in parts.items()]).sum(0)
+    scores = [weights.get(name, 1.0) * _among_those_that_have_it(table) for name, table in parts.items()]
+    return torch.stack(scores).sum(0)
+
+
+def _among_those_that_have_it(part: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+    """The z-scores of a part of the reward in each group, among its responses that have the part; 0 for the others.
+
+    >>> _among_those_that_have_it(torch.tensor([[torch.nan, 0.0, 1.0], [torch.nan, torch.nan, 1.0]]))
+    tensor([[ 0.0000, -0.7070,  0.7070],
+            [ 0.0000,  0.0000,  0.0000]])
+    """
+    if not part.isnan().any():
+        return group_advantages(part)
+    scores = torch.zeros_like(part)
+    for own, of_group in zip(scores, part, strict=True):
+        has = ~of_group.isnan()
+        if has.sum() > 1:
+            own[has] = group_advantages(of_group[has])
+    return scores
 
 
 def _over_std(tables: Sequence[Tensor], spread: Sequence[Tensor]) -> list[Tensor]:

@@ -38,7 +38,7 @@ class Group:
         trainable: [R] False for tokens that the policy did not sample (a tool's output).
         offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
         rewards: [G] total reward.
-        reward_parts: named parts of the reward, [G] each.
+        reward_parts: named parts of the reward, [G] each, NaN for a response without one.
         measures: numbers logged beside the reward, [G] each, NaN for a response without one.
         truncated: [G] True if the response reached the length limit.
         advantages: [G], once they are computed.

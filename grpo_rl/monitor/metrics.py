@@ -44,11 +44,11 @@ def is_reward_statistic(name: str) -> bool:
 def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
     """Reward, response, advantage and staleness metrics of ``groups``, each response weighing the same.
 
-    ``reward_distribution/<part>/p10`` and so on are quantiles over responses, ``response/length_correlation`` is of
-    length and reward inside groups, left out where either is the same in all of them.
-    ``reward/std`` is the population's, over all responses. ``reward/zero_std_fraction`` is the share of
-    zero-variance groups: their responses all have the same reward. Advantage metrics are left out
-    while a group has no advantages yet, staleness metrics while ``version`` is not given.
+    A part's mean and its quantiles, ``reward_distribution/<part>/p10`` and so on, are over the responses that have it.
+    ``response/length_correlation`` is of length and reward inside groups, left out where either is the same in all of
+    them. ``reward/std`` is the population's, over all responses. ``reward/zero_std_fraction`` is the share of
+    zero-variance groups: their responses all have the same reward. Advantage metrics are left out while a group has no
+    advantages yet, staleness metrics while ``version`` is not given.
 
     Args:
         version: the trainer's policy version; a token's staleness is how many versions ago it was sampled.
@@ -76,7 +76,7 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
     metrics |= _quantiles("total", rewards)
     for name in dict.fromkeys(name for group in groups for name in group.reward_parts):
         part = torch.cat([group.reward_parts[name] for group in groups if name in group.reward_parts]).double()
-        metrics[f"reward/{name}"] = part.mean().item()
+        metrics[f"reward/{name}"] = part.nanmean().item()
         metrics |= _quantiles(name, part)
     for name in dict.fromkeys(name for group in groups for name in group.measures):
         measured = torch.cat([group.measures[name] for group in groups if name in group.measures]).double()
@@ -143,7 +143,7 @@ def repetition(groups: Sequence[Group], n: int = 4) -> float:
 
 
 def _quantiles(name: str, values: Tensor) -> dict[str, float]:
-    tenths = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    tenths = torch.nanquantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     return {f"reward_distribution/{name}/p{p}": x for p, x in zip((10, 50, 90), tenths, strict=True)}
 
 

@@ -128,7 +128,7 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
     batching, loss, record = micro_batching(settings), make_loss(settings), StepRecord()
     groups = _with_old_log_probs(stored) if batching.on_policy else stored.groups
     _check(groups, settings)
-    compute_advantages = make_advantages(settings, list(groups[0].reward_parts))
+    compute_advantages = make_advantages(settings, [name for group in groups for name in group.reward_parts])
     by_id = {group.group_id: group for group in compute_advantages(groups)}
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:

@@ -11,13 +11,13 @@ from tensordict import TensorDict
 from transformers import AutoTokenizer
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.groups import group_of_samples, has_zero_variance
+from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.testing import random_group, save_tiny_model
 
 
@@ -172,6 +172,17 @@ def test_groups_have_zero_variance_by_what_their_advantages_are_made_of():
     assert has_zero_variance(group) and not has_zero_variance(group, by_part=True)
     apart = replace(group, rewards=torch.tensor([5.0, 7.0, 6.0]))
     assert not has_zero_variance(apart) and has_zero_variance(apart, clip=3.0)
+
+
+def test_a_part_that_a_response_lacks_makes_no_difference_in_it():
+    rewards = [Reward({"a": 1.0}), Reward({"b": 2.0}), Reward({"a": 1.0, "b": 2.0}), Failure("error", "...")]
+    group = rewarded(random_group(lengths=[1, 1, 1, 1]), rewards)
+    assert group.rewards.tolist() == [1.0, 2.0, 3.0]
+    assert str(group.reward_parts["a"].tolist()) == "[1.0, nan, 1.0]"
+    assert str(group.reward_parts["b"].tolist()) == "[nan, 2.0, 2.0]"
+    assert not has_zero_variance(group) and has_zero_variance(group, by_part=True)
+    other = replace(group, reward_parts={**group.reward_parts, "b": torch.tensor([torch.nan, 2.0, 1.0])})
+    assert not has_zero_variance(other, by_part=True)
 
 
 def test_resampling_ends_with_the_responses_of_the_run(tokenizer, engine):

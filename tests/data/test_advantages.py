@@ -118,6 +118,19 @@ def test_parts_of_the_reward_match_the_table_worked_out_by_hand():
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
 
 
+def test_a_part_that_some_responses_lack_is_normalised_among_those_that_have_it():
+    # Part a of the first group is 2 and 0 of two responses: +-z; b is -1, 0 and 1 of all three, whose std is 1: sums
+    # -1, z and 1 - z. In the second group no response has a, and one has b, which has nothing to compare with.
+    nan, z = math.nan, 2**-0.5
+    parts = {
+        "a": torch.tensor([[nan, 2.0, 0.0], [nan, nan, nan]]).double(),
+        "b": torch.tensor([[-1.0, 0.0, 1.0], [nan, 7.0, nan]]).double(),
+    }
+    (got,) = batch_advantages([torch.zeros(2, 3).double()], "multi_reward", parts=[parts])
+    sums = torch.tensor([[-1.0, z, 1 - z], [0.0, 0.0, 0.0]]).double()
+    torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
+
+
 @st.composite
 def collections(draw):
     """Rewards of groups of two sizes, as tables, and two parts that add up to them."""
@@ -251,6 +264,17 @@ def test_parts_of_the_reward_get_z_scores_of_their_own_with_groups_of_different_
     sums = torch.tensor([-2.0, 2.0, -4.0, 4.0, 0.0, 0.0, 0.0]) / 2**0.5
     got = torch.cat([group.advantages for group in estimator(groups)])
     torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
+
+
+def test_a_part_that_a_whole_group_or_all_of_them_lack_adds_nothing():
+    def group(i, **parts):
+        own = {name: torch.tensor(values) for name, values in parts.items()}
+        return replace(random_group(group_id=i, lengths=[1, 1], rewards=[0.0, 0.0]), reward_parts=own)
+
+    groups = [group(0, a=[0.0, 1.0]), group(1, b=[1.0, 0.0])]
+    got = AdvantageEstimator("multi_reward", reward_weights={"b": 2.0, "c": 5.0})(groups)
+    sums = torch.tensor([-1.0, 1.0, 2.0, -2.0]) / 2**0.5
+    torch.testing.assert_close(torch.cat([g.advantages for g in got]), sums / sums.std(), rtol=1e-3, atol=0)
 
 
 def test_rewards_are_clipped_before_they_become_advantages():

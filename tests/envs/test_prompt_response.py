@@ -16,6 +16,7 @@ from grpo_rl.envs.prompt_response import PromptResponse, PromptResponseEnv, load
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.functions import RewardFunctionError
 from grpo_rl.envs.task import Reward, Unjudgeable
+from tests.envs.chat_templates import tokenizer_of
 
 EXAMPLES = "grpo_rl.envs.rewards.examples"
 LENGTH, ENDING = f"{EXAMPLES}:reward_len", f"{EXAMPLES}:sentence_ending"
@@ -138,17 +139,50 @@ def test_a_wrong_setting_is_named_before_anything_is_scored(settings, message):
         PromptResponse(**{"rows": ROWS, "reward": LENGTH, **settings})
 
 
-def test_a_number_that_is_none_costs_its_response_only():
+def test_what_is_no_number_costs_its_response_only():
     def odd(completion):
-        return [float("nan") if text == "nan" else None if text == "none" else 1.0 for text in completion]
+        return [float("nan") if text == "nan" else 1.0 for text in completion]
 
     task = PromptResponse(ROWS, reward=[LENGTH, odd])
-    good, nan, none = task.score_many([ROWS[0]] * 3, ["x" * 20, "nan", "none"])
+    good, nan = task.score_many([ROWS[0]] * 2, ["x" * 20, "nan"])
     assert good == Reward({"reward_len": 0.0, "odd": 1.0})
     assert isinstance(nan, RewardFunctionError) and str(nan).startswith("odd returned nan")
-    assert isinstance(none, Unjudgeable)
     with pytest.raises(RewardFunctionError, match="odd returned nan"):
         task.score(ROWS[0], "nan")
+
+
+KINDS = [{"prompt": "1 + 1?", "kind": "math"}, {"prompt": "print", "kind": "code"}, {"prompt": "Hi", "kind": "chat"}]
+
+
+def of(own, value):
+    """TRL's routing: a function that judges the rows of one kind."""
+
+    def reward(completion, kind):
+        return [value * len(text) if each == own else None for text, each in zip(completion, kind, strict=True)]
+
+    reward.__name__ = own
+    return reward
+
+
+def test_none_of_one_function_is_no_part_of_the_sum_and_of_all_is_not_judged():
+    task = PromptResponse(KINDS, reward={of("math", 1.0): 2.0, of("code", -1.0): 0.5})
+    math, code, chat = task.score_many(KINDS, ["xx", "xxx", "x"])
+    assert (math, code) == (Reward({"math": 4.0}), Reward({"code": -1.5})) and (math.total, code.total) == (4.0, -1.5)
+    assert isinstance(chat, Unjudgeable)
+    guard = ScoreGuard(task, 5.0, 1.0)
+    assert [guard.score(row, ["xx", "x"], "row") for row in KINDS[:2]] == [
+        [Reward({"math": 4.0}), Reward({"math": 2.0})], [Reward({"code": -1.0}), Reward({"code": -0.5})],
+    ]  # fmt: skip
+    assert [result.kind for result in guard.score(KINDS[2], ["x"], "row 2")] == ["unjudgeable"]
+    with pytest.raises(Unjudgeable, match="math, code returned None"):
+        task.score(KINDS[2], "x")
+
+
+def test_added_rewards_judge_what_no_function_judges():
+    task = with_rewards(PromptResponse(KINDS, reward=[of("math", 1.0)]), {"tag_count": 2.0})
+    rewards = ScoreGuard(task, 5.0, 1.0).score(KINDS[1], ["<think>\n"], "row 1")
+    assert rewards == [Reward({"tag_count": 0.5})]
+    assert ScoreGuard(task, 5.0, 1.0).score(KINDS[0], ["xx"], "row 0") == [Reward({"math": 2.0, "tag_count": 0.0})]
 
 
 def failing(kind: str):

@@ -659,14 +659,28 @@ def test_normalised_parts_of_the_reward_equal_trls_and_verls():
     for seed in BATCHES:
         parts = {"a": random_rewards(4, seed=seed), "b": random_rewards(4, seed=seed + 10**6)}
         (got,) = batch_advantages([sum(parts.values())], "multi_reward", parts=[parts], weights={"b": 0.5})
-        # multi_objective_aggregation="normalize_then_sum"
-        grouped = torch.stack(list(parts.values()), -1)
-        scores = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
-        sums = (scores * torch.tensor([1.0, 0.5])).nansum(-1)
-        trls = (sums - sums.nanmean()) / (nanstd(sums.flatten()) + 1e-4)
+        sums, trls = normalised_by_trl(parts, nanstd)
         torch.testing.assert_close(got, trls, rtol=1e-6, atol=1e-9)
         # verl takes parts in fp32.
         assert_verls_gdpo(parts, got * (sums.std() + 1e-4) / sums.std())
+
+
+def normalised_by_trl(parts: dict, nanstd) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums and the advantages of multi_objective_aggregation="normalize_then_sum"."""
+    grouped = torch.stack(list(parts.values()), -1)
+    scores = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+    sums = (scores * torch.tensor([1.0, 0.5])).nansum(-1)
+    return sums, (sums - sums.nanmean()) / (nanstd(sums.flatten()) + 1e-4)
+
+
+def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_by_trl():
+    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+    for seed in BATCHES:
+        a, b = random_rewards(4, seed=seed), random_rewards(4, seed=seed + 10**6)
+        lacks = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed))
+        parts = {"a": a.masked_fill(lacks < 0.3, torch.nan), "b": b.masked_fill(lacks > 0.6, torch.nan)}
+        (got,) = batch_advantages([torch.zeros_like(a)], "multi_reward", parts=[parts], weights={"b": 0.5})
+        torch.testing.assert_close(got, normalised_by_trl(parts, nanstd)[1], rtol=1e-6, atol=1e-9)
 
 
 def assert_verls_gdpo(parts: dict, expected: torch.Tensor) -> None:

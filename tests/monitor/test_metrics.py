@@ -43,6 +43,14 @@ def test_each_part_of_the_reward_has_its_own_mean():
     assert (metrics["reward/correct"], metrics["reward/format"]) == (1.0, 0.5)
 
 
+def test_a_parts_mean_and_quantiles_are_over_the_responses_that_have_it():
+    parts = {"code": torch.tensor([torch.nan, 0.0, 1.0, torch.nan])}
+    metrics = reward_metrics([group([1] * 4, [0.0, 0.0, 1.0, 0.0], reward_parts=parts), group([1], [0.0])])
+    assert metrics["reward/code"] == 0.5
+    found = [metrics[f"reward_distribution/code/p{p}"] for p in (10, 50, 90)]
+    assert found == pytest.approx([0.1, 0.5, 0.9])  # linear between the two
+
+
 def test_quantiles_of_the_total_and_of_each_part_are_over_responses():
     parts = {"correct": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])}
     metrics = reward_metrics([group([1] * 5, [0.0, 10.0, 20.0, 30.0, 40.0], reward_parts=parts)])

@@ -109,6 +109,19 @@ def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
     assert [result.kind for result in results] == [kind, kind]
 
 
+def test_a_reward_lacks_a_part_only_where_the_task_says_that_it_may():
+    class Parted(Judge):
+        reward_parts = ("good", "short")
+
+        def score(self, row, response):
+            return Reward({"good": 1.0} | ({"short": 2.0} if response == "x" else {}))
+
+    whole, lacking = guard(Parted()).score({}, ["x", "long"], "row 0")
+    assert whole == Reward({"good": 1.0, "short": 2.0}) and lacking.kind == "invalid"
+    Parted.parts_may_lack = True
+    assert guard(Parted()).score({}, ["x", "long"], "row 0") == [whole, Reward({"good": 1.0})]
+
+
 def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
     judge = guard(allowed=0.1)
     for _ in range(8):  # 8 of the first 80 responses are allowed
