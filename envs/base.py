@@ -14,6 +14,7 @@ from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unboun
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.by_name import told
 from grpo_rl.data import keys
 from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_prompts, encode_reply
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
@@ -228,8 +229,7 @@ class LLMEnv(EnvBase):
                 if calls:
                     return text or "", checked_calls(calls)
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
-                why = f"{type(error).__name__}: {error}"
-                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {why}")
+                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {told(error)}")
         return self.decode(ids), []
 
     def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:

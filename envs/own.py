@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.by_name import object_by_name
+from grpo_rl.by_name import is_name, object_by_name, told
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Task
@@ -55,7 +56,8 @@ def load_own_rows(
     if own is None:
         return load_rows(source, split, reader=name)
     source.refuse([given for given in source.given if given != "split"], f"{name}, which has a load_rows of its own")
-    return own(source.path, source.split or split)
+    with _in_one_line(f"{name}.load_rows"):
+        return own(source.path, source.split or split)
 
 
 def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Task:
@@ -64,7 +66,8 @@ def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Ta
     Raises:
         ValueError: it lacks an attribute that environments read.
     """
-    made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyrefly: ignore[bad-argument-count]
+    with _in_one_line(f"{task.__module__}:{task.__qualname__}"):
+        made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyrefly: ignore[bad-argument-count]
     for name, remedy in (
         ("rows", "set self.rows = rows in __init__"),
         ("reward_parts", "name the parts of its reward"),
@@ -74,25 +77,39 @@ def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Ta
     return made
 
 
-def check_task_of(env: LLMEnv, name: str) -> None:
-    """Checks what an environment needs of a task of the user's own, with one call of its scorer.
+@contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} raised {told(error)}") from error
 
-    `grpo_rl.testing.check_task` checks more, in seconds: that scores repeat, and the way to a gradient.
+
+def check_task_of(env: LLMEnv, name: str) -> None:
+    """Checks what an environment needs of the user's own task or reward functions, with two empty responses to a row.
+
+    Added rewards are not asked: a judge costs money, a model is not loaded yet. `grpo_rl.testing.check_task` checks
+    more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:
-        ValueError: a prompt is no list of messages, or an empty response to the first row can't be scored; with the
-            row's place and the cause.
+        ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored; with the row's
+            place and the cause.
     """
-    from grpo_rl.envs.guards.guard import Failure, ScoreGuard  # brings processes, which a message needs not wait for
+    # They bring torch and processes, which a message needs not wait for.
+    from grpo_rl.envs.guards.guard import Failure, ScoreGuard
+    from grpo_rl.envs.rewards.combined import WithRewards
 
-    task, parts = env.task, env.task.reward_parts
+    task = env.task.task if isinstance(env.task, WithRewards) else env.task
+    parts, row = task.reward_parts, task.rows[0]
     if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{name}: reward_parts is {parts!r:.80}; it must be a tuple of names")
-    prompt = check_prompts(task, task.rows, name)
-    guard, row = ScoreGuard(task, env.guard.deadline_s, 1.0), task.rows[0]
-    (result,) = guard.score_dialogs(row, [[*prompt, {"role": "assistant", "content": ""}]], place_of(task.rows, 0))
-    if isinstance(result, Failure) and result.kind != "unjudgeable":
-        raise ValueError(f"{name} can't score an empty response: {result.message}")
+    prompt = check_prompts(task, task.rows, name, None if is_name(name) else 1)
+    guard = ScoreGuard(task, env.guard.deadline_s, 1.0)
+    guard.tell = lambda _: None  # it is raised
+    dialogs = [[*prompt, {"role": "assistant", "content": ""}]] * 2  # one would hide a number in the place of a list
+    for result in guard.score_dialogs(row, dialogs, place_of(task.rows, 0)):
+        if isinstance(result, Failure) and result.kind != "unjudgeable":
+            raise ValueError(f"{name} can't score an empty response: {result.message}")
 
 
 def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None = None) -> list[dict[str, str]]:
@@ -115,7 +132,7 @@ def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:
         missing = error.args[0] if error.args else "?"
         raise ValueError(f"{where}: there is no column {missing}{column_hint(missing, row)}") from error
     except Exception as error:
-        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{where} raised {told(error)}") from error
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise ValueError(
             f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"

@@ -7,8 +7,13 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+_OURS = os.path.dirname(__file__) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def is_name(text: object) -> bool:
@@ -65,13 +70,34 @@ def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspe
             ) from error
         raise ValueError(f"{key}={name}: {module_name} needs the module {error.name}; install it") from error
     except Exception as error:
-        raise ValueError(f"{key}={name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{key}={name}: importing {module_name} failed: {told(error)}") from error
     try:
         for attribute in object_name.split("."):
             found = getattr(found, attribute)
     except AttributeError as error:
         raise ValueError(f"{key}={name}: {_what_there_is(module_name, object_name, is_wanted)}") from error
     return found
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with his file and line.
+
+    >>> try:
+    ...     {}["gold"]
+    ... except KeyError as error:
+    ...     told(error)
+    "KeyError: 'gold' (..., line 2)"
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+    at = getattr(error, "raised_at", None) or raised_at(error)
+    return f"{text} ({at})" if at else text
+
+
+def raised_at(error: BaseException) -> str:
+    """The file and line of the user's code that raised an error; empty where it was none of his."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{file}, line {line}" for file, line in frames if not file.startswith((_OURS, "<frozen", *_LIBRARIES))]
+    return own[-1] if own else ""
 
 
 def _what_there_is(module_name: str, object_name: str, is_wanted: Callable[[Any], bool]) -> str:

@@ -50,7 +50,11 @@ def test_a_file_of_the_current_folder_replaces_no_library(folder):
             "own_parts ({folder}/own_parts.py) has no lenght, only length, broken; did you mean length?",
         ),
         ("needs_more:reward", "needs_more needs the module no_such_module; install it"),
-        ("broken_module:reward", "importing broken_module failed: ZeroDivisionError"),
+        (
+            "broken_module:reward",
+            "importing broken_module failed: ZeroDivisionError: division by zero ({folder}/broken_module.py, line 2)",
+        ),
+        ("no_python:reward", "importing no_python failed: SyntaxError: invalid syntax (no_python.py, line 1)"),
     ],
 )
 def test_what_cannot_be_had_is_named_with_the_reason(folder, name, message):
@@ -58,7 +62,8 @@ def test_what_cannot_be_had_is_named_with_the_reason(folder, name, message):
         "from json import dumps\nWEIGHT = 2\ndef length(): ...\ndef broken(): ...\ndef _own(): ...\n"
     )
     (folder / "needs_more.py").write_text("import no_such_module\n")
-    (folder / "broken_module.py").write_text("1 / 0\n")
+    (folder / "broken_module.py").write_text("\n1 / 0\n")
+    (folder / "no_python.py").write_text("a b\n")
     with pytest.raises(ValueError, match=re.escape(message.format(folder=folder))) as error:
         object_by_name(name, "env.reward")
     assert str(error.value).startswith(f"env.reward={name}") and "\n" not in str(error.value)

@@ -28,7 +28,7 @@ LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in fol
 # Folders that may import less than their layer would allow, by the beginnings of modules.
 ONLY_MODULES = {
     "envs": ("data", "by_name", "storage.cache", "waits.registry"),
-    "losses": ("data.keys",),
+    "losses": ("data.keys", "by_name"),
     "waits": ("storage.whole_file",),
 }
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo_rl.by_name import told
 from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
@@ -286,8 +287,8 @@ class ScoreGuard:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
                 f"{failed} of {self.judged} responses could not be scored ({counts}), more than "
-                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind:\n"
-                + "\n".join(self.examples.values())
+                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind: "
+                + "; ".join(self.examples.values())
             )
 
     def _name(self, late: Failure) -> None:
@@ -309,7 +310,7 @@ class ScoreGuard:
         if isinstance(result, TimeoutError):
             return Failure("timeout", f"{name} ran out of time on {where}: {result}; {of}")
         if isinstance(result, Exception):
-            return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
+            return Failure("error", f"{name} failed on {where}: {told(result)}; {of}")
         wanted = list(self._task.reward_parts)
         if isinstance(result, Reward) and (_finite(result.parts) or {}).keys() == self._parts:
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
@@ -336,7 +337,7 @@ def _run(
         except Exception as error:
             result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            result = RuntimeError(f"{type(error).__name__}: {error}")
+            result = RuntimeError(told(error))
         watch.end()
         done.put(result)
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_rl.by_name import object_by_name
+from grpo_rl.by_name import object_by_name, raised_at, told
 from grpo_rl.envs.task import Unjudgeable
 
 LOOP_ANSWERS_S = 1.0
@@ -71,13 +71,17 @@ class RewardFunction:
         except Unjudgeable:
             raise
         except Exception as error:
-            raise RewardFunctionError(f"{self.where} raised {type(error).__name__}: {error}") from error
+            at = "" if raised_at(error) else self._at
+            raise RewardFunctionError(f"{self.where} raised {told(error)}{at}") from error
         values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
         if not isinstance(values, (list, tuple)):
-            raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list of numbers")
+            raise RewardFunctionError(
+                f"{self.where} returned {values!r:.200}; it must return a list of numbers{self._at}"
+            )
         if len(values) != count:
             raise RewardFunctionError(
                 f"{self.where} returned {len(values)} numbers for {count} responses; it must return one for each"
+                f"{self._at}"
             )
         return [self._number(value) for value in values]
 
@@ -90,7 +94,16 @@ class RewardFunction:
                 return float(value)
         except OverflowError:
             pass
-        return RewardFunctionError(f"{self.where} returned {value!r:.200} for a response; it must be a finite number")
+        return RewardFunctionError(
+            f"{self.where} returned {value!r:.200} for a response; it must be a finite number, or None{self._at}"
+        )
+
+    @property
+    def _at(self) -> str:
+        """The place of the function's own code, for messages."""
+        function = inspect.unwrap(getattr(self.function, "func", self.function))  # of a partial object
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
     def _taken(self, columns: Collection[str]) -> list[str]:
         try:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.by_name import told
 from grpo_rl.envs.chat import decode_responses, decode_turn
 
 Message = dict[str, Any]
@@ -138,7 +139,7 @@ def response_message(
         for_template(called)
         json.dumps(called)
     except Exception as error:  # untrusted text in the user's code: what it can't read is text
-        return message, f"the parser of env.tool_parser failed: {type(error).__name__}: {error}"
+        return message, f"the parser of env.tool_parser failed: {told(error)}"
     return called, None
 
 

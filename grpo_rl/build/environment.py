@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,14 +31,17 @@ OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_pa
 """Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 
 
-def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
+def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool = True) -> LLMEnv:
     """Builds the environment of ``env.dataset``, and checks its prompts against the context length.
+
+    Args:
+        tries: has reward functions of the user's own score once.
 
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
     if found := entries(settings):
-        return _mixture(settings, tokenizer, found)
+        return _mixture(settings, tokenizer, found, tries)
     given = settings.env
     own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
     env = task_spec(given.dataset)(
@@ -47,10 +51,16 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         seed=settings.train.seed,
         **own,
     )
-    if is_name(given.dataset):
-        check_task_of(env, given.dataset)
+    if tries or is_name(given.dataset):
+        _try_out(env, given.dataset)
     env.check_prompts()
     return env
+
+
+def _try_out(env: LLMEnv, dataset: str) -> None:
+    """Has the user's own task or reward functions score once, on rank zero alone, which will do all scoring."""
+    if task_spec(dataset).takes_reward and os.environ.get("RANK", "0") == "0":
+        check_task_of(env, dataset)
 
 
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:
@@ -76,11 +86,13 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
     return make
 
 
-def _mixture(settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry]) -> MixtureEnv:
+def _mixture(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry], tries: bool
+) -> MixtureEnv:
     envs: dict[str, LLMEnv] = {}
     for name, own in settings_of_tasks(settings).items():
         try:
-            envs[name] = make_env(own, tokenizer)
+            envs[name] = make_env(own, tokenizer, tries)
         except ValueError as error:
             raise ValueError(named(name, error)) from error
     return MixtureEnv(
@@ -128,8 +140,7 @@ def make_eval_env(
         split="test",
         **own,
     )
-    if is_name(settings.env.dataset):
-        check_task_of(env, settings.env.dataset)
+    _try_out(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
     for i, row in enumerate(env.task.rows):
         _check_prompt(env, row, i, remedy)

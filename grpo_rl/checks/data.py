@@ -128,5 +128,5 @@ def env_of(case: Case) -> LLMEnv:
     key = case.read.as_json()
     if key not in _environments:
         tokenizer = load_tokenizer(source_of(case), case.read.model.chat_template)
-        _environments[key] = make_env(case.read, tokenizer)
+        _environments[key] = make_env(case.read, tokenizer, tries=False)  # the check of rewards does more
     return _environments[key]

@@ -121,8 +121,8 @@ class SyncCollector:
         """The groups of the next ``count`` prompts, those of fewer than two scored responses left out and counted."""
         if self.dropped_groups and self.collected >= self._total:
             raise ScoreError(
-                f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures:\n"
-                + "\n".join(self._env.guard.failures()[1].values())
+                f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures: "
+                + "; ".join(self._env.guard.failures()[1].values())
             )
         prompts = self._env.next_prompts(count)
         if self._agents:

@@ -11,13 +11,16 @@ from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
-from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
+from grpo_rl.envs.base import ScoreError
 from grpo_rl.monitor.completions import printable
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.training.optimizer import NonFiniteError
 
 DIAGNOSED = (MismatchError, NonFiniteError)
 """Errors that stop a run over its numbers."""
+TOLD = (EngineDeadError, OutOfMemoryError, ScoreError)
+"""Errors whose messages say all, and end a run without a traceback."""
 PROMPT_CHARACTERS = 60
 """The longest prompt that messages show whole."""
 

@@ -109,6 +109,21 @@ def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
     assert [result.kind for result in results] == [kind, kind]
 
 
+def test_what_a_task_raises_is_one_line_with_its_file_and_line_also_from_another_process(tmp_path, monkeypatch):
+    (tmp_path / "own_scorer.py").write_text(
+        "from grpo_rl.envs.task import Task\nclass Own(Task):\n    rows, reward_parts = (), ('good',)\n"
+        "    def prompt(self, row):\n        return []\n    def score(self, row, response):\n"
+        "        raise ValueError('two\\nlines')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for isolated in (False, True):
+        task = importlib.import_module("own_scorer").Own()
+        task.isolated = isolated
+        (failure,) = guard(task, deadline_s=60.0).score({}, ["x"], "row 7")
+        place = f"({tmp_path / 'own_scorer.py'}, line 7)"
+        assert failure.message == f"Own failed on row 7: ValueError: two lines {place}; the response was 'x'"
+
+
 def test_a_reward_lacks_a_part_only_where_the_task_says_that_it_may():
     class Parted(Judge):
         reward_parts = ("good", "short")

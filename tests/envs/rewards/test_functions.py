@@ -133,6 +133,20 @@ def test_a_function_that_raises_is_named_with_what_it_raised():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_what_goes_wrong_in_a_function_is_one_line_with_its_file_and_line(module):
+    name = module(
+        "def raises(completion):\n    return [scores[text] for text in completion]\n\nscores = {}\n"
+        "def one(completion):\n    return 1.0\n"
+        "def lines(completion):\n    raise ValueError('two\\nlines')\n"
+        "def inside(completion):\n    import json\n    return json.loads('x')\n"
+    )
+    for function, line in (("raises", 2), ("one", 5), ("lines", 8), ("inside", 11)):
+        place = rf"\(.*own_rewards\.py, line {line}\)$"
+        with pytest.raises(RewardFunctionError, match=f"^own_rewards:{function} .*{place}") as error:
+            judge(f"{name}:{function}")
+        assert "\n" not in str(error.value)
+
+
 def test_parts_are_called_as_in_the_setting(module):
     name = module(
         "from functools import partial\n"
