@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.by_name import told
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, decode_turn, encode_reply, encode_rows
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
@@ -208,7 +208,7 @@ class LLMEnv(EnvBase):
 
     def encode(self, row: dict) -> list[int]:
         """Ids of a row's prompt, whether the row is the environment's own or held out."""
-        return encode_prompts(self.tokenizer, [self.task.prompt(row)], self.task.tools)[0]
+        return encode_rows(self.tokenizer, self.task, [row])[0]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""

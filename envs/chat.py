@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.envs.tables import BESIDE_TEXT
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
@@ -114,26 +116,97 @@ def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], tools: Sequence[Any] = ()
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], tools: Sequence[Any] = (), over: bool = False
 ) -> list[list[int]]:
     """Ids of each conversation, up to where the policy speaks. Without a chat template: its messages' contents.
 
     Args:
         tools: functions or JSON schemas, shown by the chat template; where it shows none, by a system message, with
             calls in the format of Hermes and Qwen.
+        over: the policy has spoken last.
 
     Raises:
         ValueError: the chat template refuses the messages, or a function's types or docstring make no schema.
     """
-    schemas = tool_schemas(tools)
-    if schemas and not shows_tools(tokenizer):
-        conversations, schemas = [with_tools_in_text(messages, schemas) for messages in conversations], []
+    conversations, given = _shown(tokenizer, conversations, tools)
     if not tokenizer.chat_template:
         texts = ["".join(f"{message['content']}\n\n" for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
-    given: dict[str, Any] = {"tools": schemas} if schemas else {}
-    ids = templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False, **given)
-    return cast("list[list[int]]", ids)
+    given |= {"add_generation_prompt": not over, "tokenize": True, "return_dict": False}
+    return cast("list[list[int]]", templated(tokenizer, conversations, **given))
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    rows: Sequence[dict],
+    places: Sequence[str] = (),
+    replies: Sequence[Messages] = (),
+) -> list[list[int]]:
+    """Ids of each row's prompt with the tools that it shows; of one with a reply, to the reply's end.
+
+    Args:
+        places: of the rows, for messages.
+        replies: the policy's, to each row.
+
+    Raises:
+        ValueError: see :func:`encode_prompts`; names the row's place.
+    """
+    conversations = [task.prompt(row) for row in rows]
+    if replies:
+        conversations = [[*asked, *reply] for asked, reply in zip(conversations, replies, strict=True)]
+    tools, ids = [list(task.tools_of(row)) for row in rows], []
+    for own, neighbours in groupby(range(len(rows)), key=tools.__getitem__):
+        members = list(neighbours)
+        try:
+            ids += encode_prompts(tokenizer, [conversations[at] for at in members], own, bool(replies))
+        except ValueError:
+            for at in members if places else ():
+                try:
+                    encode_prompts(tokenizer, [conversations[at]], own, bool(replies))
+                except ValueError as error:
+                    raise ValueError(f"{places[at]}: {error}") from error
+            raise
+    return ids
+
+
+def written_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, message: Mapping[str, Any], tools: Sequence[Any], thought: str
+) -> str:
+    """The text that the chat template writes for a message of the policy's behind a prompt, without the turn's end.
+
+    Args:
+        thought: the beginning of one that the generation prompt ends with, which the message's own may replace.
+
+    Raises:
+        ValueError: the template refuses the messages, writes the prompt otherwise before the message, or leaves out its
+            calls or reasoning.
+    """
+    (before, whole), given = _shown(tokenizer, [prompt, [*prompt, dict(message)]], tools)
+    if not tokenizer.chat_template:
+        return whole[-1]["content"]
+    opened = templated(tokenizer, before, add_generation_prompt=True, tokenize=False, **given)
+    text = templated(tokenizer, whole, add_generation_prompt=False, tokenize=False, **given)
+    opened = opened if text.startswith(opened) else opened.removesuffix(thought)
+    if not text.startswith(opened):
+        raise ValueError("the tokenizer's chat template writes the prompt otherwise before a message with calls")
+    said = text[len(opened) :].removesuffix(turn_end(tokenizer))
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    thoughts = [message[name].strip() for name in BESIDE_TEXT[1:] if isinstance(message.get(name), str)]
+    if missing := [part for part in [*names, *thoughts, message["content"].strip()] if part not in said]:
+        raise ValueError(f"the tokenizer's chat template leaves out {missing[0]!r:.80} of the message to imitate")
+    # Qwen3's template writes an empty thought where there is none, which no text of the data has.
+    return said if thoughts else re.sub(r"^<think>\s*</think>\s*", "", said)
+
+
+def _shown(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], tools: Sequence[Any]
+) -> tuple[list[Messages], dict[str, Any]]:
+    """The conversations as the chat template can show them, and what it is given beside them."""
+    schemas, template = tool_schemas(tools), str(tokenizer.chat_template)
+    if not shows_tools(tokenizer) and (schemas or "tool_calls" not in template):
+        conversations, schemas = [with_tools_in_text(messages, schemas) for messages in conversations], []
+    return conversations, {"tools": schemas} if schemas else {}
 
 
 def encode_reply(

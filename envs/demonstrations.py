@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
-from grpo_rl.envs.chat import decode_responses, encode_prompts, templated
+from grpo_rl.envs.chat import decode_responses, encode_rows, templated, written_turn
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.tables import place_of
-from grpo_rl.envs.task import Messages, Task
+from grpo_rl.envs.task import Task
 
 HAVE_ONE = (
     "gsm8k (answer), math (solution), prompt_response (env.completion_column, or messages that the assistant ends), "
@@ -90,9 +90,9 @@ class Demonstrations:
         """Held-out rows as groups, in their order; for the errors see the class."""
         if not rows:
             return []
-        prompts = encode_prompts(self.tokenizer, [self.task.prompt(row) for row in rows], self.task.tools)
         groups = []
         places = [f"{place_of(rows, i)}, held out" for i in range(len(rows))]
+        prompts = encode_rows(self.tokenizer, self.task, rows, places)
         for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, places), strict=True)):
             remedy = f"or set evaluate.rows={i if i > 1 else 0}, as env.long_prompt leaves none of these out"
             if len(ids) > self.max_prompt_tokens:
@@ -133,7 +133,7 @@ class Demonstrations:
         texts = []
         for place, row in zip(places, rows, strict=True):
             try:
-                text = self.task.demonstration(row)
+                text = self._text(row)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             if text is None:
@@ -153,6 +153,13 @@ class Demonstrations:
                     "or the row"
                 )
         return [[*ids, self.end] for ids in encoded]
+
+    def _text(self, row: dict) -> str | None:
+        """The text of a row's demonstration, with calls and reasoning as the chat template writes them."""
+        said = self.task.demonstration(row)
+        if not isinstance(said, Mapping):
+            return said
+        return written_turn(self.tokenizer, self.task.prompt(row), said, self.task.tools_of(row), self._opened)
 
     def _check(self) -> None:
         """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
@@ -178,11 +185,9 @@ class Demonstrations:
         if not self.tokenizer.chat_template or not encoded:
             return []
         rows = [self.task.rows[row] for row, _ in encoded]
-        whole: list[Messages] = [
-            [*self.task.prompt(row), {"role": "assistant", "content": self.task.demonstration(row) or ""}]
-            for row in rows
-        ]
-        written = templated(self.tokenizer, whole, add_generation_prompt=False, tokenize=True, return_dict=False)
+        said = [self.task.demonstration(row) or "" for row in rows]
+        replies = [[text if isinstance(text, dict) else {"role": "assistant", "content": text}] for text in said]
+        written = encode_rows(self.tokenizer, self.task, rows, replies=replies)
         return [row for (row, ids), ours in zip(encoded, written, strict=True) if ours[: len(ids)] != ids]
 
     def _too_long(self, where: str, tokens: int, remedy: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -10,7 +11,17 @@ from typing import Any
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_rows, place_of
+from grpo_rl.envs.tables import (
+    TOOLS,
+    asked_in_chat,
+    column_hint,
+    is_message,
+    load_rows,
+    place_of,
+    read_messages,
+    read_tools,
+    said_by,
+)
 from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
@@ -38,6 +49,11 @@ class PromptResponse(Task):
     - every other column that all rows have, under its name;
     - ``prompts`` and ``completions``, for functions written for TRL: where the prompt is chat messages, a completion
       is a list of one message there.
+
+    Where a function returns None, its part is missing in that response's reward; where all do, the response has none.
+
+    The chat template gets what messages have beside role and content, such as ``tool_calls`` and ``reasoning_content``,
+    and the JSON schemas in a row's ``tools``.
 
     Args:
         rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
@@ -76,6 +92,7 @@ class PromptResponse(Task):
         for index, row in enumerate(rows):
             try:
                 self._asked(row)
+                self.tools_of(row)
             except ValueError as error:
                 raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
@@ -109,6 +126,10 @@ class PromptResponse(Task):
         if self._system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self._system_prompt}, *messages]
         return messages
+
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        """The task's tools, and those in the row's column ``tools``; calls of these are not run."""
+        return [*self.tools, *read_tools(row.get(TOOLS))]
 
     def _messages(self, row: dict) -> Messages:
         asked = self._asked(row)
@@ -166,12 +187,16 @@ class PromptResponse(Task):
         """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            said = [item["content"] for item in value if is_message(item) and item["role"] == "assistant"]
+            said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
             value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
+        if isinstance(value, Mapping):
+            value = value.get("content") or json.dumps(value.get("tool_calls"), ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
-    def demonstration(self, row: dict) -> str | None:
+    def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
+
+        Where that says more than its content, as by calls, it is the message itself.
 
         >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")
@@ -186,20 +211,20 @@ class PromptResponse(Task):
             return self._completion(row)
         return self._parted(row).get(_LAST_MESSAGE)
 
-    def _completion(self, row: dict) -> str | None:
+    def _completion(self, row: dict) -> str | dict[str, Any] | None:
         """The one response in the column of completions."""
         value = row.get(self._completion_column)
         if value is None or isinstance(value, str):
             return value
         messages = value if isinstance(value, list) else [value]
-        if all(map(is_message, messages)):
-            turns = [{"role": item["role"], "content": item["content"]} for item in messages]
+        if all(isinstance(message, Mapping) for message in messages):
+            turns = read_messages(messages, str(self._completion_column))
             for prompt in (self.prompt(row), self._messages(row)):
                 if turns[: len(prompt)] == prompt:
                     turns = turns[len(prompt) :]
                     break
             if [turn["role"] for turn in turns] == ["assistant"]:
-                return turns[0]["content"]
+                return said_by(turns[0])
             found = f"messages of {', '.join(turn['role'] for turn in turns) or 'nobody'} behind the prompt"
         elif len(messages) == 1 and isinstance(messages[0], str):
             return messages[0]
@@ -252,7 +277,7 @@ class PromptResponse(Task):
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
             if all(map(is_message, value)):
-                return [{"role": item["role"], "content": item["content"]} for item in value]
+                return value
         raise ValueError(
             f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "
             "content, and not empty"

@@ -14,8 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.chat import encode_prompts
+from grpo_rl.envs.chat import encode_rows
 from grpo_rl.envs.curriculum import Curriculum
+from grpo_rl.envs.tables import place_of
 from grpo_rl.envs.task import Task
 
 _CHECK_BATCH = 1024
@@ -186,12 +187,11 @@ class PromptSource:
         """The row, question and ids of each prompt, tokenised in one call."""
         if not rows:
             return []
-        messages = [self._task.prompt(self._task.rows[row]) for row in rows]
+        own = [self._task.rows[row] for row in rows]
+        encoded = encode_rows(self._tokenizer, self._task, own, [place_of(self._task.rows, row) for row in rows])
         return [
-            (row, message[-1]["content"], ids)
-            for row, message, ids in zip(
-                rows, messages, encode_prompts(self._tokenizer, messages, self._task.tools), strict=True
-            )
+            (row, self._task.prompt(data)[-1]["content"], ids)
+            for row, data, ids in zip(rows, own, encoded, strict=True)
         ]
 
     def _fits(self, row: int, tokens: int) -> bool:

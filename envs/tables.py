@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,15 @@ from types import UnionType
 from typing import Any
 
 from grpo_rl.envs.sources import FORMATS, Placed, Source, read
+from grpo_rl.envs.task import Messages
 
 Kind = type | UnionType
 CHAT = ("prompt", "messages")
 """Columns in which data sets have chat messages."""
+TOOLS = "tools"
+"""The column of the functions that a conversation may call."""
+BESIDE_TEXT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""What an assistant's message may say beside its content, in the chat templates' words."""
 
 
 class Rows(list[dict]):
@@ -88,8 +94,8 @@ def load_rows(
 
     def choose(present: tuple[str, ...]) -> Sequence[str]:
         names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
-        if chat and source.columns.get(chat[0], chat[0]) not in present:
-            names |= set(CHAT)
+        if chat:
+            names |= {TOOLS, *(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())}
         # All where none of those wanted is there, so that a message can tell what is.
         return [name for name in present if name in names] or present
 
@@ -104,7 +110,7 @@ def load_rows(
     if not placed:
         raise ValueError(f"{source.key('path')}={source.path} has no rows")
     rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
-    return rows.map(partial(asked_in_chat, column=chat[0], gold=chat[1])) if chat else rows
+    return rows.map(partial(_asked_in_text, column=chat[0], gold=chat[1])) if chat else rows
 
 
 _ANY = ", ".join(ending[1:].upper() for ending in FORMATS)
@@ -145,14 +151,102 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     if there is None or not isinstance(row[there], list):
         return row
     where = f"{where}: {there}" if where else there
-    if not (row[there] and all(map(is_message, row[there]))):
-        raise ValueError(f"{where} is {row[there]!r:.80}; messages have texts as role and content")
-    messages = [{"role": message["role"], "content": message["content"]} for message in row[there]]
-    last = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    messages = read_messages(row[there], where)
+    last = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(f"{where} has no question before the assistant's last message")
     row = {name: value for name, value in row.items() if name != there} | {column: messages}
-    return row if last is None or gold is None or row.get(gold) is not None else row | {gold: last}
+    return row if last is None or gold is None or row.get(gold) is not None else row | {gold: said_by(last)}
+
+
+def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict:
+    """:func:`asked_in_chat`, of a task that shows no tools of a row, and whose gold answer is a text."""
+    asked = asked_in_chat(row, where, column, gold)
+    what = [TOOLS] if isinstance(asked.get(column), list) and row.get(TOOLS) else []
+    if gold and isinstance(said := asked.get(gold), Mapping):
+        what += [name for name in BESIDE_TEXT if name in said]
+    if what:
+        raise ValueError(
+            f"{where}: the conversation has {' and '.join(what)}, which this task would leave out; "
+            "env.dataset=prompt_response takes them"
+        )
+    return asked
+
+
+def read_messages(value: Any, where: str) -> Messages:
+    """Chat messages with all that a template may show, but nulls; beside calls the content may be null.
+
+    Args:
+        where: their place, for messages.
+
+    Raises:
+        ValueError: they are no messages, or a call is none, or its arguments are no JSON object.
+
+    >>> call = {"function": {"name": "add", "arguments": {"x": 1, "y": None}}}
+    >>> read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], "line 1")
+    [{'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}]}]
+    """
+    messages = []
+    for message in value if isinstance(value, list) else ():
+        if isinstance(message, Mapping):
+            if calls := message.get("tool_calls"):
+                _check_calls(calls, where)
+            empty = {"content": ""} if calls and message.get("content") is None else {}
+            kept = {name: without_nulls(own) for name, own in message.items() if own or name in ("role", "content")}
+            message = {**kept, **empty}
+        messages.append(message)
+    if not (messages and all(map(is_message, messages))):
+        raise ValueError(f"{where} is {value!r:.80}; messages have texts as role and content")
+    return messages
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    from grpo_rl.envs.tools.schemas import checked_calls, read_arguments  # with transformers, which few rows need
+
+    try:
+        for call in checked_calls(calls):
+            if (given := call["function"]["arguments"]) and read_arguments(given) is None:
+                raise ValueError(f"the arguments {given!r:.80} of a call are no JSON object")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def read_tools(value: Any) -> list[dict]:
+    """The JSON schemas of a row's tools, which stand in the column as such or as JSON text; nulls are left out.
+
+    Raises:
+        ValueError: they are something else.
+
+    >>> read_tools('[{"name": "add", "parameters": {"x": null}}]'), read_tools(None)
+    ([{'name': 'add', 'parameters': {}}], [])
+    """
+    if not value:
+        return []
+    from grpo_rl.envs.tools.schemas import tool_schemas  # with transformers, which few rows need
+
+    try:
+        tools = without_nulls(json.loads(value) if isinstance(value, str) else value)
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise ValueError("it must be a list of JSON schemas of functions")
+        tool_schemas(tools)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{TOOLS} is {value!r:.80}: {error}; a column that means something else takes another name with "
+            f"env.columns={{other: {TOOLS}}}"
+        ) from error
+    return tools
+
+
+def said_by(message: dict[str, Any]) -> str | dict[str, Any]:
+    """The text of an assistant's message; the message itself where it says more."""
+    return message if any(name in message for name in BESIDE_TEXT) else message["content"]
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls in its objects, which tables put where rows differ in their keys."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(own) for name, own in value.items() if own is not None}
+    return [without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def is_message(message: object) -> bool:

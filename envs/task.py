@@ -188,9 +188,16 @@ class Task(ABC):
         """
         return None
 
-    def demonstration(self, row: dict) -> str | None:
-        """The response to this row that SFT imitates, as text; None where the row has none."""
+    def demonstration(self, row: dict) -> str | dict[str, Any] | None:
+        """The response to this row that SFT imitates; None where the row has none.
+
+        A text, or a message with calls or reasoning beside it, which the chat template writes.
+        """
         return None
+
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        """The tools that the prompt of a row shows; rows of a data set may have some of their own."""
+        return self.tools
 
     def _paid(self, earned: Mapping[str, bool]) -> dict[str, float]:
         """The parts of the reward: the weight of each part that is earned, and 0 for the others."""

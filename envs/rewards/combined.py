@@ -95,6 +95,10 @@ class WithRewards(Task):
         """The task's prompt."""
         return self.task.prompt(row)
 
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        """The task's tools."""
+        return self.task.tools_of(row)
+
     def gold(self, row: dict) -> str | None:
         """The task's gold answer."""
         return self.task.gold(row)

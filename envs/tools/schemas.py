@@ -71,25 +71,26 @@ def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def with_tools_in_text(messages: Messages, schemas: Sequence[Mapping[str, Any]]) -> Messages:
     """The conversation for a template without tools: they stand in the system message, and calls in the text."""
+    messages = [_with_calls_in_text(message) for message in messages]
+    if not schemas:
+        return messages
     told = TOOLS_IN_TEXT.format(tools="\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
     first, *others = messages
     if first["role"] == "system":
-        opened = [{**first, "content": f"{first['content']}\n\n{told}"}, *others]
-    else:
-        opened = [{"role": "system", "content": told}, *messages]
-    return [_with_calls_in_text(message) for message in opened]
+        return [{**first, "content": f"{first['content']}\n\n{told}"}, *others]
+    return [{"role": "system", "content": told}, *messages]
 
 
 def _with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    calls = [
-        f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}\n</tool_call>'
-        for function in functions
-    ]
-    written = "\n".join([*([message["content"]] if message["content"] else []), *calls])
-    return {"role": message["role"], "content": written}
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = []
+    for function in (call["function"] for call in message["tool_calls"]):
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append(f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {text}}}\n</tool_call>')
+    return {**others, "content": "\n".join([*([message["content"]] if message["content"] else []), *calls])}
 
 
 def with_arguments(messages: Messages) -> Messages:

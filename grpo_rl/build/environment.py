@@ -16,7 +16,7 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.envs.task import Task
+from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
@@ -38,7 +38,8 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
         tries: has reward functions of the user's own score once.
 
     Raises:
-        ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
+        ValueError: the data can't be found or read, a prompt is too long and ``env.long_prompt`` is ``error``, or the
+            user's own task or reward functions fail.
     """
     if found := entries(settings):
         return _mixture(settings, tokenizer, found, tries)
@@ -131,6 +132,8 @@ def make_eval_env(
         if is_name(settings.env.dataset):
             check_prompts(task, task.rows, settings.env.dataset, rows and min(rows, len(task.rows)))
         _take(task, rows, settings.env.dataset)
+        if any(task.tools_of(row) for row in task.rows) and not plays_turns(task):
+            raise ValueError(f"{settings.env.dataset} shows tools, which an endpoint is not asked with; give a model")
         return task
     env = spec(
         tokenizer=tokenizer,
@@ -187,7 +190,11 @@ def _take(task: Task, rows: int | None, name: str) -> None:
 
 
 def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
-    if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
+    try:
+        tokens = len(env.encode(row))
+    except ValueError as error:
+        raise ValueError(f"held-out row {i}: {error}") from error
+    if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
         raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 

@@ -71,7 +71,8 @@ def _rewards(settings: Settings, env: LLMEnv) -> Iterator[Finding]:
                 return
     for index in range(min(ROWS, len(env.task.rows))):
         row = env.task.rows[index]
-        gold = env.task.demonstration(row) or env.task.gold(row)
+        said = env.task.demonstration(row)
+        gold = said if said and isinstance(said, str) else env.task.gold(row)
         for kind, text in (("gold", gold), ("garbage", GARBAGE)):
             if text is None:
                 continue

@@ -46,7 +46,7 @@ class Environment:
         self._world, self.num_envs = world, world.setup.num_envs
         rows = [{"number": number} for number in range(ROWS)]
         prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
-        self.task = SimpleNamespace(rows=rows, prompt=prompt, tools=())
+        self.task = SimpleNamespace(rows=rows, prompt=prompt, tools_of=lambda row: ())
         self._source = PromptSource(cast(Any, self.task), cast(Any, _tokenizer), None, "error", world.seed)
         self._hangs: deque[bool] = deque()
 

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from grpo_rl.envs import chat, prompts
-from grpo_rl.envs import demonstrations as demonstrations_module
+from grpo_rl.envs import chat
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.demonstrations import Demonstrations
@@ -19,6 +18,7 @@ from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
+from tests.envs.chat_templates import tokenizer_of
 
 END = 0
 GSM8K_ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(5)]
@@ -126,6 +126,41 @@ def test_a_completion_that_is_not_one_response_is_refused_with_its_row(completio
         demonstrations(PromptResponse(rows, completion_column="completion"), tokenizer)
 
 
+CALL = {"id": "c00000000", "type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": 1}}}
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": 1}}\n</tool_call><|im_end|>'),
+        ("smollm2", '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": 1}}\n</tool_call><|im_end|>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1, "y": 1}, "id": "c00000000"}]</s>'),
+    ],
+)
+def test_a_row_that_ends_in_a_call_teaches_the_call_as_the_template_writes_it(family, said):
+    tokenizer = tokenizer_of(family)
+    row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [ADD]}
+    task = PromptResponse([row], prompt_column="messages")
+    rows = Demonstrations(task, tokenizer, [tokenizer.eos_token_id], 2000, 500)
+    (group,) = rows.take(1)
+    assert tokenizer.decode(group.response_ids) == said
+    assert '"name": "add"' in tokenizer.decode(group.prompt_ids)
+    assert [tokenizer.decode(held.prompt_ids) for held in rows.groups([row])] == [tokenizer.decode(group.prompt_ids)]
+
+
+def test_what_the_template_would_leave_out_of_a_demonstration_is_refused_with_its_row():
+    tokenizer = tokenizer_of("llama3")  # it writes no content beside a call
+    call = {"role": "assistant", "content": "I add.", "tool_calls": [CALL]}
+    task = PromptResponse([{"messages": [ASKED, call]}], prompt_column="messages")
+    with pytest.raises(ValueError, match="row 0: the tokenizer's chat template leaves out 'I add.' of the message"):
+        Demonstrations(task, tokenizer, [tokenizer.eos_token_id], 2000, 500)
+    thought = {"role": "assistant", "content": "2", "reasoning_content": "One and one."}
+    task = PromptResponse([{"messages": [ASKED, thought]}], prompt_column="messages")
+    with pytest.raises(ValueError, match="row 0: .*leaves out 'One and one.'"):
+        Demonstrations(task, tokenizer, [tokenizer.eos_token_id], 2000, 500)
+
+
 def test_the_solution_of_a_mathematical_problem_is_imitated():
     row = {"problem": "1 + 1?", "solution": r"It is $\boxed{2}$."}
     assert Math([row]).demonstration(row) == r"It is $\boxed{2}$."
@@ -195,10 +230,9 @@ def test_a_thought_that_the_prompt_begins_is_not_begun_twice(tokenizer):
 def test_each_row_is_tokenised_once_at_the_start(tokenizer, monkeypatch):
     seen = []
     encode = chat.encode_prompts
-    for module in (prompts, demonstrations_module):
-        monkeypatch.setattr(
-            module, "encode_prompts", lambda t, asked, *tools: seen.extend(asked) or encode(t, asked, *tools)
-        )
+    monkeypatch.setattr(
+        chat, "encode_prompts", lambda t, asked, *how: seen.extend([] if how[1] else asked) or encode(t, asked, *how)
+    )
     demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
     assert len(seen) == len(GSM8K_ROWS)
 

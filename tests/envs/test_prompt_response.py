@@ -185,6 +185,92 @@ def test_added_rewards_judge_what_no_function_judges():
     assert ScoreGuard(task, 5.0, 1.0).score(KINDS[0], ["xx"], "row 0") == [Reward({"math": 2.0, "tag_count": 0.0})]
 
 
+CALL = {"id": "c00000000", "type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": None}}}
+KEPT = {**CALL, "function": {"name": "add", "arguments": {"x": 1}}}
+CALLS = [
+    {"role": "user", "content": "1 + 1?", "name": "Kim"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I add."},
+    {"role": "tool", "content": "2", "tool_call_id": "c00000000", "name": "add", "tool_calls": None},
+]
+KEPT_CALLS = [
+    CALLS[0],
+    {"role": "assistant", "content": "", "tool_calls": [KEPT], "reasoning_content": "I add."},
+    {"role": "tool", "content": "2", "tool_call_id": "c00000000", "name": "add"},
+]
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+
+
+def test_all_that_messages_have_but_nulls_is_kept_for_the_chat_template():
+    seen = []
+
+    def own(prompts):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    task = PromptResponse([{"prompt": CALLS}], reward=own)
+    assert task.prompt(task.rows[0]) == KEPT_CALLS
+    task.score(task.rows[0], "2")
+    assert seen == [KEPT_CALLS]
+
+
+def test_a_message_that_says_more_than_its_content_is_the_demonstration():
+    row = {"messages": CALLS[:2]}
+    task = PromptResponse([row], prompt_column="messages")
+    assert (task.prompt(row), task.demonstration(row)) == (KEPT_CALLS[:1], KEPT_CALLS[1])
+    row = {"prompt": "1 + 1?", "completion": CALLS[1:2]}
+    task = PromptResponse([row], completion_column="completion")
+    assert task.demonstration(row) == KEPT_CALLS[1] and '"name": "add"' in task.gold(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [CALLS[0], {"role": "assistant", "content": None}, CALLS[0]]}, "row 0: prompt is .*have texts as"),
+        ({"prompt": [{**CALLS[1], "tool_calls": [ADD]}, CALLS[0]]}, "row 0: prompt: .*is no call; it must have a func"),
+        (
+            {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]},
+            "row 0: prompt: the arguments '\\[1\\]' of a call are no JSON object",
+        ),
+        ({"prompt": "Hi", "tools": ["hammer"]}, r"row 0: tools is \['hammer'\]: it must .*columns={other: tools}"),
+        ({"prompt": "Hi", "tools": "hammer"}, "row 0: tools is 'hammer': Expecting value"),
+        ({"prompt": "Hi", "tools": [{"type": "function"}]}, "row 0: tools is .*has no name"),
+    ],
+)
+def test_a_call_or_tool_that_no_template_could_show_is_refused_with_its_row(row, message):
+    with pytest.raises(ValueError, match=message):
+        PromptResponse([row], reward=LENGTH)
+
+
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [{"type": "function", "function": ADD, "strict": None}]])
+def test_a_rows_own_tools_are_shown_in_its_prompt_and_in_no_others(tools):
+    tokenizer = tokenizer_of("qwen3")
+    task = PromptResponse([{"prompt": "1 + 1?", "tools": tools}, {"prompt": "Hi", "tools": None}], reward=LENGTH)
+    first, second = sorted(LLMEnv(task, tokenizer, 2, 2).next_prompts(), key=lambda prompt: prompt.row)
+    schema = {"type": "function", "function": ADD}
+    expected = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1?"}], tools=[schema], add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(first.ids) == expected and '"name": "add"' in expected
+    assert tokenizer.decode(second.ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_tools_gets_tools_and_calls_as_text():
+    tokenizer = tokenizer_of("smollm2")
+    task = PromptResponse([{"prompt": [*CALLS, CALLS[0]]}, {"prompt": CALLS, "tools": [ADD]}], reward=LENGTH)
+    without, shown = sorted(LLMEnv(task, tokenizer, 2, 2).next_prompts(), key=lambda prompt: prompt.row)
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>" in tokenizer.decode(without.ids)
+    assert "<tools>" not in tokenizer.decode(without.ids)
+    text = tokenizer.decode(shown.ids)
+    assert f"<tools>\n{json.dumps({'type': 'function', 'function': ADD})}\n</tools>" in text and call in text
+
+
+def test_a_conversation_that_the_template_refuses_is_named_with_its_row():
+    rows = [{"prompt": "Hi"}, {"prompt": [CALLS[0], CALLS[0]]}]
+    with pytest.raises(ValueError, match="^row 1: the tokenizer's chat template refuses .*roles must alternate"):
+        LLMEnv(PromptResponse(rows, reward=LENGTH), tokenizer_of("mistral"), 2, 2).next_prompts()
+
+
 def failing(kind: str):
     def own(completion):
         if kind == "raise":

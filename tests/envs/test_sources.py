@@ -217,6 +217,24 @@ def test_a_conversation_that_asks_nothing_is_named(tmp_path, messages, message):
         gsm8k.load_rows(tmp_path / "rows.jsonl")
 
 
+def test_what_a_task_with_gold_texts_would_leave_out_of_a_conversation_is_refused(tmp_path):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "#### 7", "reasoning_content": "3 and 4."}
+    earlier = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "7"}]
+    path = tmp_path / "rows.jsonl"
+    for row, what in (
+        ({"messages": CHAT, "answer": "#### 7", "tools": [{"name": "add"}]}, "tools"),
+        ({"messages": [*CHAT, said]}, "reasoning_content"),
+        ({"messages": [*CHAT, {**said, "tool_calls": [call]}]}, "tool_calls and reasoning_content"),
+    ):
+        path.write_text(lines([row]))
+        with pytest.raises(ValueError, match=f"line 1: the conversation has {what}, which this task would leave out"):
+            gsm8k.load_rows(path)
+    path.write_text(lines([{"messages": earlier, "answer": "#### 7", "tools": None}]))
+    (row,) = gsm8k.load_rows(path)
+    assert row["question"][2] == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def test_a_task_of_several_turns_takes_texts_alone(tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines([{"messages": CHAT, "answer": "#### 7"}]))
     with pytest.raises(ValueError, match="line 1 has no question"):
