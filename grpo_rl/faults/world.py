@@ -42,8 +42,8 @@ MOST_FAULTS = 12
 """Faults of a seed, and half of those of a long one; after them the run must get to its end."""
 LONG_EVERY = 12
 """Every twelfth seed is of a long and wide run, in which many groups live on after their engine was replaced."""
-RARER = 0.4
-"""Chances of faults in a long run over those in others, so that not all of them come in its first steps."""
+RARER = 0.3
+"""Chances of faults in long runs and in half of the others, over those in the rest: not all come in the first steps."""
 LAST_EVENTS = 25
 """Events that are shown of a seed that fails."""
 
@@ -113,8 +113,9 @@ class World:
         self.setup = setup or drawn
         # A seed with few kinds of faults finds what many at once would hide.
         share = draw.choice([0.2, 0.5, 1.0])
-        rate = RARER if is_long else 1.0
-        self._chances = {kind: rate * chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
+        self._chances = {kind: chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
+        if draw.random() < 0.5 or is_long:
+            self._chances |= {kind: RARER * self._chances[kind] for kind in OFTEN if kind != "checkpoint damaged"}
         self._left = draw.randint(1, MOST_FAULTS) * (1 + is_long)
         self.faults: Counter[str] = Counter()
         self.faults_of_life: Counter[str] = Counter()
