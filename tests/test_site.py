@@ -70,7 +70,9 @@ TRAINS = [(page, line) for page, line in commands() if SCRIPT.match(line) and no
 
 
 @pytest.mark.parametrize(("page", "command"), TRAINS)
-def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, command):
+def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, command, monkeypatch):
+    for variable in re.findall(r"oc\.env:(\w+)", command):
+        monkeypatch.setenv(variable, "any")
     script = SCRIPT.match(command)
     assert script
     words = shlex.split(command[script.end() :])
