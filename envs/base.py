@@ -214,6 +214,10 @@ class LLMEnv(EnvBase):
         """The text that is judged, see :func:`~grpo_rl.envs.chat.decode_responses`."""
         return self._decode_all([ids])[0]
 
+    def decode_prompt(self, ids: Tensor | Sequence[int]) -> str:
+        """The text of a prompt, for people and logs: without special tokens."""
+        return self.tokenizer.batch_decode([ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
+
     def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
         """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
 

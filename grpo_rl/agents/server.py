@@ -63,7 +63,7 @@ class ChatServer:
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
         is_trained: bool = True,
-        max_model_len: int = MAX_BODY_BYTES,
+        max_model_len: int = 1 << 20,
         stranger: Callable[[str], Session | None] | None = None,
         takes_rewards: bool = True,
         keep_alive_s: float = KEEP_ALIVE_S,

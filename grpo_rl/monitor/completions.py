@@ -37,13 +37,15 @@ def completion_rows(
     decode: Callable[[Sequence[int]], str],
     answer: Callable[[int], object] = lambda row: None,
     turns: bool = False,
+    decode_prompt: Callable[[Sequence[int]], str] | None = None,
 ) -> list[dict[str, Any]]:
     """One dict a response, with the columns of the Parquet parts but ``step``.
 
     Args:
-        decode: ids -> text, used on prompts and on responses.
+        decode: ids -> text of a response.
         answer: index of a dataset row -> its gold answer, or None where the task has none.
         turns: whether the task replies; then ``turn_ends`` says where turns and replies end in ``completion``.
+        decode_prompt: ids -> text of a prompt; None: as of a response.
 
     ``policy_version`` is that of the response's first token: the oldest weights that had a part in it.
 
@@ -54,7 +56,7 @@ def completion_rows(
     """
     rows = []
     for group in groups:
-        prompt, gold = decode(group.prompt_ids.tolist()), answer(group.row)
+        prompt, gold = (decode_prompt or decode)(group.prompt_ids.tolist()), answer(group.row)
         for g, ids in enumerate(group.responses):
             start, text = int(group.offsets[g]), decode(ids.tolist())
             chosen = group.trainable[start : start + len(ids)]

@@ -134,7 +134,7 @@ class RunLogs:
         """Logs a training step: its numbers, and its groups as text."""
         self.log(step, metrics)
         if self.completions or self.loggers:
-            rows = completion_rows(groups, env.decode, env.gold, turns=env.max_turns > 1)
+            rows = completion_rows(groups, env.decode, env.gold, env.max_turns > 1, env.decode_prompt)
             if self.completions:
                 self.completions.log(step, rows, env.task.reward_parts)
             self.loggers.table(step, rows)

@@ -29,7 +29,7 @@ class Evaluation:
         rewards: total reward of each response; NaN where its scorer failed.
         parts: mean of each named part of the reward.
         measures: mean of each number beside the reward, over the responses that have it.
-        prompts: as text, the way the policy read them.
+        prompts: as text, the way the policy read them, without special tokens.
         completions: the responses as text.
         lengths: tokens of each response.
         truncated: which responses reached the length limit.
@@ -186,7 +186,7 @@ def evaluate(
     return judged(
         env.task,
         [result for group in groups for result in judge(env, group)],
-        [env.decode(trajectory.prompt_ids) for trajectory in trajectories],
+        [env.decode_prompt(trajectory.prompt_ids) for trajectory in trajectories],
         [trajectory.dialog.messages for trajectory in trajectories],
         [trajectory.dialog.text for trajectory in trajectories],
         [sum(trajectory.trainable) for trajectory in trajectories],
@@ -205,7 +205,10 @@ def _of_sessions(
     return judged(
         env.task,
         [result for _, result in sessions],
-        [env.decode(last.chain[0].prompt_ids) if last else text for last, text in zip(lasts, asked, strict=True)],
+        [
+            env.decode_prompt(last.chain[0].prompt_ids) if last else text
+            for last, text in zip(lasts, asked, strict=True)
+        ],
         [dialog.messages for dialog in dialogs],
         [dialog.text for dialog in dialogs],
         [played.session.counts["tokens"] for played, _ in sessions],

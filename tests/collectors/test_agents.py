@@ -311,8 +311,8 @@ def test_held_out_rows_are_played_greedily_and_an_agent_that_fails_counts_as_a_s
     # Which row a session is about depends on who connects first.
     columns = map(str, found.rewards), found.prompts, found.completions, found.lengths, found.truncated
     assert Counter(zip(*columns, strict=True)) == {
-        ("2.0", "p<end>>", "aab\n\nq\n\naa", 6, True): 2,
-        ("nan", "p<end>>", "aab", 4, False): 1,
+        ("2.0", "p>", "aab\n\nq\n\naa", 6, True): 2,
+        ("nan", "p>", "aab", 4, False): 1,
         ("nan", "p", "", 0, False): 1,
     }  # fmt: skip
     assert found.metrics()["eval/failed"] == 2 and found.reward == 2.0 and engine.temperatures == {0.0}

@@ -421,6 +421,7 @@ def test_a_hub_out_of_reach_is_told_with_the_reason_and_one_that_responds_is_ask
 
 def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(access, "_silence", "")
     monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
     with pytest.raises(ValueError, match=r"hub could not be reached \(HF_HUB_OFFLINE is set\)"):
         resolve_model("org/a-name-that-no-cache-holds")
