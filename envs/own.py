@@ -100,14 +100,14 @@ def check_task_of(env: LLMEnv, name: str) -> None:
     from grpo_rl.envs.rewards.combined import WithRewards
 
     task = env.task.task if isinstance(env.task, WithRewards) else env.task
-    parts, row = task.reward_parts, task.rows[0]
+    parts = task.reward_parts
     if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{name}: reward_parts is {parts!r:.80}; it must be a tuple of names")
     prompt = check_prompts(task, task.rows, name, None if is_name(name) else 1)
     guard = ScoreGuard(task, env.guard.deadline_s, 1.0)
     guard.tell = lambda _: None  # it is raised
     dialogs = [[*prompt, {"role": "assistant", "content": ""}]] * 2  # one would hide a number in the place of a list
-    for result in guard.score_dialogs(row, dialogs, place_of(task.rows, 0)):
+    for result in guard.score_dialogs(task.rows[0], dialogs, place_of(task.rows, 0)):
         if isinstance(result, Failure) and result.kind != "unjudgeable":
             raise ValueError(f"{name} can't score an empty response: {result.message}")
 

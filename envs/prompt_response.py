@@ -190,7 +190,9 @@ class PromptResponse(Task):
             said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
             value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
         if isinstance(value, Mapping):
-            value = value.get("content") or json.dumps(value.get("tool_calls"), ensure_ascii=False, default=str)
+            calls = value.get("tool_calls")
+            said = value.get("content") or ""
+            value = said if said or not calls else json.dumps(calls, ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:

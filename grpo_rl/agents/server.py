@@ -208,7 +208,7 @@ class ChatServer:
         session.check_open()
         try:
             asked = await _read(request, self._asked)
-        except Exception:
+        except BaseException:  # also of a client that leaves halfway
             session.counts["calls"] += 1  # or a session could be refused without end
             raise
         for note in asked.notes:

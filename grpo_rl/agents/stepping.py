@@ -68,9 +68,11 @@ class SteppedEngine:
                 raise
             self._engine.abort()
             while self._open:  # each by itself, so that it fails alone
-                prompt, sampling, response = self._open.popitem()[1]
+                prompt, sampling, response = self._open.pop(next(iter(self._open)))
                 try:
                     (outcome,) = self._engine.generate([prompt], 1, sampling)
+                except EngineDeadError:
+                    raise
                 except Exception as error:
                     outcome = ValueError(f"the engine fails at this request: {reason(error)}")
                 self._give(response, outcome)

@@ -33,9 +33,9 @@ def why_no_hub() -> str | None:
     thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no deadline of its own
     thread.start()
     thread.join(DEADLINE_S)
-    if not failed:
+    if not (why := list(failed)):  # the thread may yet be responded to
         return None
-    _silence = failed[0]
+    _silence = why[0]
     os.environ["HF_HUB_OFFLINE"] = "1"
     for module in filter(None, (constants, sys.modules.get("datasets.config"))):
         vars(module)["HF_HUB_OFFLINE"] = True
