@@ -14,7 +14,7 @@ from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unboun
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.by_name import told
+from grpo_rl.by_name import one_line
 from grpo_rl.data import keys
 from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_reply, encode_rows
 from grpo_rl.envs.curriculum import Curriculum, read_bounds
@@ -233,7 +233,9 @@ class LLMEnv(EnvBase):
                 if calls:
                     return text or "", checked_calls(calls)
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
-                self.guard.tell_once("parser", f"The parser of env.tool_parser failed, on {turn:.80}: {told(error)}")
+                self.guard.tell_once(
+                    "parser", f"The parser of env.tool_parser failed, on {turn:.80}: {one_line(error)}"
+                )
         return turn, []
 
     def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:

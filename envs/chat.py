@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.tables import BESIDE_TEXT
+from grpo_rl.envs.tables import EXTRA_FIELDS
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
@@ -207,7 +207,7 @@ def written_turn(
         raise ValueError("the tokenizer's chat template writes the prompt otherwise before a message with calls")
     said = text[len(opened) :].removesuffix(turn_end(tokenizer))
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    thoughts = [message[name].strip() for name in BESIDE_TEXT[1:] if isinstance(message.get(name), str)]
+    thoughts = [message[name].strip() for name in EXTRA_FIELDS[1:] if isinstance(message.get(name), str)]
     if missing := [part for part in [*names, *thoughts, message["content"].strip()] if part not in said]:
         raise ValueError(f"the tokenizer's chat template leaves out {missing[0]!r:.80} of the message to imitate")
     # Qwen3's template writes an empty thought where there is none, which no text of the data has.

@@ -35,7 +35,7 @@ class Demonstrations:
     Args:
         task: has a `Task.demonstration` of each row.
         tokenizer: of the policy.
-        ends: ids that end a response in generation (`grpo_rl.engines.ends.end_ids`).
+        ends: ids that end a response in generation (`grpo_rl.policies.generation.end_ids`).
         max_prompt_tokens: the longest prompt.
         max_response_tokens: the longest response, its end included.
         long_prompt: what to do with rows of which either is longer: ``error``, or ``skip``, which counts them.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.by_name import is_name, object_by_name, told
+from grpo_rl.by_name import is_name, object_by_name, one_line
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Task
@@ -82,7 +82,7 @@ def _in_one_line(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what} raised {told(error)}") from error
+        raise ValueError(f"{what} raised {one_line(error)}") from error
 
 
 def check_task_of(env: LLMEnv, name: str) -> None:
@@ -132,7 +132,7 @@ def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:
         missing = error.args[0] if error.args else "?"
         raise ValueError(f"{where}: there is no column {missing}{column_hint(missing, row)}") from error
     except Exception as error:
-        raise ValueError(f"{where} raised {told(error)}") from error
+        raise ValueError(f"{where} raised {one_line(error)}") from error
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise ValueError(
             f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"

@@ -17,10 +17,10 @@ from grpo_rl.envs.tables import (
     column_hint,
     is_message,
     load_rows,
+    message_text,
     place_of,
     read_messages,
     read_tools,
-    said_by,
 )
 from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
 
@@ -226,7 +226,7 @@ class PromptResponse(Task):
                     turns = turns[len(prompt) :]
                     break
             if [turn["role"] for turn in turns] == ["assistant"]:
-                return said_by(turns[0])
+                return message_text(turns[0])
             found = f"messages of {', '.join(turn['role'] for turn in turns) or 'nobody'} behind the prompt"
         elif len(messages) == 1 and isinstance(messages[0], str):
             return messages[0]

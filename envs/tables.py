@@ -19,8 +19,8 @@ CHAT = ("prompt", "messages")
 """Columns in which data sets have chat messages."""
 TOOLS = "tools"
 """The column of the functions that a conversation may call."""
-BESIDE_TEXT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""What an assistant's message may say beside its content, in the chat templates' words."""
+EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Names that chat templates have for what an assistant's message holds next to its content."""
 
 
 class Rows(list[dict]):
@@ -156,7 +156,7 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(f"{where} has no question before the assistant's last message")
     row = {name: value for name, value in row.items() if name != there} | {column: messages}
-    return row if last is None or gold is None or row.get(gold) is not None else row | {gold: said_by(last)}
+    return row if last is None or gold is None or row.get(gold) is not None else row | {gold: message_text(last)}
 
 
 def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict:
@@ -164,7 +164,7 @@ def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict
     asked = asked_in_chat(row, where, column, gold)
     what = [TOOLS] if isinstance(asked.get(column), list) and row.get(TOOLS) else []
     if gold and isinstance(said := asked.get(gold), Mapping):
-        what += [name for name in BESIDE_TEXT if name in said]
+        what += [name for name in EXTRA_FIELDS if said.get(name)]
     if what:
         raise ValueError(
             f"{where}: the conversation has {' and '.join(what)}, which this task would leave out; "
@@ -184,7 +184,7 @@ def read_messages(value: Any, where: str) -> Messages:
 
     >>> call = {"function": {"name": "add", "arguments": {"x": 1, "y": None}}}
     >>> read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], "line 1")
-    [{'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}]}]
+    [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}], 'content': ''}]
     """
     messages = []
     for message in value if isinstance(value, list) else ():
@@ -192,7 +192,7 @@ def read_messages(value: Any, where: str) -> Messages:
             if calls := message.get("tool_calls"):
                 _check_calls(calls, where)
             empty = {"content": ""} if calls and message.get("content") is None else {}
-            kept = {name: without_nulls(own) for name, own in message.items() if own or name in ("role", "content")}
+            kept = {name: without_nulls(own) for name, own in message.items() if own is not None or name == "role"}
             message = {**kept, **empty}
         messages.append(message)
     if not (messages and all(map(is_message, messages))):
@@ -237,9 +237,9 @@ def read_tools(value: Any) -> list[dict]:
     return tools
 
 
-def said_by(message: dict[str, Any]) -> str | dict[str, Any]:
+def message_text(message: dict[str, Any]) -> str | dict[str, Any]:
     """The text of an assistant's message; the message itself where it says more."""
-    return message if any(name in message for name in BESIDE_TEXT) else message["content"]
+    return message if any(map(message.get, EXTRA_FIELDS)) else message["content"]
 
 
 def without_nulls(value: Any) -> Any:

@@ -70,7 +70,7 @@ def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspe
             ) from error
         raise ValueError(f"{key}={name}: {module_name} needs the module {error.name}; install it") from error
     except Exception as error:
-        raise ValueError(f"{key}={name}: importing {module_name} failed: {told(error)}") from error
+        raise ValueError(f"{key}={name}: importing {module_name} failed: {one_line(error)}") from error
     try:
         for attribute in object_name.split("."):
             found = getattr(found, attribute)
@@ -79,13 +79,13 @@ def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspe
     return found
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error of the user's code in one line, with his file and line.
 
     >>> try:
     ...     {}["gold"]
     ... except KeyError as error:
-    ...     told(error)
+    ...     one_line(error)
     "KeyError: 'gold' (..., line 2)"
     """
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo_rl.by_name import told
+from grpo_rl.by_name import one_line
 from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
@@ -314,7 +314,7 @@ class ScoreGuard:
         if isinstance(result, TimeoutError):
             return Failure("timeout", f"{name} ran out of time on {where}: {result}; {of}")
         if isinstance(result, Exception):
-            return Failure("error", f"{name} failed on {where}: {told(result)}; {of}")
+            return Failure("error", f"{name} failed on {where}: {one_line(result)}; {of}")
         wanted = list(self._task.reward_parts)
         if isinstance(result, Reward) and (_finite(result.parts) or {}).keys() == self._parts:
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
@@ -341,7 +341,7 @@ def _run(
         except Exception as error:
             result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            result = RuntimeError(told(error))
+            result = RuntimeError(one_line(error))
         watch.end()
         done.put(result)
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from grpo_rl.by_name import raised_at, told
+from grpo_rl.by_name import one_line, raised_at
 from grpo_rl.envs.guards.parent import end_with_parent
 
 START_TIMEOUT_S = 120.0
@@ -291,7 +291,7 @@ def serve(handle: int, parent: int) -> None:
             function, memory_gib = pickle.loads(pipe.recv_bytes())
             _limit_memory(memory_gib)
         except Exception as error:
-            pipe.send(told(error))
+            pipe.send(one_line(error))
             return
         pipe.send(None)
         while True:
@@ -313,7 +313,7 @@ def _result(function: Callable[..., Any], arguments: tuple) -> bytes:
             pickle.loads(pickled)  # an exception with arguments of its own may be written but not read
             return pickled
         except Exception:
-            return pickle.dumps(RuntimeError(told(error)))
+            return pickle.dumps(RuntimeError(one_line(error)))
 
 
 def _limit_memory(gib: float | None) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_rl.by_name import object_by_name, raised_at, told
+from grpo_rl.by_name import object_by_name, one_line, raised_at
 from grpo_rl.envs.task import Unjudgeable
 
 LOOP_ANSWERS_S = 1.0
@@ -72,7 +72,7 @@ class RewardFunction:
             raise
         except Exception as error:
             at = "" if raised_at(error) else self._at
-            raise RewardFunctionError(f"{self.where} raised {told(error)}{at}") from error
+            raise RewardFunctionError(f"{self.where} raised {one_line(error)}{at}") from error
         values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
         if not isinstance(values, (list, tuple)):
             raise RewardFunctionError(

@@ -24,7 +24,7 @@ from grpo_rl.envs.task import Messages, Task, plays_turns
 from grpo_rl.envs.tools.functions import Dropped, FunctionTask, Limits, run_calls
 from grpo_rl.envs.tools.mcp_connection import Connection
 from grpo_rl.envs.tools.schemas import tool_schemas
-from grpo_rl.storage.masking import MASK, masked, may_be_secret
+from grpo_rl.storage.masking import LEAST, MASK, masked, may_be_secret
 
 START_S = 60.0
 """Seconds that a server may take until it has told its tools."""
@@ -60,7 +60,7 @@ class Server:
         # Reentrant, as an environment that is garbage closes its servers in whichever thread that is noticed.
         self._lock = threading.RLock()
         self._current: Connection | None = None
-        self._said, self._closed = bytearray(), False
+        self._stderr, self._closed = bytearray(), False
         self._thread = threading.Thread(target=self._run, name=f"MCP {self.name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -76,7 +76,7 @@ class Server:
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
-            said = self._said.decode(errors="replace").strip()
+            said = self._stderr.decode(errors="replace").strip()
             why = f"it said …{said}" if said else "start it by hand to see why"
             why = self._shown(f"{_words(error)}; {why}")
             raise ValueError(f"env.mcp: {self.name} told no tools: {why}") from error
@@ -163,7 +163,7 @@ class Server:
             self._check_open()
             if self._current is None or self._current.task.done():
                 self.starts += 1
-                self._current = Connection(self.target, self._loop, self._said)
+                self._current = Connection(self.target, self._loop, self._stderr)
             connection = self._current
         given_up, waited_s = connection.begun + START_S, until - time.monotonic()
         try:
@@ -265,11 +265,11 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
         raise ValueError(f"env.mcp: there is no program {words[0]}")
     program, *arguments = ending_with_parent(words, with_group=True)
     target = StdioServerParameters(command=program, args=arguments, env=dict(variables))
-    secrets = [value for variable, value in variables.items() if value and may_be_secret(variable, value)]
+    secrets = [value for variable, value in variables.items() if may_be_secret(variable, value)]
     for word, shown in zip(words, masked(words), strict=True):
         if shown != word and shown.endswith(MASK):  # an option's value, by itself or behind its name
             secrets.append(word[len(shown) - len(MASK) :])
-    return words[0], target, float(timeout_s), on_failure == "drop", secrets
+    return words[0], target, float(timeout_s), on_failure == "drop", [text for text in secrets if len(text) >= LEAST]
 
 
 def _own_address(url: str) -> str:

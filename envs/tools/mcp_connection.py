@@ -28,7 +28,7 @@ class Connection:
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, said: bytearray) -> None:
         self.started: Future[Any] = Future()
         self.begun = time.monotonic()
-        self._target, self._loop, self._said = target, loop, said
+        self._target, self._loop, self._stderr = target, loop, said
         self._stop, self.ended = asyncio.Event(), threading.Event()
         self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
 
@@ -52,7 +52,7 @@ class Connection:
         logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
         is_url = isinstance(self._target, str)
         try:
-            async with Client(_direct(self._target) if is_url else _process(self._target, self._said)) as client:
+            async with Client(_direct(self._target) if is_url else _process(self._target, self._stderr)) as client:
                 self.started.set_result(client)
                 await self._stop.wait()
         except BaseException as error:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.by_name import told
+from grpo_rl.by_name import one_line
 from grpo_rl.envs.chat import decode_responses
 
 Message = dict[str, Any]
@@ -139,7 +139,7 @@ def response_message(
         for_template(called)
         json.dumps(called)
     except Exception as error:  # untrusted text in the user's code: what it can't read is text
-        return message, f"the parser of env.tool_parser failed: {told(error)}"
+        return message, f"the parser of env.tool_parser failed: {one_line(error)}"
     return called, None
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
 from grpo_rl.agents.server import LOOPBACK
-from grpo_rl.by_name import object_by_name, told
+from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.guards.parent import ending_with_parent
@@ -211,7 +211,7 @@ class Function:
         if isinstance(result, TimeoutError):
             raise result
         if isinstance(result, Exception):
-            raise AgentError(told(result)) from result
+            raise AgentError(one_line(result)) from result
         if result is not None and not isinstance(result, str) and finite(result) is None:
             raise AgentError(
                 f"{self._name} returned a {type(result).__name__}; it must be a finite number, a text or None"

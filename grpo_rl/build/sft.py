@@ -17,11 +17,11 @@ from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.ends import end_ids
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_written
 from grpo_rl.run.common_parts import CommonParts

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from grpo_rl.checks.finding import Finding, Unfit, unfit
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
-from grpo_rl.engines.ends import end_ids
-from grpo_rl.policies.generation import generation_config
+from grpo_rl.policies.generation import end_ids, generation_config
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_model, check_written, skeleton
 from grpo_rl.policies.mixers import mixers

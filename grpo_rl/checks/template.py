@@ -30,7 +30,7 @@ def template_findings(
     """The findings on a tokenizer, without its model.
 
     Args:
-        ends: ids that end a response, see `grpo_rl.engines.ends.end_ids`.
+        ends: ids that end a response, see `grpo_rl.policies.generation.end_ids`.
         embedded: ids that the model has an embedding for.
         needs_template: whether one without a chat template is to be mended; a base model's template says what is done.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grpo_rl.by_name import told
+from grpo_rl.by_name import one_line
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
@@ -204,7 +204,7 @@ def _take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: 
 
 def _failure(env: LLMEnv, trajectory: Trajectory, error: Exception) -> Failure:
     where = f"{trajectory.where}, turn {trajectory.dialog.turns}"
-    message = f"{type(env.task).__name__}.reply failed on {where}: {told(error)}"
+    message = f"{type(env.task).__name__}.reply failed on {where}: {one_line(error)}"
     return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
 
 
@@ -255,7 +255,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
     except Exception as error:
         return error
     except BaseException as error:  # a tool that calls sys.exit() ends its conversation, not the run
-        return RuntimeError(told(error))
+        return RuntimeError(one_line(error))
 
 
 def judge(env: LLMEnv, group: Sequence[Trajectory]) -> list[Reward | Failure]:

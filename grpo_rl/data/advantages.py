@@ -222,14 +222,14 @@ def _sum_of_parts(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> 
             f"loss.advantage=multi_reward with loss.reward_weights {dict(weights)}, but the rewards have the parts "
             f"{sorted(parts)}; name these, or choose another loss.advantage"
         )
-    scores = [weights.get(name, 1.0) * _among_those_that_have_it(table) for name, table in parts.items()]
+    scores = [weights.get(name, 1.0) * _z_scores_where_present(table) for name, table in parts.items()]
     return torch.stack(scores).sum(0)
 
 
-def _among_those_that_have_it(part: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+def _z_scores_where_present(part: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
     """The z-scores of a part of the reward in each group, among its responses that have the part; 0 for the others.
 
-    >>> _among_those_that_have_it(torch.tensor([[torch.nan, 0.0, 1.0], [torch.nan, torch.nan, 1.0]]))
+    >>> _z_scores_where_present(torch.tensor([[torch.nan, 0.0, 1.0], [torch.nan, torch.nan, 1.0]]))
     tensor([[ 0.0000, -0.7070,  0.7070],
             [ 0.0000,  0.0000,  0.0000]])
     """

@@ -10,10 +10,6 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
-from grpo_rl.policies.generation import end_ids
-
-__all__ = ["StopString", "end_ids", "text_decoder"]
-
 _BAD_PREFIX = "Invalid prefix encountered"
 """Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
 

@@ -35,9 +35,10 @@ from grpo_rl.engines.base import (
     is_out_of_memory,
     reason,
 )
-from grpo_rl.engines.ends import StopString, end_ids, text_decoder
+from grpo_rl.engines.ends import StopString, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.lora import base_weights
 from grpo_rl.policies.text_part import from_folder
 

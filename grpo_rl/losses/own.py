@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.by_name import told
+from grpo_rl.by_name import one_line
 
 SURROGATE_TAKES = (
     "log_ratio", "advantage", "log_prob", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg",
@@ -84,7 +84,7 @@ class OwnTerm:
         try:
             values = self(**self._settings, **batch)
         except Exception as error:
-            raise ValueError(f"{self._where} raised {told(error)}") from error
+            raise ValueError(f"{self._where} raised {one_line(error)}") from error
         count = len(_LOG_RATIO)
         if not isinstance(values, Tensor) or values.shape != (count,):
             got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.80}"

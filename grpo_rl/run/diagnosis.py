@@ -19,7 +19,7 @@ from grpo_rl.training.optimizer import NonFiniteError
 
 DIAGNOSED = (MismatchError, NonFiniteError)
 """Errors that stop a run over its numbers."""
-TOLD = (EngineDeadError, OutOfMemoryError, ScoreError)
+NAMED_CAUSES = (EngineDeadError, OutOfMemoryError, ScoreError)
 """Errors whose messages say all, and end a run without a traceback."""
 PROMPT_CHARACTERS = 60
 """The longest prompt that messages show whole."""

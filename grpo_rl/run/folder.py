@@ -16,7 +16,7 @@ from typing import Any
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, LOCK, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
@@ -109,8 +109,8 @@ class RunFolder:
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again = self._gap = False
         self._claimed: Claim | None = None
-        self._written: list[str] = []
-        """The files that a start has written that can be taken back."""
+        self._is_new = False
+        """True once a new run of one process has its first files here, which a refused start removes."""
         self._saved: tuple[int, Path] | None = None
         self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
         try:
@@ -134,10 +134,10 @@ class RunFolder:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         """Closes; a start that was refused takes with it what it has written into the folder of a new run."""
-        if kind and issubclass(kind, REFUSED) and self._written and not trained(self.path):
+        if kind and issubclass(kind, REFUSED) and self._is_new and not trained(self.path):
             metrics = self.path / METRICS_FILE
             if not (metrics.exists() and metrics.stat().st_size):  # no evaluation either
-                for name in self._written:
+                for name in (CONFIG, OVERRIDES, BEGAN_FROM, METRICS_FILE):
                     (self.path / name).unlink(missing_ok=True)
         self.close()
 
@@ -174,8 +174,6 @@ class RunFolder:
         remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
         self.path, self._again = claimed.folder, claimed.again
-        if self._ranks is None and not (claimed.inside or claimed.over or claimed.again):
-            self._written = [LOCK]  # by ranks: a restart looks for what the start before left
         if claimed.over:
             print(*claimed.notes, sep="\n")
         return self.path.absolute(), str(claimed.resume) if claimed.resume else None, claimed.inside, claimed.over
@@ -357,8 +355,7 @@ class RunFolder:
         if self._again:  # before the config is another: it says when the first checkpoint of these logs was due
             set_logs_aside(self.path)
         if self.rank_zero:
-            if self._written:
-                self._written += [CONFIG, OVERRIDES, BEGAN_FROM, METRICS_FILE]
+            self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
             # A copy of what the run was started with: a later start that is refused overwrites Hydra's own.
             write_whole(self.path / CONFIG, self._config_text)
             overrides = self._own / ".hydra" / OVERRIDES

@@ -17,12 +17,13 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, is_out_of_memory, reason
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
-from grpo_rl.run.diagnosis import DIAGNOSED, TOLD, RunDiagnosis
+from grpo_rl.run.diagnosis import DIAGNOSED, NAMED_CAUSES, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.sft import AnyHeldOut
 from grpo_rl.run.summary import end_run, keep_best, write_end
 from grpo_rl.settings.sections import Train
+from grpo_rl.storage.masking import shown
 from grpo_rl.training.optimizer import StepResult
 
 P = TypeVar("P", bound=CommonParts)
@@ -122,8 +123,8 @@ class Run(Generic[P]):
             # Beyond what begins again with less at a time, as in the optimizer's own step.
             error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md says what takes less")
         if not self._training:
-            if isinstance(error, TOLD):
-                raise SystemExit(f"Stopped before the first step: {error}") from error
+            if isinstance(error, NAMED_CAUSES):
+                raise SystemExit(f"Stopped before the first step: {shown(str(error))}") from error
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
             try:  # the failed step's lineage is what the user needs most
@@ -136,8 +137,10 @@ class Run(Generic[P]):
         if isinstance(error, ValueError):
             # A ValueError means wrong input, and is reported without a traceback; a failure from here on is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
-        if isinstance(error, TOLD):
-            raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
+        if isinstance(error, NAMED_CAUSES):
+            raise SystemExit(
+                f"Stopped after step {self.step}: {shown(str(error))}. {self.folder.how_to_go_on}"
+            ) from error
 
     @property
     def seconds(self) -> float:

@@ -76,21 +76,24 @@ def objective(summary: object) -> float | None:
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Removes Hydra's folder of a start that is refused inside, where no run has written anything into it."""
+    """Removes Hydra's folder of a start that is refused inside; one with a name of the user's stays, empty."""
     try:
         yield
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            unused = {path.name for path in folder.iterdir()} <= {".hydra", log} and folder != Path.cwd()
+            unused = {path.name for path in folder.iterdir()} <= {".hydra", log, ".lock"}
             if unused and os.environ.get("RANK", "0") == "0":
                 for handler in logging.getLogger().handlers[:]:
                     if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
                         logging.getLogger().removeHandler(handler)
-                shutil.rmtree(folder)
-                for parent in [] if fixed_folder() else folder.parents[:2]:  # the day's, and outputs
-                    if Path.cwd() in parent.parents:
-                        parent.rmdir()
+                shutil.rmtree(folder / ".hydra")
+                (folder / log).unlink(missing_ok=True)
+                if not fixed_folder():  # else it may be the user's, and another start may wait for its lock
+                    shutil.rmtree(folder)
+                    for parent in folder.parents[:2]:  # the day's, and outputs
+                        if Path.cwd() in parent.parents:
+                            parent.rmdir()
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -10,17 +11,17 @@ import httpx2  # of huggingface_hub
 from huggingface_hub import constants
 
 DEADLINE_S = 5.0
-_silence = ""
 
 
+@functools.cache
 def why_no_hub() -> str | None:
     """The reason why the hub is not asked: ``HF_HUB_OFFLINE`` is set, or it does not respond; None if it does.
 
-    Once it has not responded, no library asks it any more in this process and those that it starts.
+    It is found out once: when it has not responded, no library asks it any more in this process and those that it
+    starts.
     """
-    global _silence
     if constants.HF_HUB_OFFLINE:
-        return _silence or "HF_HUB_OFFLINE is set"
+        return "HF_HUB_OFFLINE is set"
     failed = [f"{constants.ENDPOINT} has not responded in {DEADLINE_S:g} s"]
 
     def ask() -> None:
@@ -35,8 +36,7 @@ def why_no_hub() -> str | None:
     thread.join(DEADLINE_S)
     if not (why := list(failed)):  # the thread may yet be responded to
         return None
-    _silence = why[0]
     os.environ["HF_HUB_OFFLINE"] = "1"
     for module in filter(None, (constants, sys.modules.get("datasets.config"))):
         vars(module)["HF_HUB_OFFLINE"] = True
-    return _silence
+    return why[0]

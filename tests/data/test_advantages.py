@@ -118,7 +118,7 @@ def test_parts_of_the_reward_match_the_table_worked_out_by_hand():
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
 
 
-def test_a_part_that_some_responses_lack_is_normalised_among_those_that_have_it():
+def test_a_part_that_some_responses_lack_is_normalised_z_scores_where_present():
     # Part a of the first group is 2 and 0 of two responses: +-z; b is -1, 0 and 1 of all three, whose std is 1: sums
     # -1, z and 1 - z. In the second group no response has a, and one has b, which has nothing to compare with.
     nan, z = math.nan, 2**-0.5

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.ends import StopString, end_ids, text_decoder
+from grpo_rl.engines.ends import StopString, text_decoder
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.testing import save_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from grpo_rl.engines.ends import end_ids
-from grpo_rl.policies.generation import leave_out_ignored
+from grpo_rl.policies.generation import end_ids, leave_out_ignored
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_written, load_whole
 from grpo_rl.run.export import export

@@ -386,13 +386,14 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(name):
 def endpoint(monkeypatch):
     """An address of the hub that accepts connections and never responds; what is found out there is forgotten."""
     monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
-    monkeypatch.setattr(access, "_silence", "")
+    access.why_no_hub.cache_clear()
     monkeypatch.setattr(access, "DEADLINE_S", 0.3)
     monkeypatch.setattr(access.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(access.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         yield server
+    access.why_no_hub.cache_clear()
 
 
 def test_a_hub_that_does_not_respond_is_asked_once_and_for_seconds(endpoint):
@@ -415,13 +416,14 @@ def test_a_hub_out_of_reach_is_told_with_the_reason_and_one_that_responds_is_ask
     monkeypatch.setattr(access, "DEADLINE_S", 20.0)
     assert access.why_no_hub() is None and not access.constants.HF_HUB_OFFLINE
     endpoint.close()
+    access.why_no_hub.cache_clear()
     with pytest.raises(ValueError, match="hub could not be reached .*Connection refused"):
         resolve_model("org/a-name-that-no-cache-holds")
 
 
 def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(access, "_silence", "")
+    access.why_no_hub.cache_clear()
     monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
     with pytest.raises(ValueError, match=r"hub could not be reached \(HF_HUB_OFFLINE is set\)"):
         resolve_model("org/a-name-that-no-cache-holds")

@@ -20,13 +20,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.capacity import batch_tokens, graph_sizes
-from grpo_rl.engines.ends import end_ids
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.text_part import model_config
 
 
