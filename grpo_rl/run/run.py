@@ -23,7 +23,6 @@ from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.sft import AnyHeldOut
 from grpo_rl.run.summary import end_run, keep_best, write_end
 from grpo_rl.settings.sections import Train
-from grpo_rl.storage.masking import shown
 from grpo_rl.training.optimizer import StepResult
 
 P = TypeVar("P", bound=CommonParts)
@@ -124,7 +123,7 @@ class Run(Generic[P]):
             error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md says what takes less")
         if not self._training:
             if isinstance(error, NAMED_CAUSES):
-                raise SystemExit(f"Stopped before the first step: {shown(str(error))}") from error
+                raise SystemExit(f"Stopped before the first step: {error}") from error
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
             try:  # the failed step's lineage is what the user needs most
@@ -138,9 +137,7 @@ class Run(Generic[P]):
             # A ValueError means wrong input, and is reported without a traceback; a failure from here on is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
         if isinstance(error, NAMED_CAUSES):
-            raise SystemExit(
-                f"Stopped after step {self.step}: {shown(str(error))}. {self.folder.how_to_go_on}"
-            ) from error
+            raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
 
     @property
     def seconds(self) -> float:
