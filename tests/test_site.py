@@ -128,7 +128,7 @@ def quantiles(names: set[str]) -> set[str]:
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=700)
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr
     home = (tmp_path / "site" / "index.html").read_text()

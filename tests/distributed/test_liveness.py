@@ -100,7 +100,7 @@ def fork_ranks(folder: Path, fault: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("liveness")
-    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=150)
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=500)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -318,7 +318,7 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list]]:
 def together(request, alone) -> tuple[int, dict]:
     """The number of processes, and their results."""
     folder, size, environment = alone[0], request.param, {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(folder), str(size)], check=True, timeout=240, env=environment)
+    subprocess.run([sys.executable, __file__, str(folder), str(size)], check=True, timeout=700, env=environment)
     return size, torch.load(folder / f"of-{size}", weights_only=False)
 
 

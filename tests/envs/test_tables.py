@@ -138,7 +138,7 @@ for load in [*loads, *(lambda name=name: tables.load_rows(name) for name in ("tr
 """
     # In a process of its own: the libraries read these settings when they are imported.
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=400)
     names = ["openai/gsm8k:main", "google/IFEval", "DigitalLearningGmbH/MATH-lighteval", "trl-lib/tldr"]
     for name, message in zip([*names, "openai/gsm8k:main"], result.stdout.splitlines(), strict=True):
         assert message.startswith(f"{name} can't be had from the hub"), result.stderr

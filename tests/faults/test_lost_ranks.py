@@ -143,7 +143,7 @@ def test_a_node_that_dies_is_done_without_where_the_run_is_elastic(by_hand, tmp_
     first = launched(folder, words, [*meet, "--nproc-per-node=3"], fault)
     time.sleep(3)  # the first to come hosts the store
     second = launched(folder, words, [*meet, "--nproc-per-node=1"], fault)
-    said = first.communicate(timeout=200)[0]
+    said = first.communicate(timeout=700)[0]
     assert second.wait(10) == -signal.SIGKILL and first.returncode == 0, said[-3000:]
     run = the_run(folder)
     sizes = [(row["ranks/size"], row["ranks/restarts"]) for row in read_metrics(run)]

@@ -189,7 +189,7 @@ print(next(fuzzer.messages(Ends(), Queue())))
 def told_by(code):
     """Output of a process with the fuzzer in it: pytest's own watchdog and another don't go together."""
     whole = FUZZER.format(folder=str(Path(__file__).parent)) + code
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=200)
 
 
 @pytest.mark.nightly

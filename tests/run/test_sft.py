@@ -164,7 +164,7 @@ def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
 def test_two_processes_take_the_steps_of_one(tiny, finished, tmp_path):
     words = ["train_model.parallel=ddp", "train.epochs=1", "train_model.timeout_s=120", f"hydra.run.dir={tmp_path}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    ended = subprocess.run([*torchrun, SOTA / "sft.py", *tiny, *words], capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([*torchrun, SOTA / "sft.py", *tiny, *words], capture_output=True, text=True, timeout=700)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = comparable(tmp_path)
     # The first epoch's steps of `finished` have the same rows, but for the last two of its second step.

@@ -127,7 +127,7 @@ def test_the_command_serves_a_model_until_it_is_interrupted(folder):
 
         assert said(1) == said(1) and len({said(seed) for seed in range(5)}) > 1
         process.send_signal(signal.SIGINT)
-        assert "1 sessions, 7 calls, 0 extended, 0 rewritten, 6 branches" in process.communicate(timeout=60)[0]
+        assert "1 sessions, 7 calls, 0 extended, 0 rewritten, 6 branches" in process.communicate(timeout=200)[0]
         assert process.returncode == 0
     finally:
         process.kill()

@@ -145,7 +145,7 @@ class Job:
                 running = [command_line(pid) for pid in self.processes()]
                 logs = [path.read_text() for path in sorted((self.run / "nodes").glob("*.log"))]
                 self._process.terminate()
-                out, _ = self._process.communicate(timeout=60)
+                out, _ = self._process.communicate(timeout=200)
                 pytest.fail(f"training has not begun; {running}\n{out}\n{logs}")
             time.sleep(0.2)
 
@@ -154,7 +154,7 @@ class Job:
 
     def wait(self) -> tuple[int, str]:
         """Exit code and what it said."""
-        out, _ = self._process.communicate(timeout=400)
+        out, _ = self._process.communicate(timeout=900)
         return self._process.returncode, out
 
     def seen(self) -> dict:
@@ -243,7 +243,7 @@ def test_what_hangs_when_it_is_cancelled_is_ended_before_slurm_does(job, mode):
 
 def node(*command: str, **env: str) -> subprocess.CompletedProcess:
     words = ["bash", str(ROOT / "sota" / "slurm" / "node.sh"), *command]
-    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=200)
 
 
 def test_a_node_keeps_rays_files_to_itself_and_removes_them(tmp_path):

@@ -164,7 +164,7 @@ for child in pairs:
 
 @pytest.mark.nightly  # test_waits.py has its parts
 def test_a_frozen_rank(tmp_path):
-    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], timeout=100)
+    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], timeout=400)
     for frozen in (0, 1):
         pid = (tmp_path / str(frozen) / "frozen").read_text()
         seconds, text = (tmp_path / str(frozen) / "said").read_text().split(" ", 1)

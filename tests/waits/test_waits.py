@@ -375,7 +375,7 @@ def test_sigusr1_prints_the_table_and_writes_the_stacks_whatever_the_main_thread
     until = time.monotonic() + 20
     while "standard input" not in path.read_text() and time.monotonic() < until:
         time.sleep(0.05)
-    out, err = child.communicate("ab\n", timeout=20)
+    out, err = child.communicate("ab\n", timeout=200)
     assert (out, child.returncode) == ("ended\n", 0)
     assert "trainer  standard input" in err and f"Stacks are in {path}" in err
     record = read_record(path)

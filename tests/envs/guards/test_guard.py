@@ -230,7 +230,7 @@ def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_
     began = float(process.stdout.readline())
     told = process.stderr.readline()
     assert time.monotonic() - began < 0.5 + 5
-    _, stacks = process.communicate(timeout=30)
+    _, stacks = process.communicate(timeout=200)
     assert process.returncode == -signal.SIGALRM
     for text in (told + stacks, (tmp_path / watchdog.FILE).read_text()):
         assert "Mine has frozen this process for 0.5 s on row 7" in text and f"'{'a' * 40}b'" in text
@@ -274,7 +274,7 @@ print(hung.kind, fine.total)
 @pytest.mark.alone
 def test_a_terminal_that_blocks_who_tells_of_a_timeout_does_not_end_the_process(tmp_path):
     (tmp_path / "script.py").write_text(BLOCKED)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "timeout 1.0\n"), done.stderr
 
 

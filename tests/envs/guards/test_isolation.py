@@ -269,7 +269,7 @@ def run(folder: Path, rest: str) -> subprocess.Popen:
 @pytest.mark.parametrize("rest", ["", "raise SystemExit(0)", "1 / 0", "calls.map([('double', 1)] * 50)"])
 def test_nothing_is_left_behind_when_the_program_ends_and_the_main_script_runs_once(act, tmp_path, rest):
     script = run(tmp_path, rest)
-    lines = script.communicate(timeout=60)[0].split("\n")
+    lines = script.communicate(timeout=200)[0].split("\n")
     assert lines[0] == "main script runs" and len(lines) == 3
     assert ended(int(lines[1]))
 

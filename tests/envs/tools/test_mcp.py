@@ -136,7 +136,7 @@ server.close()
 @pytest.mark.parametrize("end", ["killed", "closed"])
 def test_what_a_server_has_started_ends_with_it_and_with_the_run(tmp_path, end):
     command = shlex.join(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; exec {COMMAND}"])
-    subprocess.run([sys.executable, "-c", STARTS, command, end], timeout=60)
+    subprocess.run([sys.executable, "-c", STARTS, command, end], timeout=200)
     assert ended(int((tmp_path / "pid").read_text()))
 
 

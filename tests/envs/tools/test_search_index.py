@@ -143,7 +143,7 @@ def test_other_processes_use_the_same_index(cache, built):
     )
     # Another seed of hashes: neither the digest nor the words' numbers may hang on it.
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=400)
     assert done.stdout == "['Turandot']\n", done.stderr
     assert {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()} == before
 
