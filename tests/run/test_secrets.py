@@ -105,7 +105,7 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_r
     with pytest.raises(SystemExit, match="error") as refused:
         run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, *words], tmp_path / "run")
     printed = capfd.readouterr()
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob("run/*"))
     assert found_in(tmp_path, str(refused.value), printed.out, printed.err) == []
     assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
 

@@ -117,7 +117,7 @@ def test_what_a_server_says_where_it_does_not_start_is_told_and_not_printed(capf
     with pytest.raises(ValueError, match=r"env.mcp: sh told no tools: .*; it said …no such module abc \*\*\*$"):
         with_mcp(
             GSM8K([ROW]),
-            [{"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted"}}],
+            [{"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted-key"}}],
         )
     assert capfd.readouterr() == ("", "")
 
