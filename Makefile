@@ -19,7 +19,7 @@ KILLS ?= 250
 ARGS ?=
 N ?= 1000000
 # What make quick leaves out: engines, scripts and processes of their own, and imports of vLLM.
-NOT_QUICK := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
+NOT_QUICK := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run simulation sota weights) \
 	tests/collectors/test_tool_conversations.py grpo_rl/cluster grpo_rl/engines/vllm
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -95,7 +95,7 @@ docs: $(DEV)
 	@echo "site/index.html"
 
 test-seeds: $(DEV)
-	.venv/bin/python -m grpo_rl.faults --seeds $(SEEDS) $(ARGS)
+	PYTHONPATH=tests .venv/bin/python -m simulation --seeds $(SEEDS) $(ARGS)
 
 # All run whatever comes of those before.
 test-faults: $(DEV)

@@ -44,7 +44,7 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-FIRST = ["run/test_async.py", "distributed/test_ranks.py", "run/test_run.py", "faults/test_simulation.py"]
+FIRST = ["run/test_async.py", "distributed/test_ranks.py", "run/test_run.py", "simulation/test_simulation.py"]
 """Run first: the longest files of `make test`; its processes then end at about the same time."""
 
 

@@ -27,7 +27,7 @@ ORDER = [
         "data",
     ),
     *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits", "by_name", "intervals"),
-    *("planner", "checks", "evaluation", "serving", "replay", "migration", "faults", "testing"),
+    *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
 """Folders beside grpo_rl that are imported as its own, through links."""

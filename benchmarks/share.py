@@ -7,13 +7,17 @@ steps that are trained again after a crash, waiting for groups, pushes, checkpoi
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_rl.faults.simulation import outcome_of, run_folder
-from grpo_rl.faults.world import Setup, World
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from simulation.simulation import outcome_of, run_folder
+from simulation.world import Setup, World
 
 ROLES = ("trainer", "engine", "scorer")
 
@@ -179,3 +183,16 @@ def table(steps: int, runs: int, show: Callable[[str], None] = print) -> None:
         share = runs * steps * step_s / sum(one.seconds for one in found)
         counts = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items())) or "none"
         show(f"{step_s:.0f} s | {who} | {frequency} | {counts} | {100 * share:.1f} %")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="of each run")
+    parser.add_argument("--runs", type=int, default=3, help="of each case")
+    options = parser.parse_args()
+    table(options.steps, options.runs, lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()

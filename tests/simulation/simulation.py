@@ -16,17 +16,17 @@ from typing import Any, cast
 from unittest import mock
 
 from grpo_rl.engines.base import EngineDeadError, Sampling
-from grpo_rl.faults.clock import Killed, Process, lived_by
-from grpo_rl.faults.invariants import Invariants
-from grpo_rl.faults.parts import simulated_parts, simulated_ray
-from grpo_rl.faults.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, Optimizer, config_of
-from grpo_rl.faults.violation import Violation
-from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.run import Run, RunOptions
 from grpo_rl.settings.sections import Train
 from grpo_rl.weights.transport import WeightDeliveryError
+from simulation.clock import Killed, Process, lived_by
+from simulation.invariants import Invariants
+from simulation.parts import simulated_parts, simulated_ray
+from simulation.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, Optimizer, config_of
+from simulation.violation import Violation
+from simulation.world import OF_ENGINES, World
 
 ENDS = {
     Killed: (

@@ -18,11 +18,11 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
-from grpo_rl.faults.world import World
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.run.records import Records
 from grpo_rl.training.optimizer import StepResult
+from simulation.world import World
 
 STEPPED = StepResult(1.0, 1.0, skipped=False)
 

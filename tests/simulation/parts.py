@@ -15,11 +15,11 @@ from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
-from grpo_rl.faults.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
-from grpo_rl.faults.world import World
 from grpo_rl.run.parts import Parts
 from grpo_rl.weights import push, shared_memory
+from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
+from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
+from simulation.world import World
 
 BUCKET_BYTES = 256
 """Memory for weights: the model comes in two buckets."""

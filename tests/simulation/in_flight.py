@@ -18,10 +18,10 @@ from typing import Any
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.staleness import InFlightGroup
-from grpo_rl.faults.stand_ins import Environment
-from grpo_rl.faults.stored import metrics_of, sampled_in
-from grpo_rl.faults.violation import Violation, check_equal
-from grpo_rl.faults.world import Actor, World
+from simulation.stand_ins import Environment
+from simulation.stored import metrics_of, sampled_in
+from simulation.violation import Violation, check_equal
+from simulation.world import Actor, World
 
 COUNTS = {"resampled": "groups/resampled", "replaced": "engines/replaced"}
 """Counts that go on over a resume: their names in a checkpoint, and as metrics."""

@@ -1,4 +1,4 @@
-"""The command ``python -m grpo_rl.faults``: seeds that are simulated, and what came of them."""
+"""The command ``PYTHONPATH=tests python -m simulation``: seeds that are simulated, and what came of them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from grpo_rl.faults.share import table
-from grpo_rl.faults.simulation import Outcome, simulate
+from simulation.simulation import Outcome, simulate
 
-SHARE_STEPS, SHARE_RUNS = 200, 3
-"""Steps of each run of ``--share``, and runs of each of its cases."""
 A_PROCESS = 100
 """Seeds that are worth a process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulates seeds; 1 where one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_rl.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m simulation", description=__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=int, default=200, metavar="N", help="simulate so many seeds (200)")
     what.add_argument("--seed", type=int, metavar="K", help="replay this seed alone")
-    what.add_argument("--share", action="store_true", help="the share of time that is training under failures")
     parser.add_argument("--first", type=int, default=0, metavar="K", help="the first of the seeds (0)")
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # to share out tensors as small as these takes longer than to compute them
-    if options.share:
-        table(SHARE_STEPS, SHARE_RUNS, lambda line: print(line, flush=True))
-        return 0
     if options.seed is not None:
         outcome = simulate(options.seed, keeps_all=options.trace)
         print(report_of(outcome, options.trace))
@@ -50,7 +43,7 @@ def simulate_many(seeds: Sequence[int]) -> int:
         if outcome.error:
             failed += 1
             print(report_of(outcome, True), flush=True)
-            print(f"  replay it with: python -m grpo_rl.faults --seed {outcome.seed} --trace", flush=True)
+            print(f"  replay it with: PYTHONPATH=tests python -m simulation --seed {outcome.seed} --trace", flush=True)
         faults += outcome.faults
         dropped += outcome.dropped
         trained, lives, virtual_s = trained + outcome.trained, lives + outcome.lives, virtual_s + outcome.seconds

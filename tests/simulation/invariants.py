@@ -12,14 +12,14 @@ from typing import Any
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
-from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
-from grpo_rl.faults.in_flight import InFlight
-from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_zero_variance
-from grpo_rl.faults.stored import Stored, number_of, steps_of
-from grpo_rl.faults.violation import Violation, check_equal
-from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
+from simulation.engines import DEADLINE_S, SimulatedActor
+from simulation.in_flight import InFlight
+from simulation.stand_ins import Environment, Model, Optimizer, has_zero_variance
+from simulation.stored import Stored, number_of, steps_of
+from simulation.violation import Violation, check_equal
+from simulation.world import OF_ENGINES, World
 
 NOTICED_S = 5 * DEADLINE_S
 """Seconds within which an engine that hangs is noticed: several deadlines of a call, one of which may be a push's."""

@@ -19,7 +19,7 @@ from grpo_rl.cluster.engine_actors import RayError, RayTaskError
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.engines.shared_memory import parts, trainers_memory
-from grpo_rl.faults.world import World
+from simulation.world import World
 
 DEADLINE_S = 10.0
 """Seconds in which an engine has to answer a call."""

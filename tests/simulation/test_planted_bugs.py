@@ -19,7 +19,6 @@ from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import EngineDeadError, EngineLostError
-from grpo_rl.faults.simulation import simulate
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_parts import StepParts
@@ -27,6 +26,7 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.weights import remote
 from grpo_rl.weights.push import WeightSync
+from simulation.simulation import simulate
 
 pytestmark = pytest.mark.nightly
 

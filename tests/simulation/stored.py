@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_rl.data.group import Group
-from grpo_rl.faults.stand_ins import has_zero_variance
-from grpo_rl.faults.violation import Violation, check_equal
-from grpo_rl.faults.world import World
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, SAMPLING_FOLDER
+from simulation.stand_ins import has_zero_variance
+from simulation.violation import Violation, check_equal
+from simulation.world import World
 
 Response = tuple[int, int, int, float, list[tuple[int, float]]]
 """Group, place in it, row, reward, and the version and log-probability of each token."""

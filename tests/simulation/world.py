@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_rl.faults.clock import Process
-from grpo_rl.faults.disk import Disk, damaged
+from simulation.clock import Process
+from simulation.disk import Disk, damaged
 
 OFTEN = {
     "crash of an engine": 0.02,
@@ -49,7 +49,7 @@ LAST_EVENTS = 25
 
 
 class Actor(Protocol):
-    """A process with an engine in it; see `grpo_rl.faults.engines.SimulatedActor`."""
+    """A process with an engine in it; see `simulation.engines.SimulatedActor`."""
 
     node: int
     alive: bool
