@@ -15,8 +15,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-
-from grpo_rl.planner.simulator import Outcome, SimulatorConfig, simulate
+from simulator import Outcome, SimulatorConfig, simulate
 
 OUT = Path(__file__).parents[1] / "docs" / "staleness.svg"
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)

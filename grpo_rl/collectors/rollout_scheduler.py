@@ -1,7 +1,7 @@
 """RolloutScheduler: groups are sampled while others are trained on, as far as the bound on staleness allows.
 
 It knows neither engines nor tasks: whoever makes it says where the next prompt comes from and how its group is sampled.
-So the same code runs over real engines and in simulated time (`grpo_rl.planner.simulator`).
+So the same code runs over real engines and in simulated time (`benchmarks/simulator.py`).
 """
 
 from __future__ import annotations

@@ -37,22 +37,6 @@ def best_in_turns(scenario: Scenario) -> Plan | None:
     return min((p for p in _in_turns(scenario) if p.fits), key=lambda plan: plan.step_s, default=None)
 
 
-def neighbours(plan: Plan) -> list[Plan]:
-    """Plans that fit, with engines of the same size and a sixteenth and an eighth of the devices to either side."""
-    train, count = plan.layout.train, plan.scenario.cluster.count
-    same = [
-        other
-        for other in _overlapped(plan.scenario)
-        if other.layout.engine_size == plan.layout.engine_size and other.layout.train != train and other.fits
-    ]
-    found: list[Plan] = []
-    for away in (-count / 8, -count / 16, count / 16, count / 8):
-        side = [other for other in same if (other.layout.train - train) * away > 0 and other not in found]
-        if side:
-            found.append(min(side, key=lambda other: abs(other.layout.train - train - away)))
-    return sorted(found, key=lambda other: other.layout.train)
-
-
 def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
     """The scenario with devices given to each role, and the overrides that do it.
 

@@ -7,5 +7,3 @@ TRAIN_SHARE = 0.4
 https://arxiv.org/abs/2407.21783). A run of one process in mode=sync logs its own as ``limit_fraction/train``."""
 SAMPLE_SHARE = 0.5
 """Share of both rates, an assumption; a run of one process in mode=sync logs its own as ``limit_fraction/sample``."""
-TAIL = 8.0
-"""The 99th percentile of the responses' lengths over their median, in a simulation."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.planner.assumed import SAMPLE_SHARE, TAIL, TRAIN_SHARE
+from grpo_rl.planner.assumed import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.planner.hardware import Cluster, dtype_on
 from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
 from grpo_rl.settings.schema import Settings
@@ -37,9 +37,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     for phase, doing, default in (("train", "training", TRAIN_SHARE), ("sample", "sampling", SAMPLE_SHARE)):
         text = share % (doing, phase, default)
         parser.add_argument(f"--{phase}-share", type=float, default=default, metavar="X", help=text)
-    parser.add_argument("--simulate", action="store_true", help="also simulate it with responses of many lengths")
-    text = f"of the simulated lengths: the 99th percentile over the median ({TAIL:g})"
-    parser.add_argument("--length-tail", type=float, default=TAIL, metavar="X", help=text)
     parser.set_defaults(run_command=_plan)
 
 
@@ -101,8 +98,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
     from grpo_rl.planner.plan import make_plan
     from grpo_rl.planner.scenario import Scenario, config_source
-    from grpo_rl.planner.simulation import simulate_plan
-    from grpo_rl.planner.table import plan_view, simulation_view
+    from grpo_rl.planner.table import plan_view
     from grpo_rl.policies.loading import skeleton
 
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))
@@ -113,6 +109,4 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = Console(highlight=False)
     best = (best_overlapped(scenario), best_in_turns(scenario))
     console.print(plan_view(plan, title, remedies(plan), *best, chosen))
-    if options.simulate and plan.fits:
-        console.print(simulation_view(simulate_plan(plan, options.length_tail)))
     return int(not plan.fits or bool(plan.refused))

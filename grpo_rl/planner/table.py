@@ -9,10 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from grpo_rl.planner.advice import written
 from grpo_rl.planner.hardware import GIB
 from grpo_rl.planner.plan import USABLE, Plan
-from grpo_rl.planner.simulation import Simulated, Simulation
 
 
 def plan_view(
@@ -144,32 +142,3 @@ def _seconds(s: float) -> str:
     if math.isinf(s):
         return "never ends"
     return f"{1000 * s:.0f} ms" if 0 < s < 0.05 else f"{s:,.1f} s"
-
-
-def simulation_view(simulation: Simulation) -> RenderableType:
-    """The layouts that were simulated, and which is best."""
-    lengths = simulation.lengths
-    p99 = min(lengths.median * lengths.p99_over_median, lengths.limit)
-    said = f"half of the responses under {lengths.median:,.0f} tokens, 1 in 100 over {p99:,.0f}, none over "
-    said += f"{lengths.limit:,.0f}, mean {lengths.mean:,.0f}"
-    names = ("s a step", "responses/s", "trainer waits", "engines idle", "staleness")
-    columns = (Column(name, justify="right") for name in names)
-    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
-    for simulated in simulation.all:
-        outcome = simulated.outcome
-        stale = f"{outcome.staleness_mean:.1f}, at most {outcome.staleness_max}" if simulated.max_staleness else "0"
-        waits = "" if simulated.plan.layout.colocated else f"{outcome.waiting:.0%}"
-        numbers = (f"{simulated.step_s:,.1f}", f"{outcome.responses_per_s:,.1f}", waits, f"{simulated.idle:.0%}", stale)
-        table.add_row(f"  {_name(simulated)}", *numbers)
-    parts: list[RenderableType] = [Text(), _line("Lengths", said), table]
-    if simulation.planned is not simulation.turns:
-        gain = f"at once is {simulation.gain:.2f} times as fast as in turns on the same devices; two phases of these "
-        parts.append(_line("", f"{gain}lengths, overlapped, would be {simulation.ideal:.2f} times"))
-    if len(simulation.all) > 1:
-        parts.append(_line("", f"best: {_name(simulation.best)} ({written(simulation.best_overrides)})"))
-    return Group(*parts)
-
-
-def _name(simulated: Simulated) -> str:
-    bound = simulated.max_staleness
-    return f"{simulated.plan.layout}, {f'max_staleness={bound}' if bound else 'in turns'}"

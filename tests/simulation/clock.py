@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
-from grpo_rl.planner.virtual_time import VirtualLoop
+from simulation.virtual_time import VirtualLoop
 
 T = TypeVar("T")
 STARTED_AT = 1.7e9

@@ -10,18 +10,20 @@ import asyncio
 import heapq
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
-
-from scipy.optimize import brentq
+from pathlib import Path
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.rollout_scheduler import RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.engines.base import EngineDeadError
-from grpo_rl.planner import virtual_time
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from simulation import virtual_time
 
 Z99 = 2.3263478740408408
 """The 99 % quantile of the standard normal distribution."""
@@ -51,39 +53,6 @@ class LogNormal:
     def __post_init__(self) -> None:
         if not (self.median >= 1 and self.p99_over_median >= 1 and self.limit >= 1):
             raise ValueError(f"{self}: median, p99_over_median and limit must be 1 or more")
-
-    @classmethod
-    def of_mean(cls, mean: float, p99_over_median: float, limit: float) -> LogNormal:
-        """The lengths with this mean, cut off at the limit.
-
-        Raises:
-            ValueError: a number is out of range, or the mean is not below the limit.
-
-        >>> lengths = LogNormal.of_mean(100, p99_over_median=8, limit=1000)
-        >>> round(lengths.median, 1), round(lengths.mean, 6)
-        (67.3, 100.0)
-        """
-        if not 1 <= mean < limit:
-            raise ValueError(f"a mean length of {mean:g} with none longer than {limit:g}; the mean has to be less")
-        high = mean
-        while cls(high, p99_over_median, limit).mean < mean:  # the cut costs so much that the median is above the mean
-            high *= 2
-        return cls(brentq(lambda m: cls(m, p99_over_median, limit).mean - mean, 1.0, high), p99_over_median, limit)
-
-    @property
-    def mean(self) -> float:
-        r"""The mean of the lengths as they are cut off: $m e^{\sigma^2/2} \Phi(z - \sigma) + L (1 - \Phi(z))$.
-
-        Here m is the median, L the limit, $\sigma = \ln(\mathrm{p99} / m) / z_{99}$ and $z = \ln(L / m) / \sigma$.
-        """
-        sigma = math.log(self.p99_over_median) / Z99
-        if not sigma:
-            return min(self.median, self.limit)
-        whole = self.median * math.exp(sigma**2 / 2)
-        if math.isinf(self.limit):
-            return whole
-        z, below = math.log(self.limit / self.median) / sigma, NormalDist().cdf
-        return whole * below(z - sigma) + self.limit * (1 - below(z))
 
     def __call__(self, rng: random.Random) -> int:
         drawn = self.median * self.p99_over_median ** (rng.gauss() / Z99)
