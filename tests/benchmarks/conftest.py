@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path += [str(FOLDER), str(FOLDER.parent / "tests")]  # behind all else: some have common names
 
 
 @pytest.fixture(scope="session")

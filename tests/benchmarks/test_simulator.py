@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from grpo_rl.engines.base import EngineDeadError
-
-FOLDER = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(FOLDER / "benchmarks"), str(FOLDER / "tests")]
-
 from simulation import virtual_time
 from simulator import LogNormal, SimulatedEngine, SimulatorConfig, simulate
+
+from grpo_rl.engines.base import EngineDeadError
 
 SLOW = SimulatorConfig(slots=2, token_s=1.0, token_s_per_response=1.0, push_s=7.0)
 LONG_TAIL = SimulatorConfig(engines=8, max_staleness=2, train_tokens_per_s=5e3, steps=40)
