@@ -106,8 +106,6 @@ def check_shards(path: Path, state: Mapping, rank: int = 0, size: int = 1) -> No
         ValueError: one is missing or damaged, or all are of a form that isn't read any more.
     """
     shards = state.get(SHARDS)
-    if isinstance(shards, list):
-        raise ValueError("its sharded tensors were written by an earlier version, in a form that could run code")
     for name, digest in shards["files"][rank::size] if shards else []:
         try:
             found = checkpoint_file.check(_shard(path, name))

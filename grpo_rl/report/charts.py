@@ -124,17 +124,11 @@ def _step_s(point: Mapping[str, float]) -> float | None:
 
 
 def _tokens(points: Sequence[Mapping[str, float]], last: Sequence[int]) -> list | None:
-    """The tokens trained on so far, as counted; runs of earlier versions did not count them."""
+    """The tokens trained on so far; None where a step did not count them."""
     steps = [point for point in points if point["step"] > 0]
-    if steps and all("total/trained_tokens" in point for point in steps):
-        return [round(points[i].get("total/trained_tokens", 0.0)) for i in last]
-    return _sums(points, [_trained_tokens(point) for point in points], last)
-
-
-def _trained_tokens(point: Mapping[str, float]) -> float | None:
-    if "throughput/train_tokens_per_s" not in point or "time/train_s" not in point:
+    if not steps or any("total/trained_tokens" not in point for point in steps):
         return None
-    return point["throughput/train_tokens_per_s"] * point["time/train_s"]
+    return [round(points[i].get("total/trained_tokens", 0.0)) for i in last]
 
 
 def _digits(value: float) -> float | int | None:

@@ -64,12 +64,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def read_started(run_dir: Path, name: str) -> str:
-    """The text of a file that the run was started with, or nothing where it has none.
-
-    The run's own copy comes first: Hydra's, which a run of an earlier version has alone, is of whoever tried last.
-    """
-    found = [path for path in (run_dir / name, run_dir / ".hydra" / name) if path.exists()]
-    return found[0].read_text(encoding="utf-8") if found else ""
+    """The text of a file that the run was started with, or nothing where it has none."""
+    path = run_dir / name
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def read_overrides(run_dir: Path) -> list[str]:

@@ -20,8 +20,6 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     """Steps with their phases, evaluations, and groups in flight by engine; None where no step's time is recorded.
 
     Of very many steps, and of evaluations, neighbours are put together. Times are in seconds since the run's start.
-    Runs of earlier versions did not record when a step ended (the metric ``time/at_s``): their steps follow each other
-    without a gap, and ``assumed`` says so.
 
     Raises:
         ValueError: metrics or ``sampling.parquet`` can't be read; names the file.

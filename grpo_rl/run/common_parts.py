@@ -64,8 +64,7 @@ class CommonParts:
         self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
-        if "within_memory" in state:  # earlier versions had none
-            self.within_memory.restore(state["within_memory"])
+        self.within_memory.restore(state["within_memory"])
         if state.get("engine") and hasattr(self.engine, "restore"):
             self.engine.restore(state["engine"])
         if self.engine is not None:  # SFT pushes nothing, so that its version stays

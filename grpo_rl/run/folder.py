@@ -236,7 +236,7 @@ class RunFolder:
         """
         self.restarts = state.get("restarts", 0)
         size = self._ranks.size if self._ranks else 1
-        before = state.get("ranks", size)  # earlier versions did not say
+        before = state["ranks"]
         if before == size:
             return
         if not self._train.elastic:

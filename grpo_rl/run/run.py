@@ -105,7 +105,7 @@ class Run(Generic[P]):
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
-        self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
+        self._totals: dict[str, int] = folder.restored[1]["totals"] if folder.restored else {}
         self._training = False
         parts.optimizer.before_step = self._before_weights_change
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
@@ -262,16 +262,13 @@ class Run(Generic[P]):
         """The run's totals after a step, those before a resume included.
 
         Responses and tokens are of training alone; ``seconds`` is all of the run's wall time, evaluations included.
-        A run whose checkpoint has no totals, one of an earlier version, counts no tokens: they would be of the rest
-        alone.
         """
-        if self._totals is not None:
-            counts = {"trained_tokens": self.record.trained_tokens}
-            if sampled:  # demonstrations are not
-                counts["sampled_tokens"] = sum(int(group.trainable.sum()) for group in sampled)
-            for name, count in counts.items():
-                self._totals[name] = self._totals.get(name, 0) + count
-        totals = {"responses": self.collected, **(self._totals or {}), "seconds": self.seconds}
+        counts = {"trained_tokens": self.record.trained_tokens}
+        if sampled:  # demonstrations are not
+            counts["sampled_tokens"] = sum(int(group.trainable.sum()) for group in sampled)
+        for name, count in counts.items():
+            self._totals[name] = self._totals.get(name, 0) + count
+        totals = {"responses": self.collected, **self._totals, "seconds": self.seconds}
         return {f"total/{name}": float(value) for name, value in totals.items()}
 
     def evaluate_before(self) -> None:
@@ -315,7 +312,7 @@ class Run(Generic[P]):
             "eval_before": self._held_out.before,
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
-            "totals": None if self._totals is None else dict(self._totals),  # written while the run counts on
+            "totals": dict(self._totals),  # written while the run counts on
             "ranks": self._ranks.size if self._ranks else 1,
             "restarts": self.folder.restarts,
             "origin": dict(self.options.origin),

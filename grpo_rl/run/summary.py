@@ -109,17 +109,17 @@ def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any
 
 
 def evaluation_line(folder: Path, step: int) -> str | None:
-    """The SHA-256 of the line of metrics of a step's evaluation; None where none is stored, as by earlier versions."""
+    """The SHA-256 of the line of metrics of a step's evaluation; None where none is stored."""
     return (_stored_evaluation(folder, step) or {}).get(LINE)
 
 
 def _stored_evaluation(folder: Path, step: int) -> dict[str, Any] | None:
     try:
         stored = json.loads((folder / EVALUATION).read_text())
-        digest = stored.pop(DIGEST, None)  # earlier versions wrote none
+        digest = stored.pop(DIGEST)
         known = stored.keys() <= {"step", "rewards", "best", LINE}
         are_rewards = all(reward is None or isinstance(reward, int | float) for reward in stored["rewards"])
-        if known and are_rewards and stored["step"] == step and digest in (None, _digest(stored)):
+        if known and are_rewards and stored["step"] == step and digest == _digest(stored):
             return stored
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass

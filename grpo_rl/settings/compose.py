@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import NoneType
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.command_line import check_size, option, parsed
-from grpo_rl.settings.composing_errors import OWN, explained, no_name, of_composing
+from grpo_rl.settings.command_line import option
+from grpo_rl.settings.composing_errors import OF_COMPOSING, OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
@@ -29,8 +27,6 @@ OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
 """Keys beside those of ``loss`` that a replay can change."""
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
-NO_NAME = (NoneType, bool, int, float, list, RangeSweep, IntervalSweep)
-"""Kinds of values that name no config; Hydra takes a mapping for the keys of the group."""
 
 
 def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
@@ -39,36 +35,21 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
     Without a dataset a key of ``env`` passes: :class:`Settings` checks it against the task that the config names.
 
     Raises:
-        ValueError: an unknown key, no name for a config group, or an override that is too long or too deep to read.
+        ValueError: an unknown key.
     """
     names = []
     for word in arguments:
         if "=" not in word or word.startswith("-"):
-            check_size(word)
             continue
         try:
-            override = parsed(word)
+            override = OverridesParser.create().parse_overrides([word])[0]
         except HydraException:
             continue  # Hydra explains these itself
         name = override.key_or_group
-        if "/" in name or name in GROUPS:  # such as hydra/launcher
-            _check_names(override)
-        elif name.split(".")[0] != "hydra" and not override.is_delete():
+        of_group = "/" in name or name in GROUPS  # such as hydra/launcher
+        if not of_group and name.split(".")[0] != "hydra" and not override.is_delete():
             names.append(name)
     check_keys([name for name in names if dataset or not name.startswith("env.")], dataset)
-
-
-def _check_names(override: Override) -> None:
-    """Raises ValueError where a config group is given what is no name: Hydra's own error does not tell the override."""
-    value = override.value()
-    values: list[Any] = value.list if isinstance(value, ChoiceSweep) else [value]
-    for given in values:
-        if isinstance(given, list) and not override.is_delete():
-            right = all(isinstance(name, str | QuotedString) and name != "???" for name in given)
-        else:
-            right = not isinstance(given, NO_NAME) or (given is None and override.is_delete())
-        if not right or given == "???":
-            raise ValueError(no_name(override))
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
@@ -171,10 +152,8 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         with nullcontext() if running else initialize_config_dir(str(FOLDER), version_base="1.3"):
             return compose(config_name, overrides=words)
-    except Exception as error:
-        if not of_composing(error):
-            raise
-        raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
+    except OF_COMPOSING as error:
+        raise ValueError(explained(error, [FOLDER])) from error
 
 
 def check_in_its_modes(cfg: DictConfig, likely: str = "sync") -> None:

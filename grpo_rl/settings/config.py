@@ -26,7 +26,7 @@ from tqdm import tqdm
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.command_line import arranged, program, typed
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
-from grpo_rl.settings.composing_errors import explained, of_composing
+from grpo_rl.settings.composing_errors import OF_COMPOSING, explained
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import fixed_folder, mask_hydras_files, mask_refused_sweep, script_settings
@@ -155,13 +155,13 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             except KeyboardInterrupt:
                 print("stopped by Ctrl-C", file=sys.stderr)
                 raise SystemExit(130) from None
-            except Exception as error:
-                if of_composing(error):
-                    mask_refused_sweep()
-                    raise SystemExit(f"error: {explained(error, arguments, where)}") from error
-                if isinstance(error, ValueError):  # of a job of a sweep, or of options that exclude each other
-                    raise SystemExit(f"error: {shown(str(error))}") from error
-                if not isinstance(error, OSError) or error.errno not in FULL_OR_CLOSED:
+            except OF_COMPOSING as error:
+                mask_refused_sweep()
+                raise SystemExit(f"error: {explained(error, where)}") from error
+            except ValueError as error:  # of a job of a sweep, or of options that exclude each other
+                raise SystemExit(f"error: {shown(str(error))}") from error
+            except OSError as error:
+                if error.errno not in FULL_OR_CLOSED:
                     raise
                 what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"
                 remedy = "free some space or set hydra.run.dir. Checkpoints that were written are whole"

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from grpo_rl.by_name import is_name, short_name
-from grpo_rl.settings.command_line import parsed
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.composing_errors import explained, unknown
 from grpo_rl.settings.declaration import Section, build, declared, plain, setting
@@ -73,9 +73,9 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     values["path"] = {}
     for word in words:
         try:
-            override = parsed(word)
+            override = OverridesParser.create().parse_overrides([word])[0]
         except HydraException as error:
-            raise ValueError(explained(error, words)) from error
+            raise ValueError(explained(error)) from error
         key = override.key_or_group
         if key in OWN_NAMES:
             raise ValueError(f"{word}: an evaluation has its own setting for this, {OWN_NAMES[key]}")

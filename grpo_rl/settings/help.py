@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.settings.command_line import program
-from grpo_rl.settings.composing_errors import OWN, unknown, unreadable
+from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
@@ -150,7 +150,7 @@ def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     try:
         values = flat({"env": read_yaml(path.read_text(encoding="utf-8"))})
     except (ValueError, OSError) as error:
-        raise ValueError(unreadable(path, error.__cause__ or error)) from error
+        raise ValueError(f"{path}: {error}") from error
     return {key: value for key, value in values.items() if value != "???" and len(str(value)) <= LONGEST_DEFAULT}
 
 

@@ -23,7 +23,6 @@ from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
 from grpo_rl.settings.tasks import TASKS
 from grpo_rl.storage.masking import masked
-from grpo_rl.training.former_settings import IGNORED, REMOVED
 
 ABSENT = object()
 REFUSED = dict.fromkeys(
@@ -48,8 +47,8 @@ class Settings(Sections):
         """
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-        except (OmegaConfBaseException, RecursionError) as error:
-            raise ValueError(f"the config can't be read: {_unresolved(error)}") from error
+        except OmegaConfBaseException as error:
+            raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
@@ -64,18 +63,10 @@ class Settings(Sections):
     def restored(cls, values: Mapping[str, Any]) -> Settings:
         """The settings that a stored run had, whether or not this machine could run them.
 
-        Settings added since then have their defaults.
-
         Raises:
-            ValueError: the run had a setting that no longer exists, at a value that the code no longer supports.
+            ValueError: a key, a type or a value is wrong, as of a run of another version.
         """
-        names = leaves(values)
-        for key in names:
-            if key in REMOVED and select(values, key) != REMOVED[key] and key not in IGNORED:
-                raise ValueError(f"the run had {key}={select(values, key)}, which is no setting any more")
-        stored = {key: setting.default for key, setting in declarations(values["env"]["dataset"]).items()}
-        stored |= {key: select(values, key) for key in names if key not in {*REMOVED, *IGNORED}}
-        return cls._checked(nested({key: value for key, value in stored.items() if value is not dataclasses.MISSING}))
+        return cls._checked(values)
 
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> Settings:
@@ -127,16 +118,6 @@ class Settings(Sections):
 
     def _without_secrets(self) -> dict[str, Any]:
         return {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
-
-
-def _unresolved(error: OmegaConfBaseException | RecursionError) -> str:
-    """Why a config's interpolations can't be resolved."""
-    reason = " ".join(str(error).split())
-    if not isinstance(error, RecursionError) and "RecursionError" not in reason:
-        return reason
-    where = f" at {key[:80]}" if (key := getattr(error, "full_key", None)) else ""
-    what = f"interpolations{where} lead to each other, or stand below too many levels of keys"
-    return f"{what}; write the values out, or flatten the keys"
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:

@@ -27,10 +27,8 @@ from grpo_rl.distributed.sharded_checkpoint import (
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.dotted import flat
-from grpo_rl.storage.masking import masked
 from grpo_rl.storage.whole_file import make_folder
 from grpo_rl.training import logged
-from grpo_rl.training.former_settings import IGNORED, REMOVED
 from grpo_rl.training.logged import LOGS, step_of
 
 CHECKPOINTS = "checkpoints"
@@ -114,7 +112,7 @@ def set_rng_state(state: dict) -> None:
 
 def with_own_rng(state: dict, ranks: Ranks | None) -> dict:
     """A checkpoint's state with that of this rank's generators; with rank zero's where other ranks wrote it."""
-    everyones = state.get("rng_of_ranks") or []  # earlier versions had none
+    everyones = state.get("rng_of_ranks") or []  # of one process
     return {**state, "rng": everyones[ranks.rank]} if ranks and len(everyones) == ranks.size else state
 
 
@@ -237,7 +235,8 @@ def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
         ValueError: they are not.
         OSError: they can't be read.
     """
-    has_digest = rank > 0 or checkpoint_file.check(path)
+    if rank == 0:
+        checkpoint_file.check(path)
     state = checkpoint_file.read(path)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__} and no state")
@@ -245,8 +244,6 @@ def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
     if re.fullmatch(r"checkpoint_\d+\.pt", path.name) and step != step_of(path):
         raise ValueError(f"it is the checkpoint of step {step} under another's name")
     check_shards(path, state, rank, size)
-    if not has_digest:
-        _say(f"{path} was written by an earlier version, without a SHA-256: only its CRC-32s were compared")
     return state
 
 
@@ -371,12 +368,7 @@ def check_config(saved: str, current: str) -> None:
     Raises:
         ValueError: names each key with both values.
     """
-    # Earlier versions wrote secrets, too: masked, they are those of this version.
-    before, now = (
-        flat({name: masked(value, name, told_apart=True) for name, value in json.loads(config).items()})
-        for config in (saved, current)
-    )
-    before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
+    before, now = (flat(json.loads(config)) for config in (saved, current))
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))
     different = [

@@ -18,7 +18,7 @@ from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.storage.whole_file import sync
 
 LOGS = "logs"
-"""The entry of a checkpoint's state with what :func:`sync_logs` returned; earlier versions wrote none."""
+"""The entry of a checkpoint's state with what :func:`sync_logs` returned."""
 
 
 class GrowingDigest:
@@ -76,7 +76,7 @@ def metrics_bytes(run: Path) -> int:
 
 
 def vouched_bytes(logs: Mapping[str, list]) -> int | None:
-    """Bytes of ``metrics.jsonl`` that a checkpoint vouches for; None where it is of an earlier version."""
+    """Bytes of ``metrics.jsonl`` that a checkpoint vouches for; None where it was written without metrics."""
     return logs[METRICS_FILE][0] if METRICS_FILE in logs else None
 
 

@@ -303,8 +303,7 @@ class PolicyOptimizer:
             i: {name: placed_like(x, self._masters[i]) if name in MOMENTS else x for name, x in of.items()}
             for i, of in saved["state"].items()
         }
-        groups = self._optimizer.state_dict()["param_groups"]  # earlier versions had the weight decay in them
-        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._optimizer.load_state_dict({**saved, "state": moments})
         self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
 
     def close(self) -> None:

@@ -186,7 +186,7 @@ def test_an_evaluation_goes_on_in_the_dtype_that_it_began_with(data, tmp_path, c
         (["m", "tasks=[gsm8k]", "temperature=0"], "temperature is 0; it must be more than 0"),
         (["tasks=[gsm8k]"], "0 models are given"),
         (["a", "b", "c", "tasks=[gsm8k]"], "3 models are given"),
-        (["m", "tasks=[gsm8k"], "'tasks=[gsm8k' can't be read as KEY=VALUE"),
+        (["m", "tasks=[gsm8k"], "tasks=[gsm8k: no viable alternative"),
         (
             ["m", "tasks=[gsm8k]", "sampling.temperature=0.2"],
             "an evaluation has its own setting for this, temperature=",

@@ -59,9 +59,6 @@ def work(name: str, seed: int, first: int, step: int, end: int, seconds: float, 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         canaries.plant()
-        import quick_hydra  # which imports Hydra
-
-        quick_hydra.quicken()
         seeds = list(target.seeds(Path(folder)))
         import_late(target, seeds, Path(folder))
         until, armed = time.monotonic() + seconds, float("-inf")

@@ -43,7 +43,6 @@ class Target:
         check: asserts what must hold of the result.
         error: the one error that it documents; None: no input makes it raise.
         examples: in ``make test-all``.
-        may_name_environment: allows the canary's value in results and messages: a config can read the environment.
         watched: False: another process does the work and watches it, and this one may start it anew.
         clock: seconds of the work; other processes have no part in this thread's CPU time.
         at_once: inputs that `make fuzz` gives to one call, as a list, where a call costs much more than an input.
@@ -57,7 +56,6 @@ class Target:
     error: type[Exception] | None = ValueError
     deadline_s: float = CHEAP_S
     examples: int = 100
-    may_name_environment: bool = False
     watched: bool = True
     clock: Callable[[], float] = time.thread_time
     at_once: int = 1
@@ -97,7 +95,7 @@ def run(target: Target, data: Any, folder: Path) -> None:
         raise Broken(f"it raised {type(error).__name__}: {str(error)[:300]!r}") from error
     if seconds > target.deadline_s:
         raise Broken(f"it took {seconds:.1f} s")
-    if not target.may_name_environment and canaries.VALUE in (repr(result) if error is None else str(error)):
+    if canaries.VALUE in (repr(result) if error is None else str(error)):
         raise Broken("it tells the value of an environment variable")
     if error is None:
         target.check(result)
@@ -315,44 +313,6 @@ def _of_ids(result: tuple[list, list]) -> None:
 
 
 # ---- configs ----
-
-
-def _override_words(text: str, folder: Path) -> list[str]:
-    return [word for word in text.split("\n") if word]
-
-
-def _composed(words: list[str]) -> Any:
-    from grpo_rl.settings.compose import compose_config
-    from grpo_rl.settings.schema import Settings
-
-    return Settings.read(compose_config("grpo_gsm8k", words))
-
-
-def _soon_composed(text: str, folder: Path) -> Path:
-    """A recipe of one's own, cut to the length of an override where it has an interpolation.
-
-    How long a config takes is not promised: OmegaConf's parser takes 26 s for an interpolation of a megabyte.
-    """
-    from grpo_rl.settings.command_line import LONGEST
-
-    return _file("experiment/fuzzed.yaml")(text[:LONGEST] if "${" in text else text, folder)
-
-
-def _own_config(path: Path) -> Any:
-    """A config file of the user's own, as `+experiment=fuzzed --config-dir FOLDER` reads it."""
-    from grpo_rl.settings.compose import compose_config
-    from grpo_rl.settings.own_files import check_own_files
-    from grpo_rl.settings.schema import Settings
-
-    cfg = compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{path.parents[1]}]", "+experiment=fuzzed"])
-    check_own_files([(path, "")], "gsm8k")
-    return Settings.read(cfg)
-
-
-def _is_settings(settings: Any) -> None:
-    from grpo_rl.settings.schema import Settings
-
-    assert type(settings) is Settings and yaml.safe_load(settings.as_text())
 
 
 def _trl(path: Path) -> Any:
@@ -622,10 +582,6 @@ TARGETS = [
     Target("chat templates", _soon_read, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
     Target("agent requests", lambda text, _: text.encode(errors="replace"), _agents_request,
            _corpus("agent requests"), _is_request, examples=60),
-    Target("overrides", _override_words, _composed, _corpus("overrides"), _is_settings, deadline_s=DEAR_S, examples=40,
-           may_name_environment=True),
-    Target("config file", _soon_composed, _own_config, _corpus("config file"), _is_settings,
-           deadline_s=DEAR_S, examples=40, may_name_environment=True),
     Target("trl yaml", _file("trl.yaml"), _trl, _corpus("trl yaml"), _is_converted),
     Target("trl json", _file("trl.json"), _trl, _corpus("trl json"), _is_converted),
     Target("trl script", _file("trl.py"), _trl, _corpus("trl script"), _is_converted),

@@ -243,39 +243,3 @@ def test_a_run_that_was_cut_off_goes_on_where_it_ended():
     read = [line for told in (cut, rest) for line in told.splitlines() if line.startswith("read")]
     inputs = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(2, first + 3)]
     assert sorted(read) == sorted(f"read {text!r}" for text in [*inputs, *["abc"] * 3])  # each process reads the seed
-
-
-RESULTS = """
-import os, pathlib
-from random import Random
-from fuzz_inputs import mutated
-
-folder = pathlib.Path({work!r})
-os.chdir(folder)
-for name in ("overrides", "config file"):
-    target = fuzz_targets.BY_NAME[name]
-    seeds = target.seeds(folder)
-    for data in [*seeds, *[mutated(Random(f"7/{{name}}/{{number}}"), seeds) for number in range({count})], *{more!r}]:
-        try:
-            print("config", repr(target.read(target.prepare(data, folder)).as_text()))
-        except Exception as error:
-            print(type(error).__name__, repr(str(error)))
-"""
-
-
-QUICKENED = """
-import quick_hydra
-copied, copies = quick_hydra._copied, []
-quick_hydra._copied = lambda pickled: copies.append(pickled) or copied(pickled)
-quick_hydra.quicken()
-"""
-
-
-@pytest.mark.nightly
-def test_a_config_is_the_same_when_hydras_work_on_shipped_files_is_kept(tmp_path):
-    more = ["+loss@hydra.job=dapo", "+env@hydra=countdown", "loss=dapo\nloss.clip_high=0.3", "env.seed=${now:%Y}"]
-    read = RESULTS.format(work=str(tmp_path), count=40, more=more)
-    plain = told_by(read).stdout.splitlines()
-    quickened = told_by(f"{QUICKENED}{read}print(len(copies) > 100)").stdout.splitlines()
-    assert quickened == [*plain, "True"] and len(plain) > 90
-    assert sum(line.startswith("config ") for line in plain) > 5  # and not messages alone

@@ -6,7 +6,6 @@ import ast
 import copy
 import inspect
 import re
-import sys
 import typing
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.settings.compose import FOLDER, check_overrides, compose_config, with_loss
+from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select
-from grpo_rl.settings.evaluation import read_eval
 from grpo_rl.settings.other_names import OTHERS, SAME
 from grpo_rl.settings.own_files import check_own_files
 from grpo_rl.settings.schema import Settings, check_keys
@@ -107,75 +105,6 @@ def test_groups_hydras_own_keys_and_sections_are_let_through():
     check_keys(["env", "env.reward"])
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("loss=3", "loss=3: a config is chosen by its name; write loss=NAME"),
-        ("++loss=[grpo,3.5]", "++loss=[grpo,3.5]: a config is chosen by its name; write loss=NAME"),
-        ("loss=choice(grpo,true)", "write loss=NAME"),
-        ("loss=range(1,3)", "write loss=NAME"),
-        ("loss=[[a]]", "write loss=NAME"),
-        ("loss=[{a: 1}]", "write loss=NAME"),
-        ("loss=[choice(dapo,grpo)]", "write loss=NAME"),
-        ("loss=[glob(d*)],grpo", "write loss=NAME"),
-        ("++env=3", "write env.dataset=NAME"),
-        ("++hydra/launcher=x,3", "write hydra/launcher=NAME"),
-        ("+experiment=2024", r"write +experiment=NAME, or +experiment=\'2024\' for the file 2024.yaml"),
-        ("loss=null", "write loss=NAME"),
-        ("experiment=3", "write +experiment=NAME"),
-        ("env=3", "env=3: a config is chosen by its name; write env.dataset=NAME"),
-        ("~loss=[a]", "~loss=[a]: a config is chosen by its name; write ~loss=NAME"),
-        ("hydra/launcher=3", "write hydra/launcher=NAME"),
-        ("+experiment=[???]", "write +experiment=NAME"),
-        ("loss=['--api-key',abcsecret,3]", "loss=['--api-key',***,3]: a config"),
-    ],
-)
-def test_what_is_no_name_of_a_config_is_refused(override, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
-        check_overrides([override], "gsm8k")
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("optimizer.lr=" + "1" * 5000, "optimizer.lr: an integer has more than 4,300 digits; write a shorter one"),
-        ("env.seed=" + "1," * 100_000, "characters are too many for an override, 200,000 are the most"),
-        ("no_equals_sign" * 20_000, "an override: 280,000 characters are too many"),
-        ("++env.reward=" + "int(" * 490 + "1" + ")" * 490, "env.reward: its key and value have more than 50"),
-        ("++env.reward" + ".a" * 30 + "=" + "[" * 30, "more than 50 levels"),
-        ("++env.reward=[" + "\\]" * 400 + "," + "[" * 300, "more than 50 levels"),
-        ("model.name='" + "${a:" * 300 + "}" * 300 + "'", "more than 50 levels"),
-        *(
-            (f"++env.reward={'[' * levels}{']' * levels}", "env.reward: its key and value have more than 50")
-            for levels in (51, 100, 2000)
-        ),
-        ("++env.reward=" + "{a: " * 60 + "1" + "}" * 60, "more than 50 levels"),
-    ],
-)
-def test_an_override_that_takes_too_long_or_goes_too_deep_to_read_is_refused(override, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
-        compose_config("grpo_gsm8k", [override])
-    with pytest.raises(ValueError, match=re.escape(told)):
-        read_eval([override])
-
-
-@pytest.mark.slow
-def test_fifty_levels_are_no_more_than_a_config_takes():
-    levels = "[" * 49 + "]" * 49
-    assert compose_config("grpo_gsm8k", [f"+hydra.x={levels}", "env.repeats=3"]).env.repeats == 3
-    check_overrides(
-        [
-            f"+hydra.x={levels},{levels}",
-            f"model.name={'a' * 190_000}",
-            f"model.name='{'[(' * 60}'",
-            "model.name=" + "\\[" * 60,
-        ]
-    )
-    check_overrides(["env.system=[" + ",".join(["'${env.repeats}'"] * 60) + "]"])
-    with pytest.raises(ValueError, match="unknown config key env.reward.a"):
-        Settings.read(compose_config("grpo_gsm8k", ["++env.reward=" + "{a: " * 49 + "1" + "}" * 49]))
-
-
 def test_a_file_of_a_section_may_have_keys_of_the_top_levels_names(tmp_path):
     path = tmp_path / "offline.yaml"
     path.write_text("# @package logger.settings.wandb\nmode: offline\n")
@@ -183,48 +112,6 @@ def test_a_file_of_a_section_may_have_keys_of_the_top_levels_names(tmp_path):
     path.write_text("optimizer: {lrr: 1}\n")
     with pytest.raises(ValueError, match=r"optimizer\.lrr is read as experiment\.optimizer\.lrr; begin the file"):
         check_own_files([(path, "experiment.")], "gsm8k")
-
-
-def test_a_group_of_ones_own_takes_names_alone(tmp_path):
-    (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer/fast.yaml").write_text("lr: 1\n")
-    for override in ("+optimizer=3", "~optimizer=['--api-key',abcsecret]"):
-        with pytest.raises(ValueError, match="chosen by its name; write .optimizer=NAME") as told:
-            compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", override])
-        assert "abcsecret" not in str(told.value)
-
-
-@pytest.fixture
-def recursion_limit():
-    """Python's default; libraries that earlier tests imported have raised it."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    yield
-    sys.setrecursionlimit(before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "where"),
-    [
-        ({f"{'a.' * 600}lr": "now ${optimizer.lr}"}, ""),
-        ({"env.path": "${model}", "model.name": "${env}"}, " at (env.path|model.name)"),
-    ],
-)
-def test_what_is_too_deep_to_be_resolved_is_refused(values, where, recursion_limit):
-    cfg = config()
-    for key, value in values.items():
-        OmegaConf.update(cfg, key, value, force_add=True)
-    with pytest.raises(ValueError, match=f"interpolations{where} lead to each other, or stand below too many levels"):
-        Settings.read(cfg)
-
-
-def test_a_file_at_a_package_too_deep_to_merge_is_named_with_the_one_that_asks_for_it(tmp_path, recursion_limit):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/deep.yaml").write_text(f"defaults: ['/loss@{'a.' * 400}a': dapo, _self_]\n")
-    message = r"loss/dapo\.yaml, asked for by experiment/deep\.yaml, has the package 'experiment\.a\..*' of 402 levels"
-    with pytest.raises(ValueError, match=message):
-        compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=deep"])
 
 
 def test_an_unknown_key_from_a_file_is_refused_too():
