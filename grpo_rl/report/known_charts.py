@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_rl.monitor.metrics import is_reward_statistic
-from grpo_rl.report.lanes import PHASES
-from grpo_rl.report.roofline import LIMITED_PHASES
+from grpo_rl.monitor.step_phases import STEP_PHASES
 
 CLOCKS = frozenset({"time", "time/at_s"})
 """Metrics that place a line in time and say nothing of the run."""
@@ -283,7 +282,7 @@ def _machine(names: Sequence[str]) -> Iterator[Chart]:
     yield Chart(group, "Ranks", ranks, "Processes that train together, and how often they were started again.", 0)
     yield Chart(group, "Throughput", rates, "Tokens of responses per second.", 0)
     # What SFT alone has comes last, and leaves the others their colours.
-    phases = {f"time/{phase}_s": phase for phase in sorted(PHASES, key="read".__eq__)}
+    phases = {f"time/{phase}_s": phase for phase in sorted(STEP_PHASES, key="read".__eq__)}
     phases |= {
         name: rest.removesuffix("_s")
         for name, rest in _below(names, "time/").items()
@@ -294,7 +293,9 @@ def _machine(names: Sequence[str]) -> Iterator[Chart]:
         group, "Time of an evaluation", {"time/evaluate_s": "evaluation"}, "Seconds, between two steps.", 0,
         markers=True,
     )  # fmt: skip
-    roofline = {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES}
+    roofline = {"limit_fraction": "whole step"} | {
+        f"limit_fraction/{phase}": phase for phase in ("sample", "score", "train", "sync")
+    }
     yield Chart(
         group, "Share of the machine's roofline", roofline,
         "The time that the machine would need at its measured best, over the time taken.", 0, percent=True,

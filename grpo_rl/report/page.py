@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.report import advisories, charts, configuration, headline, held_out, lanes, responses, roofline, tokens
+from grpo_rl.report import advisories, charts, configuration, headline, held_out, responses, tokens
 from grpo_rl.report.files import REPORT
 from grpo_rl.storage.whole_file import write_whole
 
@@ -64,13 +64,6 @@ SECTIONS: list[Section] = [
         "Numbers read first → last: means over a tenth of the steps at each end, 5 at least, half at most. Point to "
         "read values, drag to zoom, double-click to zoom out.",
     ),
-    Section(
-        "roofline",
-        "A step against the machine's roofline",
-        roofline.build,
-        "Each bar is the time taken, its dark part what the machine would need at its measured best (medians).",
-    ),
-    Section("lanes", "Trainer and engines over time", lanes.build),
     Section("responses", "Responses", responses.build),
     Section("tokens", "Tokens", tokens.build),
     Section("held_out", "Held-out responses before and after", held_out.build),

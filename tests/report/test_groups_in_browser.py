@@ -1,4 +1,4 @@
-"""The page's groups, tokens, conversations and lanes in a real browser."""
+"""The page's groups, tokens and conversations in a real browser."""
 
 from __future__ import annotations
 
@@ -232,29 +232,6 @@ def test_tokens_are_coloured_by_the_chosen_number_on_the_legends_scale(tab):
     assert tab.locator("#tokens .strip .version").all_inner_texts() == ["v1", "v2"]
     tab.get_by_label("Colour by").select_option("entropy")
     assert strength(0) == 1 and "1.25 nats" in tab.locator("#tokens .scale").inner_text()
-
-
-def test_lanes_tell_a_steps_phases_and_zoom(tab):
-    box, detail = tab.locator("#lanes .lanes"), tab.locator("#lanes .lane-detail")
-    names = box.locator(".lane-name").all_text_contents()
-    # Two steps of ten seconds: eight of twenty are sampled.
-    assert "Engine: sample · 40 % of all steps" in names and "engine 0: groups in flight, at most 2" in names
-    assert box.locator(".lane-train").count() == 2
-    assert detail.inner_text() == "Point at a step to read how long its phases took."
-    box.focus()
-    tab.keyboard.press("ArrowRight")
-    tab.keyboard.press("ArrowRight")
-    said = detail.inner_text()
-    assert (
-        said.startswith("Step 2, 10 s from 0:14: sample 4 s, train 5 s")
-        and "staleness 0.25 on average, 1 at most" in said
-    )
-    whole = float(box.locator(".lane-train").first.get_attribute("width"))
-    tab.get_by_role("button", name="Zoom in").click()
-    assert float(box.locator(".lane-sync").first.get_attribute("width")) > 0 and box.locator(".lane-train").count() >= 1
-    assert max(float(one.get_attribute("width")) for one in box.locator(".lane-train").all()) != pytest.approx(whole)
-    tab.get_by_role("button", name="All: show the whole run").click()
-    assert float(box.locator(".lane-train").first.get_attribute("width")) == pytest.approx(whole)
 
 
 def test_a_held_out_prompt_has_its_responses_before_and_after(tab):

@@ -13,7 +13,6 @@ from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import files
 from grpo_rl.report import page as pages
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
-from grpo_rl.report.roofline import phase_times
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
@@ -215,25 +214,6 @@ def test_every_section_has_its_script():
     scripts = pages.joined("js")
     for section in SECTIONS:
         assert f"sections.{section.id} = function" in scripts
-
-
-def test_a_step_is_set_against_the_machines_limit_phase_by_phase(tmp_path):
-    rows = [  # steps of 10 s, 12 s and 16 s; the floor of each is 6 s
-        {
-            "time/sample_s": spent,
-            "time/score_s": 1e-6,  # no reference: the phase is there and has nothing to do
-            "time/train_s": 7.0,
-            "time/other_s": 1.0,
-            "limit_fraction": 6.0 / (spent + 8.0),
-            "limit_fraction/sample": 2.0 / spent,
-            "limit_fraction/train": 4.0 / 7.0,
-        }
-        for spent in (2.0, 4.0, 8.0)
-    ]
-    told = {phase["name"]: phase for phase in phase_times(rows)}
-    assert list(told) == ["step", "sample", "train", "other"]
-    assert told["step"]["spent_s"] == pytest.approx(12.0, rel=1e-6) and told["step"]["share"] == pytest.approx(0.5)
-    assert told["sample"]["length"] == pytest.approx(1 / 3, rel=1e-6) and told["train"]["floor_s"] == 4.0
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_page(tmp_path):

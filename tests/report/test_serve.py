@@ -59,7 +59,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkey
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
-        assert {"summary", "charts", "roofline", "configuration"} <= set(first)
+        assert {"summary", "charts", "configuration"} <= set(first)
         have = {name: section["version"] for name, section in first.items()}
         assert changes(port, have) == {}
         MetricsLog(tmp_path).log(4, {"reward/mean": 0.5})
