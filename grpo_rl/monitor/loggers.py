@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,19 +13,17 @@ from typing import Any, Protocol, cast
 from grpo_rl.by_name import object_by_name
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
-from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics, rows_from
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.masking import masked, masked_text
-from grpo_rl.waits.registry import Wait, waiting
+from grpo_rl.waits.registry import waiting
 
 REMEDY = (
     "end the run and resume it without this logger in logger.backend, or with logger.mode=offline for wandb; what it "
     "lacks is in the run folder"
 )
 METHODS = ("log", "table", "close")
-LONGEST_WAIT_S = 300.0
-"""A logger that fails is tried again after 2, 4, 8, ... seconds, and at last every so many."""
-CATCH_UP = 100
-"""Rows that a logger missed are sent so many at a time, one time a step: training waits for them."""
+REST = 20
+"""Calls that a logger misses after one that failed: those of ten steps, as an attempt may take seconds."""
 
 
 class MetricsLogger(Protocol):
@@ -108,11 +106,12 @@ def open_loggers(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     common: Mapping[str, Any] | None = None,
     of_wandb: Mapping[str, Any] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    again: bool = False,
 ) -> Loggers:
     """The loggers, open, with all that the run folder holds in those that were written anew.
 
     Args:
+        again: gives all of it to each of them, in the place of what they have.
         settings: by the logger's name.
         common: further arguments of the built-in loggers: the run's name, its project.
         of_wandb: further arguments of wandb: its mode.
@@ -122,8 +121,8 @@ def open_loggers(
     """
     names = logger_names(backend)
     rows = read_metrics(run_dir) if names and (run_dir / METRICS_FILE).exists() else []
-    last_step = max((int(row["step"]) for row in rows), default=-1)
-    loggers = Loggers(say, clock, run_dir / METRICS_FILE)
+    last_step = -1 if again else max((int(row["step"]) for row in rows), default=-1)
+    loggers = Loggers(say, run_dir)
     try:
         for name in names:
             own = dict(common or {}) if name in BUILT_IN else {}
@@ -132,7 +131,7 @@ def open_loggers(
             # The config goes to other machines, and is shown there.
             logger = _opened(name, run_dir, masked(config), last_step, own)
             loggers.add(name, logger)
-            if getattr(logger, "needs_history", False):
+            if again or getattr(logger, "needs_history", False):
                 try:
                     with waiting(f"the logger {name}", "what the run has so far", remedy=REMEDY):
                         replay(logger, run_dir, rows)
@@ -171,45 +170,55 @@ def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, flo
 
 
 class Loggers:
-    """Several loggers as one. One that fails once the run goes on is named, tried again, and ends no run.
+    """Several loggers as one. One that fails once the run goes on is named, rests, is tried again, and ends no run.
 
-    Numbers that it missed are sent once it works again, from ``metrics.jsonl``, some at a time; tables are not. What it
-    never got is counted at the end.
-
-    Args:
-        path: the run's ``metrics.jsonl``, which has each row before it is logged here.
+    What it misses meanwhile is counted; `grpo-rl send` sends a run again.
     """
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        path: Path = Path(METRICS_FILE),
-    ) -> None:
-        self._say, self._clock, self._path = say, clock, path
-        self._attempts: list[_Attempts] = []
+    def __init__(self, say: Callable[[str], None], run_dir: Path = Path()) -> None:
+        self._say, self._run_dir = say, run_dir
+        self._loggers: dict[str, MetricsLogger] = {}
+        self._resting, self._missed = Counter[str](), Counter[str]()
 
     def __bool__(self) -> bool:
-        return bool(self._attempts)
+        return bool(self._loggers)
 
     def add(self, name: str, logger: MetricsLogger) -> None:
         """Adds a logger."""
-        self._attempts.append(_Attempts(name, logger, self._say, self._clock, self._path))
+        self._loggers[name] = logger
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step."""
-        for attempts in self._attempts:
-            attempts.log(step, sent(metrics))
+        self._each(f"step {step}", lambda logger: logger.log(step, sent(metrics)))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Logs the responses of a step."""
-        for attempts in self._attempts:
-            attempts.table(step, rows)
+        self._each(f"the responses of step {step}", lambda logger: logger.table(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
         """Closes all of them, also those after one that fails."""
-        for attempts in self._attempts:
-            attempts.close(exit_code)
+        self._resting.clear()
+        self._each("its end", lambda logger: logger.close(exit_code))
+        for name, count in self._missed.items():
+            self._say(
+                f"Warning. The logger {name} missed {count} calls; send the run again: grpo-rl send {self._run_dir}"
+            )
+
+    def _each(self, what: str, call: Callable[[MetricsLogger], None]) -> None:
+        for name, logger in self._loggers.items():
+            if self._resting[name]:
+                self._resting[name] -= 1
+                self._missed[name] += 1
+                continue
+            try:
+                with waiting(f"the logger {name}", what, remedy=REMEDY):
+                    call(logger)
+            except Exception as error:  # a tracker that is away, of whatever library, must not end a run of days
+                if not self._missed[name]:
+                    why = f"failed at {what} ({_described(error)})"
+                    self._say(f"Warning. The logger {name} {why}. The run goes on; {METRICS_FILE} has everything")
+                self._resting[name] = REST
+                self._missed[name] += 1
 
 
 def sent(row: Mapping[str, float]) -> dict[str, float]:
@@ -219,96 +228,6 @@ def sent(row: Mapping[str, float]) -> dict[str, float]:
     {'time/train_s': 2.0, 'reward/mean': 0.5}
     """
     return {name: value for name, value in row.items() if name not in ("step", "time", "time/at_s")}
-
-
-class _Attempts:
-    def __init__(
-        self, name: str, logger: MetricsLogger, say: Callable[[str], None], clock: Callable[[], float], path: Path
-    ) -> None:
-        self._name, self._logger, self._say, self._clock, self._path = name, logger, say, clock, path
-        self._missing = 0
-        """Rows that it lacks: those of the file from the byte ``_from`` on."""
-        self._from = self._end = self._size()
-        self._failures = self._lost_tables = 0
-        self._told = False
-        self._not_before = 0.0
-
-    def _size(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        begin, self._end = self._end, self._size()
-        if not self._missing:
-            self._from = begin
-        self._missing += 1
-        if self._clock() < self._not_before:
-            return
-        if self._missing > 1:
-            self._catch_up()
-        elif self._took(step, metrics):
-            self._missing = 0
-
-    def _took(self, step: int, metrics: Mapping[str, float]) -> bool:
-        try:
-            with self._waiting(f"step {step}"):
-                self._logger.log(step, metrics)
-        except Exception as error:  # a tracker that is away, of whatever library, must not end a run of days
-            self._failed(step, error)
-            return False
-        self._failures = 0
-        return True
-
-    def _catch_up(self) -> bool:
-        """Sends some of the missing rows, and tells whether it could."""
-        try:
-            rows = rows_from(self._path, self._from, min(self._missing, CATCH_UP))
-        except (OSError, ValueError) as error:  # a disk that fails is the run's matter
-            self._failed(-1, error)
-            return False
-        for row, end in rows:
-            metrics = sent(row)
-            if not self._took(int(row["step"]), metrics):
-                return False
-            self._from, self._missing = end, self._missing - 1
-        return bool(rows)
-
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._missing:  # it was away a moment ago
-            self._lost_tables += 1
-            return
-        try:
-            with self._waiting(f"responses of step {step}"):
-                self._logger.table(step, rows)
-        except Exception as error:  # as above
-            self._lost_tables += 1
-            self._failed(step, error)
-
-    def _waiting(self, detail: str) -> Wait:
-        return waiting(f"the logger {self._name}", detail, remedy=REMEDY)
-
-    def _failed(self, step: int, error: Exception) -> None:
-        self._failures += 1
-        self._not_before = self._clock() + min(2.0 ** min(self._failures, 10), LONGEST_WAIT_S)
-        if not self._told:
-            self._told = True
-            self._say(
-                f"Warning. The logger {self._name} failed at step {step} ({_described(error)}). The run "
-                f"goes on, and tries again; {METRICS_FILE} has everything"
-            )
-
-    def close(self, exit_code: int) -> None:
-        while self._missing and self._catch_up():
-            pass
-        try:
-            with self._waiting("its end"):
-                self._logger.close(exit_code)
-        except Exception as error:  # as above
-            self._say(f"Warning. The logger {self._name} can't be closed ({_described(error)})")
-        if self._missing or self._lost_tables:
-            self._say(
-                f"Warning. The logger {self._name} lacks {self._missing} rows of metrics and {self._lost_tables} "
-                "tables of responses; the run folder has them"
-            )
 
 
 def _described(error: Exception) -> str:

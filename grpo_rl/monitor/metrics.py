@@ -7,7 +7,6 @@ there is none. Letters: G responses of a group, R response tokens of a group.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -338,21 +337,6 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     if path.is_dir():
         path = path / METRICS_FILE
     return [_row(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
-
-
-def rows_from(path: Path, start: int, most: int) -> list[tuple[dict[str, float], int]]:
-    """The rows of a ``metrics.jsonl`` from a byte on, at most so many, each with the byte at which it ends.
-
-    Raises:
-        ValueError: a line is not one of metrics; names it.
-    """
-    rows = []
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in itertools.islice(file, most):
-            start += len(line)
-            rows.append((_row(path, len(rows) + 1, line), start))
-    return rows
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -64,7 +64,7 @@ class RunLogs:
         )
         for row in read_metrics(folder) if resumes else ():
             self._advise(row)
-        self.loggers = Loggers(self.note)
+        self.loggers = Loggers(self.note, folder)
         if rank_zero:
             self.loggers = open_loggers(
                 logger.backend,

@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from grpo_rl import cli
 from grpo_rl.monitor.completions import logged_steps
 from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
@@ -235,60 +236,46 @@ class Refusing(Flaky):
 HERE = __name__
 
 
-def test_a_logger_that_fails_is_named_once_gets_what_it_missed_and_ends_no_run(tmp_path):
-    said, now = [], [0.0]
-    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, said.append, clock=lambda: now[0])
+def test_a_logger_that_fails_is_named_once_rests_and_ends_no_run(tmp_path):
+    said = []
+    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, said.append)
     flaky = Flaky.last
-    log(loggers, tmp_path, [(1, {"x": 1.0})])
+    rows = [(step, {"x": math.nan if step == 3 else float(step)}) for step in range(1, 40)]
+    log(loggers, tmp_path, rows[:1])
     flaky.away = True
-    log(loggers, tmp_path, [(2, {"x": 2.0})])
+    log(loggers, tmp_path, rows[1:2])
     loggers.table(2, [{"reward": 1.0}])
-    now[0] = 1.9  # two seconds have to pass
     flaky.away = False
-    log(loggers, tmp_path, [(3, {"x": 3.0})])
-    assert [step for step, _ in flaky.got] == [1]
-    now[0] = 2.0
-    log(loggers, tmp_path, [(4, {"x": 4.0})])
-    loggers.table(4, [{"reward": 1.0}])
-    assert flaky.got == [(step, {"x": float(step)}) for step in (1, 2, 3, 4)] and flaky.tables == [4]
+    log(loggers, tmp_path, rows[2:])
+    assert [step for step, _ in flaky.got] == [1, *range(22, 40)] and flaky.tables == []  # 20 calls after the failure
     flaky.away = True
-    log(loggers, tmp_path, [(5, {"x": 5.0})])
     loggers.close()
-    assert len(said) == 3
-    assert f"The logger {HERE}:Flaky failed at step 2 (ConnectionError: no route to host)" in said[0]
-    assert "can't be closed" in said[1] and "lacks 1 rows of metrics and 1 tables" in said[2]
+    assert said == [
+        f"Warning. The logger {HERE}:Flaky failed at step 2 (ConnectionError: no route to host). The run goes on; "
+        "metrics.jsonl has everything",
+        f"Warning. The logger {HERE}:Flaky missed 22 calls; send the run again: grpo-rl send {tmp_path}",
+    ]
 
 
-def test_a_logger_that_is_away_for_weeks_ends_no_run(tmp_path):
-    now = [0.0]
-    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, lambda text: None, clock=lambda: now[0])
-    Flaky.last.away = True
-    log(loggers, tmp_path, [(1, {"x": 1.0})])
-    for _ in range(1100):  # 2.0**1024 is beyond a float
-        now[0] += 300.0
-        loggers.log(2, {"x": 2.0})
-    Flaky.last.away = False
-    now[0] += 300.0
-    log(loggers, tmp_path, [(3, {"x": 3.0})])
-    assert Flaky.last.got[-1] == (3, {"x": 3.0})
+@pytest.mark.parametrize("name", [f"{HERE}:Flaky", "tensorboard"])
+def test_a_run_is_sent_again_as_a_whole_and_in_the_place_of_what_the_logger_has(name, tmp_path):
+    log(open_loggers(name, tmp_path, {}, print), tmp_path, ROWS)
+    logger = {"backend": name, "project": "p", "name": None, "mode": "online", "settings": {}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"logger": logger, "mode": "sync"}))
+    assert cli.main(["send", str(tmp_path)]) == 0
+    if name == "tensorboard":
+        check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
+    else:
+        assert [step for step, _ in Flaky.last.got] == [0, 1, 2, 3, 3] and Flaky.last.made_with[2] == -1
 
 
-def test_what_a_logger_missed_comes_from_the_file_some_rows_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_rl.monitor.loggers.CATCH_UP", 4)
-    now = [0.0]
-    log(open_loggers("none", tmp_path, {}, print), tmp_path, [(0, {"x": 0.0})])  # before a resume: it has this one
-    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, lambda _: None, clock=lambda: now[0])
-    flaky = Flaky.last
-    flaky.away = True
-    rows = [(step, {"x": math.nan if step == 3 else float(step)}) for step in range(1, 13)]
-    log(loggers, tmp_path, rows[:10])
-    flaky.away, now[0] = False, 2.0
-    log(loggers, tmp_path, rows[10:11])
-    assert [step for step, _ in flaky.got] == [1, 2, 3, 4] and math.isnan(flaky.got[2][1]["x"])
-    log(loggers, tmp_path, rows[11:])
-    assert [step for step, _ in flaky.got] == [*range(1, 9)]
-    loggers.close()
-    assert [step for step, _ in flaky.got] == [*range(1, 13)] and flaky.got[11] == (12, {"x": 12.0})
+def test_what_can_not_be_sent_is_named(tmp_path, capsys):
+    assert cli.main(["send", str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(
+        json.dumps({"logger": {"backend": "none", "project": "p", "name": None, "mode": None, "settings": {}}})
+    )
+    assert cli.main(["send", str(tmp_path)]) == 2 and "choose one by logger.backend=NAME" in capsys.readouterr().err
+    assert cli.main(["send", str(tmp_path), "env.repeats=3"]) == 2
 
 
 class NoHistory(Flaky):
@@ -396,5 +383,5 @@ def test_mlflow_takes_a_server_and_one_that_goes_away_ends_no_run(tmp_path, monk
         thread.join()
     log(loggers, run_dir, ROWS[3:])
     loggers.close()
-    assert "The logger mlflow failed at step 3" in said[0] and "lacks 1 rows of metrics" in said[-1]
+    assert "The logger mlflow failed at step 3" in said[0] and "missed 1 calls" in said[-1]
     check_same(from_mlflow(run_dir, store), [point for point in written(run_dir) if point[1] < 3])
