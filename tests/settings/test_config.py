@@ -402,18 +402,6 @@ def test_each_setting_is_read_by_code():
 
 
 @pytest.mark.slow
-def test_a_stored_config_of_an_older_version_is_read_where_it_computes_the_same():
-    values = plain(Settings.read(config()))
-    del values["train"]["max_bad_steps"]
-    values["train"]["reward_scale"] = 1.0
-    values["inference_model"]["start_s"] = 1200  # it never touched what is computed
-    assert Settings.restored(values) == Settings.read(config())
-    values["train"]["reward_scale"] = 2.0
-    with pytest.raises(ValueError, match=r"the run had train\.reward_scale=2\.0, which is no setting any more"):
-        Settings.restored(values)
-
-
-@pytest.mark.slow
 def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     settings = Settings.read(config()).with_values({"model.chat_template": r"$\{ and ${ and {{ x }}"})
     assert yaml.safe_load(settings.as_text())["model"]["chat_template"] == r"$\{ and ${ and {{ x }}"

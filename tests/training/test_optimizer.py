@@ -204,23 +204,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), through.parameters(), strict=True))
 
 
-def test_a_checkpoint_of_an_earlier_version_has_its_weight_decay_once():
-    def run(steps, state=None):
-        model = linear()
-        stepper = PolicyOptimizer(model, lr=1e-2, weight_decay=5.0)
-        if state:
-            stepper.load_state_dict(state)
-        for step in range(stepper.steps, steps):
-            model(torch.full((2, 3), step + 1.0)).square().sum().backward()
-            stepper.step()
-        return model, stepper
-
-    half = run(2)[1].state_dict()
-    half["optimizer"]["param_groups"][0]["weight_decay"] = 5.0
-    resumed, through = run(4, half)[0], run(4)[0]
-    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), through.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
