@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,8 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  at Ray's 15 actors hardly run beside other tests
+
+sys.path.append(str(Path(__file__).parent))  # for the package simulation, of which other tests take the clock
 
 # A shell's background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from simulation import virtual_time
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
-from grpo_rl.planner import virtual_time
 
 
 class Engine:

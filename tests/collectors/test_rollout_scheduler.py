@@ -6,11 +6,11 @@ import asyncio
 from itertools import chain
 
 import pytest
+from simulation import virtual_time
 
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.engines.base import EngineLostError
-from grpo_rl.planner import virtual_time
 
 
 def scheduler_of(answer, groups, bound=1, per_step=2):

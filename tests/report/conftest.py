@@ -43,12 +43,11 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
     """A run folder as a quickstart leaves it: a small model that learns the format first and the sums later."""
     rng = random.Random(0)
     metrics, completions = MetricsLog(run_dir), CompletionsLog(run_dir)
-    (run_dir / ".hydra").mkdir()
-    (run_dir / ".hydra" / "config.yaml").write_text(
+    (run_dir / "config.yaml").write_text(
         "env:\n  dataset: gsm8k\n  repeats: 8\nmodel:\n  name: HuggingFaceTB/SmolLM2-135M-Instruct\n"
         "optimizer:\n  name: adamw\n  lr: 5.0e-05\ntrain:\n  optim_batch_size: 32\n  seed: 0\nresume: null\n"
     )
-    (run_dir / ".hydra" / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
+    (run_dir / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
     if evaluated:
         metrics.log(0, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412})
     for step in range(1, steps + 1):

@@ -123,7 +123,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path, make_run):
 
 def test_no_text_of_a_run_can_end_the_script_that_holds_it(tmp_path, make_run):
     make_run(tmp_path, steps=2)
-    (tmp_path / ".hydra" / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "note": HOSTILE}))
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "note": HOSTILE}))
     html = write_report(tmp_path).read_text()
     page = Page(html)
     assert page.data["configuration"]["settings"] == [["model.name", HOSTILE], ["note", HOSTILE]]

@@ -29,7 +29,7 @@ from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.waits.registry import PROCESS
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": []}
+BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1}
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 

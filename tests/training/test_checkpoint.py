@@ -599,7 +599,7 @@ def test_the_advice_beside_a_torn_checkpoint_loads_no_tensors_of_another(tmp_pat
 
 
 def test_a_file_of_weights_is_no_checkpoint_to_go_on_with(tmp_path):
-    torch.save({"model.norm.weight": torch.ones(2)}, tmp_path / "weights.pt")
+    checkpoint_file.write(tmp_path / "weights.pt", {"model.norm.weight": torch.ones(2)})
     with pytest.raises(ValueError, match=r"weights\.pt is no checkpoint of a run: it holds model\.norm\.weight"):
         checkpoint.restore(tmp_path / "weights.pt")
 

@@ -92,7 +92,7 @@ def test_a_frozen_logger(tmp_path):
             said.came.wait(60)
 
     with told(tmp_path, "the logger wandb (step 3)") as said:
-        loggers = Loggers(print, path=tmp_path / "metrics.jsonl")
+        loggers = Loggers(print)
         loggers.add("wandb", WandB())
         loggers.log(3, {"reward/mean": 0.5})
     assert "logger.mode=offline" in said[0]
