@@ -215,6 +215,9 @@ class RunFolder:
 
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
+        if lacking := {"config", "ranks", "totals", "within_memory"} - state.keys():
+            what = f"the checkpoint has no {', '.join(sorted(lacking))}"
+            raise ValueError(f"{what}: another version wrote it; go on with that version, or begin a new run")
         checkpoint.check_config(state["config"], self.config)
         self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]

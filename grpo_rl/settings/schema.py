@@ -137,22 +137,6 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     return dataclasses.replace(section, **{name: inner}) if isinstance(section, Section) else {**section, name: inner}
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted names as a nested mapping.
-
-    >>> nested({"env.repeats": 8, "env.num_envs": 4, "mode": None})
-    {'env': {'repeats': 8, 'num_envs': 4}, 'mode': None}
-    """
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return tree
-
-
 def _check_sections(values: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuses a value in the place of a section, whose keys would all be missing."""
     for key in known:

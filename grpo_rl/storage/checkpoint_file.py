@@ -20,8 +20,6 @@ LABEL = b"sha256:"
 COMMENT_BYTES = len(LABEL) + 64
 NO_COMMENT = b"\0\0"
 """A ZIP file ends with its comment, after two bytes with the comment's length; torch writes none."""
-END_BYTES, END_MAGIC = 22, b"PK\5\6"
-"""Length and beginning of a ZIP file's last record, where there is no comment."""
 PIECE_BYTES = 1 << 20
 
 
@@ -77,7 +75,7 @@ def check(path: Path) -> str:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - COMMENT_BYTES - END_BYTES))
+        file.seek(max(0, size - COMMENT_BYTES - 2))
         end = file.read()
         length, comment = end[-COMMENT_BYTES - 2 : -COMMENT_BYTES], end[-COMMENT_BYTES:]
         if length == COMMENT_BYTES.to_bytes(2, "little") and comment.startswith(LABEL):

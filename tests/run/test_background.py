@@ -29,7 +29,7 @@ from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.waits.registry import PROCESS
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1}
+BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1, "totals": {}, "within_memory": {}}
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -264,3 +264,19 @@ def test_checkpoints_that_a_run_has_already_need_no_room_when_it_resumes(tmp_pat
         RunFolder(run, str(older), "{}", "", room, Train(total_dialog_turns=99))
     with pytest.raises(ValueError, match="free, and 3 checkpoints and the exported model take about 0.0 GiB; free"):
         RunFolder(tmp_path / "new", None, "{}", "", room, Train(total_dialog_turns=99))
+
+
+def test_a_checkpoint_of_another_version_is_refused_by_what_it_lacks(tmp_path):
+    state = {"step": 1, "config": "{}", **BEGUN}
+    del state["totals"]
+    save(tmp_path / "run" / "checkpoints", 1, state)
+    MetricsLog(tmp_path / "run").log(1, {})
+    with pytest.raises(ValueError, match="the checkpoint has no totals: another version wrote it"):
+        RunFolder(
+            tmp_path / "new",
+            str(tmp_path / "run" / "checkpoints" / "checkpoint_000001.pt"),
+            "{}",
+            "",
+            Room(1, 0, 0),
+            Train(),
+        )
