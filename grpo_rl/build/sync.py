@@ -42,7 +42,7 @@ def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Eng
     # this run's model would outlive the run. A thread's stack has nothing to keep.
     with ThreadPoolExecutor(max_workers=1) as thread:
         module = thread.submit(importlib.import_module, "grpo_rl.engines.vllm.engine").result()
-    options = vllm_options(settings, model_folder, devices)
+    options = vllm_options(settings, model_folder, devices) | {"can_sleep": model.sleep}
     return module.VLLMEngine(model_folder, model.max_model_len, seed=settings.train.seed, **options)
 
 

@@ -144,14 +144,6 @@ class RayEngine:
         """See :meth:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine.cache_bytes`."""
         return await self._call("cache_bytes")
 
-    async def sleep(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.sleep`."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.wake`."""
-        await self._call("wake")
-
     async def close(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.close`; ends the actor's process too."""
         if self._closed:

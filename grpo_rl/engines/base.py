@@ -323,14 +323,6 @@ class AsyncEngine(Protocol):
         """Returns once the engine has responded to a call."""
         ...
 
-    async def sleep(self) -> None:
-        """See :meth:`Engine.sleep`; requests under way are held."""
-        ...
-
-    async def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
-        ...
-
     async def close(self) -> None:
         """Ends the process, within the deadline; may be called on a dead engine, and twice."""
         ...

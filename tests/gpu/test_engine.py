@@ -44,7 +44,7 @@ def engine(folder):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
-    made = VLLMEngine(folder, max_model_len=128, gpu_memory_utilization=0.1, max_num_seqs=16)
+    made = VLLMEngine(folder, max_model_len=128, gpu_memory_utilization=0.1, max_num_seqs=16, can_sleep=True)
     yield made
     made.close()
 

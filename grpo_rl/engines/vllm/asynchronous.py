@@ -211,14 +211,6 @@ class AsyncVLLMEngine(VLLMBase):
         shards = await self._within("fingerprints", call)
         return {name: add(*(shard[name] for shard in shards)) for name in shapes}
 
-    async def sleep(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.sleep`; on a CPU, which has nothing to free, only pauses."""
-        await self._within("going to sleep", self._core.sleep(level=1 if self._can_free else 0, mode="keep"))
-
-    async def wake(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.wake`."""
-        await self._within("waking up", self._core.wake_up(None if self._can_free else ["scheduling"]))
-
     async def close(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.close`."""
         if self._llm is not None:

@@ -49,6 +49,8 @@ class VLLMBase:
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
         cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
             nobody else takes or frees memory there.
+        can_sleep: on a GPU, weights and KV cache lie in memory that a sleeping engine gives back. vLLM has such memory
+            for one engine of a process at a time.
         router_replay: records the experts that a mixture's routers choose for each token.
         sampling: what it is started for: kept sets on a GPU and stop strings have to be asked for here.
 
@@ -70,6 +72,7 @@ class VLLMBase:
         adapter_rank: int = 0,
         adapter_targets: Sequence[str] = (),
         cache_bytes: int | None = None,
+        can_sleep: bool = False,
         router_replay: bool = False,
         sampling: Sampling = Sampling(),  # noqa: B008, frozen
     ) -> None:
@@ -84,6 +87,7 @@ class VLLMBase:
         self._adapter: LoRARequest | None = None
         self._started_for, self._model = sampling, model
         self._can_free = torch.cuda.is_available()
+        self._can_sleep = can_sleep and self._can_free
         self._is_one_worker = tensor_parallel_size == 1
         self.proves_bytes = self._is_one_worker and not self._can_free
         self._arguments: dict[str, Any] = {
@@ -108,7 +112,7 @@ class VLLMBase:
             tokens = batch_tokens(torch.cuda.get_device_properties(0).total_memory)
             self._arguments |= {
                 "gpu_memory_utilization": gpu_memory_utilization,
-                "enable_sleep_mode": True,
+                "enable_sleep_mode": can_sleep,
                 "max_num_batched_tokens": max(max_num_seqs, min(tokens, max_num_seqs * max_model_len)),
                 "enable_chunked_prefill": True,
                 "kv_cache_memory_bytes": cache_bytes,

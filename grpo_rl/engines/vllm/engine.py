@@ -124,14 +124,14 @@ class VLLMEngine(VLLMBase):
         return {name: add(*(shard[name] for shard in shards)) for name in shapes}
 
     def sleep(self) -> None:
-        """Frees the KV cache and moves weights to host memory; on a CPU, with nothing to free, only refuses work."""
-        if self._can_free and not self._asleep:
+        """Moves weights to host memory and frees the KV cache, where ``can_sleep``; else only refuses work."""
+        if self._can_sleep and not self._asleep:
             self._llm.sleep(level=1)
         self._asleep = True
 
     def wake(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.wake`."""
-        if self._asleep and self._can_free:
+        if self._asleep and self._can_sleep:
             self._llm.wake_up()
         self._asleep = False
 
@@ -140,27 +140,38 @@ class VLLMEngine(VLLMBase):
         if self._llm is None:
             return
         core, self._llm = self._llm.llm_engine.engine_core, None  # pyrefly: ignore[bad-assignment]
+        pools = allocator.allocator_and_pools if (allocator := sleep_allocator()) else {}
+        held = dict(pools)
         try:
             core.shutdown()
         finally:
+            # It drops the pools while weights lie in them, and those that are freed later count as held for ever.
+            pools |= held
+            held.clear()
             del core
             release()
+
+
+def sleep_allocator() -> Any:
+    """vLLM's allocator of the memory from which an engine of this process can sleep; None where none ever could."""
+    if not torch.cuda.is_available():
+        return None
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.instance
 
 
 def release() -> None:
     """Frees what vLLM keeps for itself in a process in which an engine was closed, or did not start.
 
     It keeps a process group, notes on reloaded layers, which refer back to the layers, and on a GPU the pools from
-    which an engine can sleep: it refuses a second engine while they hold anything.
+    which an engine can sleep: it refuses a second one while they hold anything.
     """
     LAYERWISE_INFO.clear()
     cleanup_dist_env_and_memory()
     gc.collect()
-    if torch.cuda.is_available():
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        if CuMemAllocator.instance is not None:
-            CuMemAllocator.instance.release_pools()
+    if allocator := sleep_allocator():
+        allocator.release_pools()
 
 
 @contextmanager

@@ -231,17 +231,6 @@ def test_an_aborted_request_says_so_and_the_others_go_on(served):
 
 
 @pytest.mark.nightly
-def test_sleeping_holds_requests_and_waking_goes_on_with_them(served):
-    answer = served.start(served.engine.generate("held", PROMPTS[0], 1, LONG))
-    served.wait_for_tokens(10)
-    served.start(served.engine.sleep()).result(60)
-    time.sleep(0.2)
-    assert not answer.done()
-    served.start(served.engine.wake()).result(60)
-    assert len(answer.result(60).response_ids) == 300
-
-
-@pytest.mark.nightly
 def test_a_prompt_that_leaves_no_room_is_refused(served):
     with pytest.raises(ValueError, match="400 tokens"):
         served.start(served.engine.generate("too long", [3] * 400, 1, LONG)).result(60)
