@@ -64,7 +64,7 @@ class Fleet(Generic[E]):
             raise ValueError(f"a fleet of {size} engines; it needs at least one")
         self._launch, self._max_restarts = launch, max_restarts
         self._slots = [_EngineSlot[E](number) for number in range(size)]
-        self._starts: set[asyncio.Task[None]] = set()
+        self._starts: list[asyncio.Task[None]] = []
         self._lost: EngineDeadError | None = None
         self._change = asyncio.Event()
         self.restarts = 0
@@ -79,7 +79,7 @@ class Fleet(Generic[E]):
             Exception: the first launch that failed.
         """
         starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
-        self._starts |= set(starts)
+        self._starts += starts
         await asyncio.gather(*starts)
 
     async def _fill(self, slot: _EngineSlot[E]) -> None:
@@ -163,8 +163,8 @@ class Fleet(Generic[E]):
         slot.launching = True
         self.events.append(f"{error}. It is replaced, and its unfinished groups are sampled again")
         task = asyncio.create_task(self._relaunch(slot, engine))
-        self._starts.add(task)
-        task.add_done_callback(self._starts.discard)
+        self._starts.append(task)
+        task.add_done_callback(self._starts.remove)
 
     async def _relaunch(self, slot: _EngineSlot[E], dead: E) -> None:
         """Starts an engine in the slot of a dead one; while there is no room for it, the others go on without."""

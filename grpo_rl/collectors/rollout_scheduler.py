@@ -56,7 +56,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
         self._prompts: dict[int, Prompt] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._again: deque[Prompt] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
         self._change = asyncio.Event()
 
@@ -71,8 +71,8 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
             group = self.staleness.start()
             self._prompts[group.number] = prompt
             task = asyncio.create_task(self._run(group, prompt))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.append(task)
+            task.add_done_callback(self._tasks.remove)
 
     def open(self) -> list[tuple[int, Prompt, Rollout | None]]:
         """Version, prompt and rollout of each group that is neither handed out nor dropped; None: in flight."""

@@ -120,7 +120,7 @@ class Mismatch:
         elif mean > JUMP * floor and mean > NEGLIGIBLE:
             reason = f"{mean / floor:.1f} times this run's own {floor:.3g}" if floor else "and nothing before"
         elif self._looked_at < self._first_tokens and mean > NEGLIGIBLE:
-            reason = "in the run's first tokens"
+            reason = "in what the run sampled first"
         else:
             self._history.append(mean)
             return None

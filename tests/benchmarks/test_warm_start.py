@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.run.folder import EVALUATION
+from grpo_rl.run.summary import write_evaluation
 
 pytestmark = pytest.mark.nightly
 
@@ -29,8 +29,7 @@ def test_grpo_alone_gets_the_seconds_of_sft_as_further_steps(script, monkeypatch
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "summary.json").write_text(json.dumps({"steps": steps}))
-        rewards = {"step": steps, "rewards": [3.0, 2.0, 1.0] if folder.name == "warm" else [1.0, 1.0, 1.0]}
-        (folder / EVALUATION).write_text(json.dumps(rewards))
+        write_evaluation(folder, steps, [3.0, 2.0, 1.0] if folder.name == "warm" else [1.0, 1.0, 1.0])
 
     monkeypatch.setattr(warm_start.subprocess, "run", run)
     (tmp_path / "tiny").mkdir()

@@ -164,7 +164,7 @@ class Process:
         """Ends the process, and what is left on its event loop."""
         self.killed = True
         self.events.errors.clear()  # raised already, and would be again before the loop is closed
-        tasks = asyncio.all_tasks(self.events)
+        tasks = sorted(asyncio.all_tasks(self.events), key=lambda task: (len(task.get_name()), task.get_name()))
         for task in tasks:
             task._log_destroy_pending = False  # pyrefly: ignore[missing-attribute]
             task.cancel()

@@ -163,7 +163,7 @@ class SimulatedActor:
         """Since when a call waits for an engine that hangs; a later call, or none, changes nothing."""
         self._open: dict[Future[Any], None] = {}
         """Calls that were not answered yet, in their order."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []  # in order: a set's is another in each process
         self.engine = make()
         self.about, self.call = _Method(self._about), _Method(self._call)
 
@@ -214,8 +214,8 @@ class SimulatedActor:
             self._fail(value)
         elif not self._hangs:
             task = asyncio.get_running_loop().create_task(self._serve(value, method, work))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.append(task)
+            task.add_done_callback(self._tasks.remove)
 
     async def _serve(self, value: Future[Any], method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         try:
@@ -248,7 +248,7 @@ class SimulatedActor:
             return
         self.alive = False
         self._world.tell(f"{self.engine.name} is dead")
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         for value in list(self._open):
             self._world.later(self._world.seconds(1.0), lambda value=value: self._fail(value))
