@@ -11,7 +11,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.storage.masking import masked_text
+from grpo_rl.storage.masking import MASK, is_secret, masked_text
 
 KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 """The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
@@ -34,6 +34,8 @@ def explained(error: Exception, folders: Iterable[Path] = ()) -> str:
         known = error.options or sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         return unknown(KINDS.get(group, group), name, [member for member in known if (group, member) != ("env", OWN)])
     messages = [error.override] if isinstance(error, OverrideParseException) else []
+    if messages and is_secret(key := messages[0].partition("=")[0]):  # Hydra quotes a part of the value
+        return f"{key}={MASK} is no override of Hydra's; put its value into quotes"
     messages += [AT_KEY.sub(r" (\1)", str(found)) for found in (error, error.__cause__) if found]
     return masked_text(": ".join(dict.fromkeys(" ".join(text.split()) for text in messages if text)))
 
