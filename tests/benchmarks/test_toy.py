@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import sys
 from pathlib import Path
@@ -96,6 +97,8 @@ def test_a_script_runs_at_toy_size_with_all_its_arms(script, toys, name, tmp_pat
         words += [*steps, "--force", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
     assert not module.main()
+    root = logging.getLogger()
+    root.handlers = [h for h in root.handlers if type(h) is not logging.FileHandler]  # Hydra's, of a run that is gone
     if not has_figure:
         return
     found = json.loads(out.read_text())

@@ -159,6 +159,7 @@ def test_a_server_that_freezes_is_told_within_its_deadline_and_one_in_its_place_
             server.end()
             server.start()
 
+    told = f"the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again"
     assert conversations([("freeze", {}), ADD], before_turn=before_turn, timeout_s=1.0) == [
-        [f"Error: RuntimeError: the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again", "2"]
+        [f"Error: RuntimeError: {told}", "2"]
     ]
