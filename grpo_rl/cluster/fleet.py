@@ -64,7 +64,7 @@ class Fleet(Generic[E]):
             raise ValueError(f"a fleet of {size} engines; it needs at least one")
         self._launch, self._max_restarts = launch, max_restarts
         self._slots = [_EngineSlot[E](number) for number in range(size)]
-        self._starts: list[asyncio.Task[None]] = []
+        self._starts: list[asyncio.Task[None]] = []  # in order: a simulated run has to replay
         self._lost: EngineDeadError | None = None
         self._change = asyncio.Event()
         self.restarts = 0

@@ -56,7 +56,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
         self._prompts: dict[int, Prompt] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._again: deque[Prompt] = deque()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []  # in order: a simulated run has to replay
         self._error: BaseException | None = None
         self._change = asyncio.Event()
 
