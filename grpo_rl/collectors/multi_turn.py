@@ -19,7 +19,7 @@ from grpo_rl.by_name import one_line
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling, StepByGenerate
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import in_thread
@@ -109,6 +109,8 @@ class _Player:
         self._open: dict[int, Trajectory] = {}
         self._in_engine: set[int] = set()
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._arrived: dict[int, Any] = {}
+        self._in_rounds = isinstance(engine, StepByGenerate) and engine.in_rounds
 
     def play(self, trajectories: Sequence[Trajectory]) -> None:
         self._open = dict(enumerate(trajectories))
@@ -119,8 +121,11 @@ class _Player:
                 for i, samples in self._engine.step() if self._in_engine else ():
                     self._in_engine.discard(i)
                     self._on_turn(i, samples)
-                for i, reply in self._arrived():
-                    self._on_reply(i, reply)
+                self._receive()
+                if self._in_rounds and len(self._arrived) < len(self._open):
+                    continue
+                for i in sorted(self._arrived):
+                    self._on_reply(i, self._arrived.pop(i))
         finally:
             self._engine.abort()
 
@@ -140,8 +145,8 @@ class _Player:
         replies = self._replies
         in_thread(lambda: replies.put((i, _outcome(lambda: _replied(env, trajectory)))))
 
-    def _arrived(self) -> list[tuple[int, Any]]:
-        """Replies that are there or overdue; waits a moment for one where the engine has nothing to do."""
+    def _receive(self) -> None:
+        """Takes replies that are there or overdue; waits a moment for one where the engine has nothing to do."""
         arrived: dict[int, Any] = {}
         try:
             if not self._in_engine:
@@ -154,7 +159,9 @@ class _Player:
         for i, trajectory in self._open.items():
             if trajectory.replying_since and now - trajectory.replying_since > deadline_s:
                 arrived.setdefault(i, TimeoutError(f"no reply within {deadline_s:g} s"))
-        return [(i, reply) for i, reply in arrived.items() if i in self._open]
+        for i, reply in arrived.items():
+            if i in self._open:
+                self._arrived.setdefault(i, reply)
 
     def _on_reply(self, i: int, reply: Any) -> None:
         trajectory = self._open[i]

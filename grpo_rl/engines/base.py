@@ -217,6 +217,9 @@ class StepByGenerate:
     """The calls `submit` and `step` of an engine that can only sample whole batches."""
 
     generate: Callable[..., list[Samples]]
+    in_rounds = True
+    """Conversations wait for all replies before the next turns: a response depends on those of its batch, and which
+    these are must not follow from whose reply is first."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}

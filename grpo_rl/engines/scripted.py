@@ -19,6 +19,8 @@ class ScriptedEngine(StepByGenerate):
     [0, 0, 1, 3]
     """
 
+    in_rounds = False  # a script does not know the batch
+
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]], max_model_len: int = 1 << 20) -> None:
         super().__init__()
         self.version, self.max_model_len = 0, max_model_len

@@ -163,6 +163,19 @@ def test_a_slow_reply_holds_up_nobody_else(tokenizer):
     assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
 
 
+def test_turns_of_a_batch_do_not_depend_on_whose_reply_is_first(tokenizer):
+    """A resumed run samples what it would have sampled, on a busy machine too."""
+    turns = [["slow", "end"], ["a", "end"], ["b", "end"]]
+    collect, engine, _ = collector(tokenizer, Echo({"seconds": 0.2}), turns, repeats=3)
+    engine.in_rounds = True
+    batches: list[int] = []
+    generate = engine.generate
+    engine.generate = lambda prompts, *more: (batches.append(len(prompts)), generate(prompts, *more))[1]
+    (group,) = collect.collect(3)
+    assert group.rewards.tolist() == [1.0] * 3 and batches == [3, 3]
+    assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[3:]] == [True, False, False]
+
+
 class Chatty(Echo):
     """Replies twice to whatever is said."""
 
