@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
@@ -46,22 +45,11 @@ def files(seeds):
     return st.builds(changed, st.sampled_from(seeds), st.lists(change, max_size=5), st.booleans())
 
 
-def seeds_read_once(target, folder):
-    """The seeds, read unwatched: what a reader imports at its first call is no evaluation of its input."""
-    seeds = list(target.seeds(folder))
-    for data in seeds:
-        try:
-            target.read(target.prepare(data, folder))
-        except Exception:
-            continue
-    return seeds
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("target", fuzz_targets.TARGETS, ids=lambda target: target.name)
 def test_no_seed_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for data in seeds_read_once(target, tmp_path):
+    for data in fuzz_targets.seeds_read_once(target, tmp_path):
         fuzz_targets.run(target, data, tmp_path)
     assert canary.touched(tmp_path) == [] and not (tmp_path / "planted").exists()
 
@@ -70,7 +58,7 @@ def test_no_seed_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monke
 @pytest.mark.parametrize("target", fuzz_targets.TARGETS, ids=lambda target: target.name)
 def test_no_input_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    seeds = seeds_read_once(target, tmp_path)
+    seeds = fuzz_targets.seeds_read_once(target, tmp_path)
 
     @settings(max_examples=target.examples, phases=PHASES, derandomize=True, database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -86,7 +74,7 @@ def test_no_input_breaks_a_reader_or_runs_as_code(target, tmp_path, canary, monk
 @pytest.mark.parametrize("target", [target for target in fuzz_targets.TARGETS if target.error is None],
                          ids=lambda target: target.name)  # fmt: skip
 def test_a_line_of_a_megabyte_takes_no_longer_than_its_deadline(target, tmp_path, canary):
-    seeds, rng = seeds_read_once(target, tmp_path), Random(0)
+    seeds, rng = fuzz_targets.seeds_read_once(target, tmp_path), Random(0)
     for piece in rng.sample(FRAGMENTS, 3):
         fuzz_targets.run(target, rng.choice(seeds) + piece * (2**20 // len(piece)), tmp_path)
 
@@ -148,7 +136,7 @@ def test_the_time_of_other_processes_counts(tmp_path, canary, monkeypatch):
         fuzz_targets.run(replace(fuzz_targets.BY_NAME["math"], deadline_s=0.1), "1/2", tmp_path)
 
 
-# ---- make fuzz: its processes ----
+# ---- make fuzz ----
 
 
 FUZZER = """
@@ -157,89 +145,32 @@ sys.path.insert(0, {folder!r})
 import fuzz_targets
 from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("fuzzer", {folder!r} + "/__main__.py")
-spec.loader.exec_module(fuzzer := module_from_spec(spec))
+sys.modules["fuzzer"] = fuzzer = module_from_spec(spec)
+spec.loader.exec_module(fuzzer)
+
+def target(name, read):
+    return fuzz_targets.Target(name, lambda data, folder: data, read, lambda folder: ["abc"], error=None)
+
+def breaks(text):
+    if text != "abc":
+        raise KeyError(text)
+
+fuzzer.HANG_S = fuzzer.CHUNK = 2
+fuzz_targets.BY_NAME = {{
+    "sound": target("sound", lambda text: time.sleep(0.04)),  # 100 of them take twice as long as a hang
+    "breaks": target("breaks", breaks),
+    "hangs": target("hangs", lambda text: text == "abc" or time.sleep(30)),  # the seed is read before
+}}
+print([fuzzer.fuzz(name, seed=0, first=0, count=100, processes=1) for name in fuzz_targets.BY_NAME])
 """
-IN_TIME = """
-def target(read):
-    return fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["x"], error=None)
-
-fuzzer.HANG_S = 1
-fuzz_targets.BY_NAME = {
-    "sound": target(lambda text: time.sleep(0.04)),  # 50 of them take twice as long as a hang
-    "hangs": target(lambda text: text == "x" or time.sleep(30)),  # x is the seed, which is read before
-}
-print([fuzzer.fuzz(name, seed=0, first=0, count=50, processes=1, seconds=60) for name in fuzz_targets.BY_NAME])
-"""
-AT_THE_END = """
-put = []
-
-class Ends:  # after its message, while it is asked whether it lives
-
-    def is_alive(self):
-        put.append("done")
-        return False
-
-class Queue:
-    empty, get = lambda self: not put, lambda self: put.pop(0)
-
-print(next(fuzzer.messages(Ends(), Queue())))
-"""
-
-
-def told_by(code):
-    """Output of a process with the fuzzer in it: pytest's own watchdog and another don't go together."""
-    whole = FUZZER.format(folder=str(Path(__file__).parent)) + code
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=200)
 
 
 @pytest.mark.nightly
-def test_only_an_input_that_hangs_ends_its_process():
-    told = told_by(IN_TIME)
-    assert told.stdout.endswith("[0, 1]\n") and "sound: 50 inputs" in told.stdout
-    assert "it goes on with --first 0 --count 50\n" in told.stdout
-    assert "its process ended with 1" in told.stdout and "Timeout (0:00:01)" in told.stderr
-
-
-@pytest.mark.slow
-def test_the_last_message_of_a_process_that_has_just_ended_is_read():
-    assert told_by(AT_THE_END).stdout == "done\n"
-
-
-SEVERAL = """
-target = fuzz_targets.Target("planted", lambda data, folder: data, print, lambda folder: ["abc"], error=None, at_once=3)
-fuzz_targets.BY_NAME = {"planted": target}
-print(fuzzer.input_of(target, ["abc"], seed=5, number=6))
-fuzzer.fuzz("planted", seed=5, first=0, count=9, processes=1, seconds=60)
-"""
-GOES_ON = """
-import os
-
-def read(text):
-    os.write(1, f"read {{text!r}}\\n".encode())  # whole, beside another process
-    time.sleep(0.3)
-
-target = fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["abc"], error=None)
-fuzz_targets.BY_NAME = {{"planted": target}}
-fuzzer.fuzz("planted", seed=5, first={first}, count={count}, processes={processes}, seconds={seconds})
-"""
-
-
-@pytest.mark.slow
-def test_inputs_that_are_read_several_at_once_are_those_of_single_calls():
-    told = told_by(SEVERAL).stdout.splitlines()
-    single = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(9)]
-    assert told[0] == repr(single[6:])
-    assert [repr(single[at : at + 3]) in told for at in (0, 3, 6)] == [True] * 3
-    assert told[-1].startswith("planted: 9 inputs in ")
-
-
-@pytest.mark.nightly
-def test_a_run_that_was_cut_off_goes_on_where_it_ended():
-    cut = told_by(GOES_ON.format(first=2, count=40, processes=1, seconds=1)).stdout
-    first, count = map(int, re.search(r"goes on with --first (\d+) --count (\d+)\n", cut).groups())
-    assert 2 < first < 42 and first + count == 42
-    rest = told_by(GOES_ON.format(first=first, count=3, processes=2, seconds=60)).stdout
-    assert "goes on" not in rest
-    read = [line for told in (cut, rest) for line in told.splitlines() if line.startswith("read")]
-    inputs = [mutated(Random(f"5/planted/{number}"), ["abc"]) for number in range(2, first + 3)]
-    assert sorted(read) == sorted(f"read {text!r}" for text in [*inputs, *["abc"] * 3])  # each process reads the seed
+def test_make_fuzz_names_the_inputs_that_break_and_ends_where_one_hangs():
+    code = FUZZER.format(folder=str(Path(__file__).parent))  # pytest's own watchdog and another don't go together
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    inputs = [mutated(Random(f"0/breaks/{number}"), ["abc"]) for number in range(100)]
+    broken = [number for number, text in enumerate(inputs) if text != "abc"]
+    assert told.stdout.endswith(f"[0, {len(broken)}, 1]\n")
+    assert f"--target 'breaks' --only {broken[0]}: Broken: it raised KeyError" in told.stdout
+    assert "hangs: 100 inputs" in told.stdout and "Timeout (0:00:02)" in told.stderr
