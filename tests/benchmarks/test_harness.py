@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import doctest
-import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -69,48 +66,3 @@ def test_an_arm_that_was_killed_between_its_steps_says_so(script):
     arm._process.join()
     with pytest.raises(harness.ArmError, match="killed ended with exit code -9"):
         arm.step()
-
-
-def test_an_arm_keeps_its_gpu_memory_while_no_other_arm_runs(script, monkeypatch):
-    harness, released = script("harness"), []
-    monkeypatch.setattr(harness, "release_gpu", lambda: released.append(True))
-    pipe, theirs = multiprocessing.Pipe()
-    steps = harness.Steps(theirs)
-    for way, so_far in ((harness.ALONE, 0), (harness.IN_TURNS, 1)):
-        pipe.send(way)
-        assert steps.wait()
-        steps.release_gpu()
-        assert len(released) == so_far
-    pipe.recv()  # that it was ready
-    pipe.close()
-    assert not steps.wait()
-
-
-def test_limits_say_whether_they_are_met(script):
-    bar = script("harness").bar
-    assert [bar("", 2.0, at_least=2)["met"], bar("", 1.9, at_least=2)["met"]] == [True, False]
-    assert [bar("", 0.25, at_most=0.25)["met"], bar("", 0.3, at_most=0.25)["met"]] == [True, False]
-
-
-def test_the_headline_is_the_last_line_and_the_file_holds_everything(script, tmp_path, capsys):
-    harness = script("harness")
-    bars = [harness.bar("times faster", 1.5, at_least=2)]
-    harness.finish("speed", 1.5, {"bars": bars, "machine": {}}, tmp_path / "new" / "speed.json")
-    *before, last = capsys.readouterr().out.splitlines()
-    assert last == "speed: 1.50" and before == ["MISSED   times faster: 1.5 (at least 2)"]
-    written = json.loads((tmp_path / "new" / "speed.json").read_text())
-    assert written["figure"] == 1.5 and written["bars"] == bars
-
-
-def test_a_busy_machine_is_refused_unless_forced_and_that_is_recorded(script, monkeypatch):
-    harness = script("harness")
-    monkeypatch.setattr("os.getloadavg", lambda: (3.0, 0.0, 0.0))
-    with pytest.raises(SystemExit, match=r"load average is 3\.00"):
-        harness.require_quiet(force=False)
-    assert harness.require_quiet(force=True) == {"load_average": 3.0, "forced": True}
-
-
-def test_counts_below_one_are_refused(script):
-    assert script("harness").at_least_one("1") == 1
-    with pytest.raises(argparse.ArgumentTypeError, match="0 is below 1"):
-        script("harness").at_least_one("0")

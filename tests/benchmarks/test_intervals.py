@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
 from grpo_rl.intervals import paired_interval
@@ -34,22 +31,3 @@ def test_the_simulation_tells_a_method_that_covers_too_little(script):
 
     found = script("intervals").coverage(narrow, "continuous", 200, 1.0, 2000, seed=7)
     assert found == pytest.approx(0.866, abs=0.02)
-
-
-@pytest.mark.parametrize("shape", ["binary", "sums", "continuous"])
-def test_the_simulated_null_is_exchangeable_and_has_its_density(script, shape):
-    before, after = script("intervals").null_pairs(shape, 200, 0.2, 500, seed=1)
-    assert (before != after).mean() == pytest.approx(0.2, abs=0.01)
-    error = (after - before).std() / np.sqrt(before.size)
-    assert abs((after - before).mean()) < 4 * error
-    assert before.std() == pytest.approx(after.std(), rel=0.02)
-
-
-def test_what_is_attainable_agrees_with_counting_every_outcome(script):
-    rows, density, fewest = 4, 0.3, 2
-    excluded = 0.0
-    for changes in itertools.product((-1, 0, 1), repeat=rows):
-        moved = [change for change in changes if change]
-        chance = (density / 2) ** len(moved) * (1 - density) ** (rows - len(moved))
-        excluded += chance * (len(moved) >= fewest and abs(sum(moved)) == len(moved))
-    assert script("intervals").attainable(rows, density, fewest) == pytest.approx(1 - excluded)

@@ -64,15 +64,6 @@ def test_a_command_that_ends_by_itself_or_ignores_the_signal_fails(script):
     assert left == ["the command itself, 0.3 s after SIGINT"]
 
 
-def test_a_command_that_dies_of_another_signal_as_it_is_asked_to_end_fails(script):
-    soak = script("soak").soak
-    broken = (
-        "import os, signal, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: os.kill(os.getpid(), signal.SIGTERM)"
-    )
-    _, left, wrong, series = soak([sys.executable, "-c", broken], 3.0, 0.1)
-    assert (left, wrong) == ([], ["the command was asked to end and died of SIGTERM"]) and series["exit_code"] == -15
-
-
 def test_the_exit_code_and_the_last_line_tell(script):
     command = [sys.executable, script("soak").__file__, "--minutes", "0.06", "--every", "0.1"]
     done = subprocess.run([*command, sys.executable, "-c", STEADY], capture_output=True, text=True)
