@@ -39,12 +39,6 @@ def test_a_file_of_the_current_folder_replaces_no_library(folder):
     ("name", "message"),
     [
         ("reward_len", "is no package.module:name"),
-        ("own_parts:", "is no package.module:name"),
-        (":reward", "is no package.module:name"),
-        ("own_parts.py:reward", "there is no module own_parts.py"),
-        ("src/own_parts:reward", "names are joined by dots, without .py or folders"),
-        ("no_such_module:reward", "there is no module no_such_module, neither in {folder} nor among what is installed"),
-        ("json.no_such:reward", "there is no module json.no_such"),
         (
             "own_parts:lenght",
             "own_parts ({folder}/own_parts.py) has no lenght, only length, broken; did you mean length?",
@@ -54,7 +48,6 @@ def test_a_file_of_the_current_folder_replaces_no_library(folder):
             "broken_module:reward",
             "importing broken_module failed: ZeroDivisionError: division by zero ({folder}/broken_module.py, line 2)",
         ),
-        ("no_python:reward", "importing no_python failed: SyntaxError: invalid syntax (no_python.py, line 1)"),
     ],
 )
 def test_what_cannot_be_had_is_named_with_the_reason(folder, name, message):
@@ -63,7 +56,6 @@ def test_what_cannot_be_had_is_named_with_the_reason(folder, name, message):
     )
     (folder / "needs_more.py").write_text("import no_such_module\n")
     (folder / "broken_module.py").write_text("\n1 / 0\n")
-    (folder / "no_python.py").write_text("a b\n")
     with pytest.raises(ValueError, match=re.escape(message.format(folder=folder))) as error:
         object_by_name(name, "env.reward")
     assert str(error.value).startswith(f"env.reward={name}") and "\n" not in str(error.value)

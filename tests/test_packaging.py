@@ -109,14 +109,6 @@ def test_the_wheel_holds_every_file_of_the_four_folders_once(wheel):
     assert contents(wheel) == expected()
 
 
-def test_the_wheel_holds_data_templates_and_configs(wheel):
-    names = contents(wheel)
-    assert "grpo_rl/config/grpo_gsm8k.yaml" in names and "grpo_rl/py.typed" in names
-    assert any(name.startswith("grpo_rl/config/experiment/") for name in names)
-    assert any(name.startswith("grpo_rl/envs/data/") and name.endswith(".jsonl") for name in names)
-    assert any(name.startswith("grpo_rl/report/assets/") and name.endswith(".j2") for name in names)
-
-
 @pytest.mark.nightly
 def test_the_sdist_holds_every_file_of_the_checkout(checkout, unpacked_sdist):
     def files(folder):

@@ -69,40 +69,6 @@ def test_what_docker_is_given_builds_the_same_wheel(tmp_path):
     assert wheel(given) == wheel(checkout)
 
 
-STUB = """#!/usr/bin/env bash
-# Stands for Python: makes an environment whose uv resolves two packages, and whose pip-audit finds something in them.
-mkdir -p "$3/bin"
-printf '#!/usr/bin/env bash\\n' | tee "$3/bin/python" "$3/bin/uv" "$3/bin/pip-audit" >/dev/null
-echo 'echo "$*" >&2; printf "jinja2==3.1.6\\ntorch==2.13.0+cpu\\n" >"${@: -1}"' >>"$3/bin/uv"
-echo 'cat "$2"; echo "$*"; exit 1' >>"$3/bin/pip-audit"
-chmod +x "$3"/bin/*
-"""
-
-
-def test_the_audit_asks_for_what_the_extra_cpu_resolves_to_and_fails_where_something_is_found(tmp_path):
-    (python := tmp_path / "python").write_text(STUB)
-    python.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(python), "TMPDIR": str(tmp_path)}
-    environment.pop("MAKEFLAGS", None)  # of the make that runs the tests
-    environment.pop("MAKELEVEL", None)
-    done = subprocess.run(
-        ["make", "audit", f"PYTHON={python}", "ARGS=--strict"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode != 0 and "pip compile setup.py --extra cpu " in done.stderr
-    assert done.stdout.startswith("2 packages\njinja2==3.1.6\ntorch==2.13.0\n") and "off --strict" in done.stdout
-    assert list(tmp_path.iterdir()) == [python]
-
-
-def test_the_audit_runs_weekly_and_where_requirements_change():
-    on = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())[True]  # YAML 1.1 reads `on` as true
-    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", on["schedule"][0]["cron"])
-    assert all("setup.py" in on[event]["paths"] for event in ("push", "pull_request"))
-
-
 def test_only_the_job_that_publishes_can_get_a_token_and_it_waits_for_the_trial():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
     assert [name for name, job in jobs.items() if "id-token" in job["permissions"]] == ["publish"]

@@ -69,11 +69,6 @@ class Start:
     died_at: Point | None = None
     passed: list[list[Point]] = field(default_factory=list)
 
-    @property
-    def killed(self) -> bool:
-        """Tells whether a process told the witness of its end, and ended by SIGKILL."""
-        return self.status == -signal.SIGKILL and self.died_at is not None
-
 
 def overrides(mode: Mode, folder: Path) -> list[str]:
     """The overrides of a run of a few steps, with all that a run can write."""
