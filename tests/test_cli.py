@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -101,14 +100,6 @@ def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"grpo-rl {grpo_rl.__version__}\n"
-
-
-@pytest.mark.slow
-def test_the_module_runs_as_a_script():
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_rl.cli", "batches", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--prompt-tokens" in done.stdout
 
 
 def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):

@@ -130,23 +130,6 @@ def test_fewer_kills_than_asked_for_or_one_loss_are_a_failure(script):
     assert kills.verdict(kills.Campaign(faults=["x"], rows=found.rows), 10) == 1
 
 
-def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, monkeypatch, tmp_path):
-    kills, starts = script("kills"), script("starts")
-    whole = starts.Start(0, 1.0, "", passed=[[starts.Point(0, "fsync", "x")]])
-    monkeypatch.setattr(kills, "undisturbed", lambda mode, work: (work, whole))
-    asked = []
-
-    def half(shares, *_):
-        asked.append(shares)
-        done = sum(shares.values()) // 2 + 1
-        return kills.Campaign(rows={"sync\tfsync": kills.Row(done, done)})
-
-    monkeypatch.setattr(kills, "in_turns", half)
-    found = kills.until_enough(100, list(kills.SHARES), 0, tmp_path, 2, time.monotonic() + 60)
-    assert asked[0] == {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10} and sum(asked[1].values()) < 60
-    assert found.witnessed >= 100
-
-
 def test_an_async_run_is_compared_in_all_that_does_not_depend_on_its_batches(script, tmp_path):
     certain = script("outcome").certain
 
