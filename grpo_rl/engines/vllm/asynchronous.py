@@ -79,8 +79,7 @@ class AsyncVLLMEngine(VLLMBase):
             self._arguments["distributed_executor_backend"] = NamelessExecutor
         how = WeightTransferConfig(transfer if transfer == "nccl" else BACKEND)
         arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=how)
-        with self._explained():
-            self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
+        self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
         manager = self._llm.engine_core.resources.engine_manager  # pyrefly: ignore[missing-attribute]
         self.pids = [process.pid for process in getattr(manager, "processes", ())]
         """Process ids of vLLM's core."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.capacity import batch_tokens, graph_sizes
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
-from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
@@ -55,8 +53,7 @@ class VLLMBase:
         sampling: what it is started for: kept sets on a GPU and stop strings have to be asked for here.
 
     Raises:
-        ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
-            this dtype.
+        ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class VLLMBase:
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
             **text_part_arguments(model),
         }
-        self._explained = partial(refusals_explained, gpu_memory_utilization, max_model_len)
         if self._can_free:
             tokens = batch_tokens(torch.cuda.get_device_properties(0).total_memory)
             self._arguments |= {

@@ -38,7 +38,7 @@ class VLLMEngine(VLLMBase):
         self._keys = map(str, count())
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
-            with threads_kept() if self._can_free else nullcontext(), self._explained():
+            with threads_kept() if self._can_free else nullcontext():
                 self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
                 if self._records_routes:
                     self._llm.collective_rpc("record_routes")
