@@ -102,11 +102,7 @@ class TransformersEngine(StepByGenerate):
         self._max_batch, self.out_of_memory = state["max_batch"], state["out_of_memory"]
 
     def _within_memory(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples] | None:
-        """The samples; None where memory ran out, after which fewer are sampled at a time.
-
-        Raises:
-            OutOfMemoryError: one group alone does not fit.
-        """
+        """The samples; None where memory ran out, after which fewer are sampled at a time."""
         try:
             return self._generate(prompts, n, sampling)
         except RuntimeError as error:
@@ -186,11 +182,7 @@ class TransformersEngine(StepByGenerate):
         ]
 
     def _stopping(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _AtStopString | None:
-        """Ends responses at stop strings, if there are any.
-
-        Raises:
-            ValueError: the model has no tokenizer that can look for them.
-        """
+        """Ends responses at stop strings, if there are any."""
         if not sampling.stop:
             return None
         self._decoder = self._decoder or text_decoder(self._folder)

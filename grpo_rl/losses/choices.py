@@ -83,9 +83,7 @@ def check_loss(
         )
 
 
-def check_advantage(
-    kind: str, kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
-) -> None:
+def check_advantage(kind: str, kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None) -> None:
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage.
 
     Raises:

@@ -26,16 +26,9 @@ def check_name(name: str) -> None:
 
 
 def local_path(name: str) -> Path | None:
-    """The file or folder of this name on this machine; None where there is none, as for a text that can't be a path.
-
-    >>> local_path("~no-such-user/model"), local_path("x" * 9999), local_path("\\0")
-    (None, None, None)
-    """
-    try:
-        path = Path(os.path.expanduser(name))
-        return path if path.exists() else None
-    except (OSError, ValueError):  # too long; no text of a file system
-        return None
+    """The file or folder of this name on this machine; None where there is none, as for a text that can't be a path."""
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.exists(path) else None
 
 
 def local_folder(name: str) -> Path | None:

@@ -101,9 +101,6 @@ def _check_inside(whole: PreTrainedConfig, text: PreTrainedConfig) -> tuple[list
 
     Returns:
         The text model's class, by name, and whether the whole ties its head.
-
-    Raises:
-        ValueError: it does not, or can't be built.
     """
     with torch.device("meta"):
         alone = AutoModelForCausalLM.from_config(text)

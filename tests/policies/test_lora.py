@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 
-import jaxtyping
 import pytest
 import torch
 import transformers
@@ -246,30 +245,12 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     assert len(set(graphs)) == 1 and counters["graph_break"] == breaks
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(rank=-1), "rank is -1; it must be a whole number"),
-        (dict(rank=1.5), r"rank is 1\.5"),
-        (dict(rank=True), "rank is True"),
-        (dict(rank=4, alpha=0), "alpha is 0; it must be more than 0"),
-        (dict(rank=4, alpha="x"), "alpha is x"),
-        (dict(rank=4, dropout=1.0), r"dropout is 1\.0; it must be at least 0 and less than 1"),
-        (dict(rank=4, targets="q_proj"), r"targets is 'q_proj'; give a list of names, as in \[q_proj\], or all-linear"),
-        (dict(rank=4, targets=[]), r"targets is \[\]; give a list"),
-        (dict(rank=4, targets=[3]), r"targets is \[3\]; give a list"),
-        (dict(rank=4, push="both"), "push is 'both'; it can be merged or adapter"),
-        (dict(rank=4, export="both"), "export is 'both'"),
-        (dict(rank=513, push="adapter"), "rank is 513, and vLLM holds adapters of rank 512 at most"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests are told of wrong types by it
-    with pytest.raises(ValueError, match=f"train_model.lora.{message}"):
-        LoRA(**settings)
+def test_a_rank_for_which_vllm_has_no_slot_is_refused():
+    with pytest.raises(ValueError, match="rank is 513, and vLLM holds adapters of rank 512 at most"):
+        LoRA(rank=513, push="adapter")
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"], ["embed_tokens"], ["proj"]])
+@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"]])
 def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_are_read(folder, monkeypatch, targets):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     there = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"

@@ -224,11 +224,7 @@ class AsyncVLLMEngine(VLLMBase):
         return self._llm
 
     async def _within(self, what: str, call: Awaitable[T]) -> T:
-        """Waits for the call and returns its result.
-
-        Raises:
-            EngineDeadError: it did not return within the deadline, or the process died.
-        """
+        """Waits for the call and returns its result."""
         task = asyncio.ensure_future(call)
         clock = asyncio.get_running_loop().time
         end = clock() + self.deadline_s

@@ -140,9 +140,6 @@ class VLLMBase:
 
         Args:
             routes_key: under which the routes of its tokens will be asked for; None: they aren't.
-
-        Raises:
-            ValueError: the engine was not started for stop strings, or for cutting tokens off.
         """
         if sampling.stop and not self._started_for.stop:
             raise ValueError("this engine has no tokenizer; start it with a sampling that has stop strings")
