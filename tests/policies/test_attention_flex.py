@@ -135,24 +135,6 @@ def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(wind
     assert torch.equal(blocks.to_dense(), expected.to_dense())
 
 
-def test_some_blocks_are_full_and_most_are_skipped():
-    """A prompt of 4 blocks, 4 responses of a block each: a response sees 4 blocks whole and half of its own. Twice."""
-    blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).nodes, 16 * BLOCK, None, CPU)
-    assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4] * 2
-    assert blocks.kv_num_blocks.flatten().tolist() == [1] * 16
-
-
-def test_the_mask_is_made_once_for_all_layers(monkeypatch):
-    made = []
-    monkeypatch.setattr(flex, "reach", lambda *args, reach=flex.reach: made.append(args) or reach(*args))
-    layout = layout_of([(6, [2, 9])])
-    inputs = qkv(17)
-    for _layer in range(3):
-        for window in (None, 5):
-            flex_shared_prefix(*inputs, layout, 1.0, window)
-    assert [window for _, _, window in made] == [None, 5]
-
-
 def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
     counter = CompileCounter()
     torch.compiler.reset()
@@ -165,14 +147,6 @@ def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
     layout = layout_of([(500, [13])])
     flex_shared_prefix(*qkv(513), layout, 0.3)
     assert counter.frame_count == 2
-
-
-def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
-    lengths = {n: padded_length(n) for n in range(1, 40_000)}
-    assert len(set(lengths.values())) <= 16
-    for tokens, padded in lengths.items():
-        assert padded % BLOCK == 0 and tokens <= padded
-        assert padded <= max(512, 1.5 * tokens)
 
 
 @pytest.mark.nightly

@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from filelock import FileLock
 
 from grpo_rl.policies import compiler
 from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
@@ -156,23 +155,3 @@ def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path
     killed = subprocess.run([sys.executable, "-c", SMALL], env=env, start_new_session=True, timeout=600)
     assert killed.returncode == -signal.SIGKILL and library.stat().st_size == 0
     assert started(SMALL, **env).splitlines()[-1] == "None" and library.stat().st_size > 0
-
-
-def test_what_another_process_builds_and_what_was_built_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
-    monkeypatch.delenv(compiler.INDUCTOR_CACHE, raising=False)
-    monkeypatch.setattr(compiler, "default_cache_dir", lambda: str(tmp_path / "pytorch"))
-    folder, header = tmp_path / "compiled" / "ab", tmp_path / "pytorch" / "precompiled_headers" / "abc.h.gch"
-    files = ("built.main.so", "left.main.so", "abc.so", "held.main.so", "other.optimized.o")
-    for path in (*(folder / name for name in files), header):
-        path.with_name(f"{path.stem}_CxxBuild").mkdir(parents=True)
-        path.write_bytes(b"")
-    (folder / "built.main_CxxBuild").rmdir()
-    for locks in (header.parent / "locks", folder.parent / "locks"):
-        locks.mkdir()
-    with FileLock(locks / "held.lock"):
-        compiler.keep_compiled_code()
-    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [
-        "built.main.so", "held.main.so", "other.optimized.o"
-    ]  # fmt: skip
-    assert not header.exists()
