@@ -47,7 +47,7 @@ class EngineDeadError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tells whether an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
+    """True if an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)

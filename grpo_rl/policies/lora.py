@@ -142,7 +142,7 @@ def check_readable(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Tells whether the model has adapters."""
+    """True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

@@ -38,7 +38,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Tells whether a text has the form of a name of the hub.
+    """True if a text has the form of a name of the hub.
 
     >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b"), is_hub_name("a" * 97)
     (True, True, False, False, False)
@@ -74,7 +74,7 @@ def _remedy(folder: Path) -> str:
 
 
 def has_model(folder: Path) -> bool:
-    """Tells whether a folder has a config and weights."""
+    """True if a folder has a config and weights."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 

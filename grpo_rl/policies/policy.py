@@ -81,9 +81,9 @@ class TrainPolicy:
     compile_s: float | None = None
     """Seconds in which the kernels with gradient were compiled; None where nothing is."""
     _has_compiled = False
-    """Tells whether the kernels without gradient have been compiled."""
+    """True if the kernels without gradient have been compiled."""
     liger = False
-    """Tells whether Liger's kernels compute the head."""
+    """True if Liger's kernels compute the head."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 

@@ -119,14 +119,14 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
         yield "none of its layers calls transformers' attention function"
     for call in calls.mixers:
         if LAYOUT not in call.layer_keywords:
-            yield f"the layer of its {call.kind} gets no keyword arguments, so it can't be told where responses lie"
+            yield f"the layer of its {call.kind} gets no keyword arguments, which would say where responses lie"
         if not call.hidden_states_only:
             yield f"its {call.kind} takes or returns more than hidden states"
         elif not call.continues:
             yield f"its {call.kind} does not continue from its prompt's state when it is given several tokens at once"
     for call in calls.attention:
         if LAYOUT not in call.keywords:
-            yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
+            yield f"its {call.kind} gets no keyword arguments, which would say where prompts and responses lie"
         if unknown := not_understood(call.keywords):
             yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention does not support"
         if not isinstance(call.mask, Band | Chunks):

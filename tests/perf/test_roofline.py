@@ -117,13 +117,6 @@ def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left
     assert left_out == trained / 2 == 6600
 
 
-def test_only_groups_that_a_reference_scored_count_as_scored():
-    group = random_group(prompt=4, lengths=[3, 2])
-    assert floors_s([group], SIZES, UNIT)["score"] == 0
-    scored = floors_s([replace(group, ref_log_probs=torch.zeros(5))], SIZES, UNIT)
-    assert scored["score"] == 2 * 100 * 9 + 2 * 40 * 5 == scored["train"] / 3
-
-
 def test_what_prompts_begin_with_in_common_is_computed_once():
     group = random_group(prompt=4)
     again, other = (random_group(prompt=4, group_id=1, seed=seed) for seed in (0, 1))
@@ -138,13 +131,6 @@ def test_what_responses_begin_with_in_common_is_trained_on_once():
     assert (
         floors_s(forked_groups(), SIZES, UNIT, alike=False)["train"] == 6 * 100 * (12 + 5 + 21 + 3 + 81) + 6 * 40 * 81
     )
-
-
-def test_rates_that_are_given_stay_and_nothing_is_measured(tiny, monkeypatch):
-    monkeypatch.setattr(roofline, "machine_rates", None)
-    step = StepRoofline(tiny, rates=Rates(1e6, 1e6))
-    needs = sum(floors_s([random_group()], step.sizes, Rates(1e6, 1e6)).values())
-    assert step.metrics([random_group()], {}, needs / 4) == {"limit_fraction": pytest.approx(4.0)}
 
 
 @pytest.fixture

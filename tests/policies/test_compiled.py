@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -51,28 +49,6 @@ def test_nothing_is_compiled_again_for_other_lengths(folder):
     for length in (1, 7, 64, 300):
         scored(policy, [random_group(prompt=length, lengths=[length, 2 * length])])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
-class TinyRMSNorm(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-@needs_compiler
-def test_a_process_may_compile_models_of_many_widths(folder, monkeypatch):
-    # What is limited is how often Dynamo traces a class; the compiler behind it, which takes seconds each time, isn't.
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
-    model = TrainPolicy.load(folder, torch.float32).model
-    model.norms = torch.nn.ModuleList(TinyRMSNorm(width) for width in range(2, 12))
-    compiled.compile_pointwise(model)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for norm in model.norms:
-        norm(torch.ones(3, len(norm.weight)))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + len(model.norms)
 
 
 def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(folder, monkeypatch):

@@ -164,12 +164,6 @@ def test_words_that_a_model_masks_out_count_nothing(tile, masked):
     assert (found[2][masked] == 0).all()
 
 
-def test_no_token_is_no_problem():
-    hidden = torch.zeros(0, 3, requires_grad=True)
-    log_prob, entropy = log_prob_and_entropy(hidden, torch.zeros(5, 3), torch.zeros(0, dtype=torch.long))
-    assert log_prob.shape == entropy.shape == (0,)
-
-
 def test_bf16_sums_over_many_tiles_are_about_as_near_to_fp64_as_one_product():
     """A tile's product is rounded before it is summed in fp32, one product over all words once: some 15 % are between.
 

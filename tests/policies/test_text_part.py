@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.data.group import Group
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.policies.hub import resolve_model, weight_names
+from grpo_rl.policies.hub import weight_names
 from grpo_rl.policies.loading import check_model, load_whole, skeleton
 from grpo_rl.policies.lora import LoRA, adapted_layers, add_adapters
 from grpo_rl.policies.policy import TrainPolicy
@@ -97,12 +97,6 @@ def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
     with KeepFp64():  # linear attention rounds to fp32 otherwise
         actual = TrainPolicy(model.double(), 0.7).score(groups())[0]
     torch.testing.assert_close(actual, scored_by_whole(whole, 0.7), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", WHOLES)
-def test_a_folder_of_text_and_vision_is_a_model(name, tmp_path):
-    whole_model(name).save_pretrained(tmp_path)
-    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])

@@ -109,14 +109,14 @@ class AsyncVLLMEngine(VLLMBase):
             response.cancel()
             # No request is made before recording has begun.
             if awaits_routes and self._recording and self._recording.done() and not self._recording.exception():
-                # Not waited for: whoever cancels this need not wait, and what ended it is not to be hidden.
+                # Not waited for: the caller may be cancelled, and what ended it is not to be hidden.
                 forgetting = asyncio.ensure_future(self._forget_routes(request_id, response))
                 self._forgetting.add(forgetting)
                 forgetting.add_done_callback(self._forgetting.discard)
 
     async def _forget_routes(self, request_id: str, response: asyncio.Future[Any]) -> None:
         """Drops what is recorded of a request's routes, if the process lives."""
-        await asyncio.wait({response})  # vLLM is told that it is aborted before
+        await asyncio.wait({response})  # its abort has reached vLLM then
         with suppress(EngineDeadError):
             await self._within("forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],)))
 
@@ -214,7 +214,7 @@ class AsyncVLLMEngine(VLLMBase):
         """See :meth:`grpo_rl.engines.base.AsyncEngine.close`."""
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            # vLLM kills a process that hangs after this time, before whoever closes this gives up on it.
+            # vLLM kills a process that hangs after this time, before the caller gives up on it.
             await asyncio.to_thread(llm.shutdown, min(self.deadline_s, _CLOSE_S))
 
     @property

@@ -46,7 +46,7 @@ class VLLMBase:
         adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
         cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
-            nobody else takes or frees memory there.
+            no other process takes or frees memory there.
         can_sleep: on a GPU, weights and KV cache lie in memory that a sleeping engine gives back. vLLM has such memory
             for one engine of a process at a time.
         router_replay: records the experts that a mixture's routers choose for each token.
