@@ -227,16 +227,16 @@ class GRPOLoss(LossModule):
 
 
 _WRITTEN_BY = {
-    "old_log_prob": "TrainPolicy.add_log_probs, before the first optimizer step,",
-    "ref_log_prob": "ReferencePolicy.add_log_probs",
+    "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step",
+    "ref_log_prob": "write it with ReferencePolicy.add_log_probs",
 }
 
 
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     value = tensordict.get(key, None)
     if value is None:
-        writer = _WRITTEN_BY.get(str(key), "grpo_rl.training.micro_batches.training_tensordict")
-        raise ValueError(f"the loss reads {key}, which is missing; {writer} writes it")
+        hint = _WRITTEN_BY.get(str(key), "grpo_rl.training.micro_batches.training_tensordict writes it")
+        raise ValueError(f"the loss reads {key}, which is missing; {hint}")
     return value
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group, Kept
@@ -232,8 +233,9 @@ class ReferencePolicy(TrainPolicy):
         self._averages: dict[str, Tensor] = {}
         super().__init__(model if self._shared else model.requires_grad_(False), temperature)
 
+    @override
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """See :meth:`TrainPolicy.score`; the reference's routers choose by themselves."""
+        # Its routers choose by themselves.
         groups = [
             replace(group, routes=None, prompt_routes=None) if group.routes is not None else group for group in groups
         ]

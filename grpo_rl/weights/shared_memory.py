@@ -64,8 +64,8 @@ class SharedMemoryTransport(RemoteTransport):
         self._memory = self._new_memory(bucket_bytes)
         self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
 
+    @override
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`grpo_rl.weights.transport.Transport.send`."""
         shapes: dict[str, torch.Size] = {}
         self.sent_bytes = 0
         self.start_weight_update()
