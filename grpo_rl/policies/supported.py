@@ -50,9 +50,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
     """Windows and chunks, by name of attention module, that transformers passes only as part of the mask.
 
-    Raises:
-        ValueError: as :func:`refuse_unsupported`.
-
     >>> from transformers import PhimoeConfig, PhimoeForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> config = PhimoeConfig(**sizes, num_key_value_heads=2, num_local_experts=2, sliding_window=5)
@@ -68,11 +65,7 @@ def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
 
 
 def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of a model's layers.
-
-    Raises:
-        ValueError: as :func:`refuse_unsupported`.
-    """
+    """The attention calls of a model's layers."""
     for reason in _reasons(model):
         raise _refusal(model, reason)
     if not model._can_set_attn_implementation():

@@ -37,11 +37,7 @@ def model_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def text_part(folder: str | Path) -> PreTrainedConfig | None:
-    """The config of the causal language model inside several models in one; None for a checkpoint of one model.
-
-    Raises:
-        ValueError: as :func:`model_config`.
-    """
+    """The config of the causal language model inside several models in one; None for a checkpoint of one model."""
     whole = AutoConfig.from_pretrained(folder)
     if (found := whole.get_text_config()) is whole:
         return None

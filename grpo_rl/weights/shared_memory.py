@@ -45,9 +45,6 @@ class SharedMemoryTransport(RemoteTransport):
             processor's cache, what is sent does not pass through main memory.
         deadline_s: seconds that each call may take.
         device: the GPU whose memory is shared, the engines' and the weights' own; None: the memory is the host's.
-
-    Raises:
-        ValueError: as :class:`grpo_rl.weights.remote.RemoteTransport`.
     """
 
     def __init__(

@@ -55,9 +55,6 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
         settings: the other arguments of :class:`VLLMBase`.
-
-    Raises:
-        ValueError: as :class:`VLLMBase`.
     """
 
     def __init__(
