@@ -10,11 +10,11 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from grpo_rl.policies import attention_flex as flex
 from grpo_rl.policies.attention import MASK_CHUNK, attention
-from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
+from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.testing import forked_groups, random_group
 
@@ -117,22 +117,6 @@ def test_in_chunks_a_token_sees_those_of_its_own_chunk_alone(chunk):
     up = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [None, 1, 20, 133])
-def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(window):
-    """The reference implementation reads the mask alone; the kernels read the blocks, so they are looked at here."""
-    layout = layout_of(SHAPES, forked_groups())
-    real, tokens = layout.tokens, padded_length(layout.tokens)
-    blocks = block_mask(layout.nodes, tokens, window, CPU)
-    mask = torch.eye(tokens, dtype=torch.bool)  # a padded token sees itself alone
-    mask[:real, :real] = who_sees_whom(layout, window)
-    expected = create_block_mask(lambda b, h, q, k: mask[q, k], 1, 1, tokens, tokens, CPU, BLOCK_SIZE=BLOCK)
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, order = getattr(expected, f"{name}_num_blocks"), getattr(expected, f"{name}_indices")
-        assert torch.equal(getattr(blocks, f"{name}_num_blocks"), counts), name
-        assert torch.equal(getattr(blocks, f"{name}_indices"), order), name
-    assert torch.equal(blocks.to_dense(), expected.to_dense())
 
 
 def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
