@@ -14,9 +14,6 @@ from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
-from typing_extensions import override
-
-from grpo_rl.engines.fingerprint import Batch
 
 try:
     import triton
@@ -46,8 +43,8 @@ HELD_BYTES = 1 << 29
 """Bytes of tensors that a batch holds before it launches a kernel for them: some are temporary."""
 
 
-class TritonBatch(Batch):
-    """Fingerprints of tensors on one device."""
+class TritonBatch:
+    """See :class:`grpo_rl.engines.fingerprint.Batch`; all tensors are on one device."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -55,8 +52,8 @@ class TritonBatch(Batch):
         self._launched: list[Tensor] = []
         self._numbers: list[int] = []
 
-    @override
     def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> PendingFingerprint:
+        """See :meth:`grpo_rl.engines.fingerprint.Batch.add`."""
         number = sum(map(len, self._launched)) + len(self._numbers) + len(self._pieces)
         self._pieces.append(Piece(tensor, row_start, column_start))
         self._bytes += tensor.nbytes
