@@ -113,6 +113,7 @@ setup(
         "torch==2.13.*",
         "torchrl==0.14.1",
         "transformers>=5.16.1,<5.20",
+        "typing-extensions>=4.12,<5",  # `override`, which Python 3.11 does not have
         "xxhash>=3.5,<5",
     ],
     extras_require={

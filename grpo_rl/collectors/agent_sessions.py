@@ -114,9 +114,9 @@ class AgentSessions:
         async def watched(ids: Sequence[int], sampling: Sampling) -> Samples:
             try:
                 return await sample(ids, sampling)
-            except ValueError:  # the request asks for what the engine can't do: its client is told
+            except ValueError:  # the request asks for what the engine can't do: its client gets the message
                 raise
-            except Exception as error:  # the engine is lost: whoever asked for the sessions has to know
+            except Exception as error:  # the engine is lost: the caller has to know
                 if not broken.done():
                     broken.set_exception(error)
                 raise
@@ -174,7 +174,7 @@ class AgentSessions:
             if played.failure is None and not played.session.responses:
                 played.failure = Failure("error", f"the agent made no call of the policy on {this}")
             elif played.failure is None and self._settings.tells and played.told is None:
-                played.failure = Failure("error", f"the agent told no reward on {this}; POST it to /v1/reward")
+                played.failure = Failure("error", f"the agent sent no reward on {this}; POST it to /v1/reward")
             self._problems = played.session.problems | self._problems
         self._guard.record([played.failure for played in sessions if played.failure])
         scored = iter(self._scored(row, where, [played for played in sessions if played.failure is None]))

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.base import Sampled
+from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from grpo_rl.weights.push import WeightSync
 
 
-class AsyncCollector:
+class AsyncCollector(Collector):
     """Hands out collections of ``env.num_envs`` groups, and goes on sampling meanwhile, up to the bound on staleness.
 
     Every group that is started is handed out once, or dropped and counted by its reason.
@@ -171,8 +173,8 @@ class AsyncCollector:
         """Messages about engines that were lost or replaced since the last call, and about the requests of agents."""
         return self._engines.events() + (self._agents.events() if self._agents else [])
 
+    @override
     def take_sampled(self) -> list[Sampled]:
-        """See :meth:`Collector.take_sampled`."""
 
         async def take() -> list[Sampled]:  # on the loop, where groups end
             sampled, self._sampled = self._sampled, []

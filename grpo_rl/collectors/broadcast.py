@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.data.group import Group
 
 
-class BroadcastCollector:
+class BroadcastCollector(Collector):
     """Gives the collections of rank zero's collector to every rank; a single process gets the collector's own.
 
     Args:
@@ -27,8 +29,8 @@ class BroadcastCollector:
         self.sampled: list[Group] = []
         self._metrics: dict[str, float] = {}
 
+    @override
     def collect(self, group_size: int) -> list[Group]:
-        """See :meth:`Collector.collect`."""
 
         def work() -> tuple[list[Group], list[Group], int, float, dict[str, float]]:
             collector = self._collector
@@ -39,28 +41,31 @@ class BroadcastCollector:
         groups, self.sampled, self.collected, self.sample_s, self._metrics = self._on_rank_zero(work)
         return groups
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See :meth:`Collector.state`; that of rank zero is what is saved."""
+        # That of rank zero is what is saved.
         return self._collector.state() if self._collector else {}
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Collector.restore`."""
         if self._collector:
             self._collector.restore(state)
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """See :meth:`Collector.metrics`."""
         return self._metrics
 
+    @override
     def events(self) -> list[str]:
-        """See :meth:`Collector.events`; rank zero tells them."""
+        # Rank zero prints them.
         return self._collector.events() if self._collector else []
 
+    @override
     def take_sampled(self) -> list[Sampled]:
-        """See :meth:`Collector.take_sampled`; rank zero stores them."""
+        # Rank zero stores them.
         return self._collector.take_sampled() if self._collector else []
 
+    @override
     def close(self) -> None:
-        """See :meth:`Collector.close`."""
         if self._collector:
             self._collector.close()

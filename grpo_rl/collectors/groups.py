@@ -65,7 +65,7 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
 
 
 def has_zero_variance(group: Group, clip: float = math.inf, by_part: bool = False) -> bool:
-    """Tells whether all responses have the same reward, and so no advantage over each other.
+    """True if all responses have the same reward, and so no advantage over each other.
 
     Args:
         clip: rewards are compared within plus and minus this.

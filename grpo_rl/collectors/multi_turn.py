@@ -190,7 +190,7 @@ def _replied(env: LLMEnv, trajectory: Trajectory) -> tuple[Messages, list[int]] 
 
 
 def _take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
-    """Tells whether the policy has another turn after this reply, which is appended.
+    """True if the policy has another turn after this reply, which is appended.
 
     Args:
         reply: messages and their ids; None where the conversation is over; or the exception in the place of them.

@@ -1,6 +1,6 @@
 """RolloutScheduler: groups are sampled while others are trained on, as far as the bound on staleness allows.
 
-It knows neither engines nor tasks: whoever makes it says where the next prompt comes from and how its group is sampled.
+It knows neither engines nor tasks: its caller gives the next prompts and samples their groups.
 So the same code runs over real engines and in simulated time (`benchmarks/simulator.py`).
 """
 

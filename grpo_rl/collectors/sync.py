@@ -91,7 +91,7 @@ class SyncCollector:
         return state | ({"agents": self._agents.groups.state()} if self._agents else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; the constructor was told how much was collected."""
+        """Goes on from :meth:`state`; the constructor got how much was collected."""
         self._env.load_state_dict(json.loads(state["env"]))
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:

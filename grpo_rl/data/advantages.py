@@ -51,7 +51,7 @@ class AdvantageEstimator:
         kl: KL = "k1",
         reward_clip: float | None = None,
     ) -> None:
-        check_advantage(kind, clip, kl_coef, kl, reward_clip)
+        check_advantage(kind, kl_coef, kl, reward_clip)
         self._kind, self._clip, self._weights = kind, clip, reward_weights
         self.kl_coef, self._kl = kl_coef, kl
         self._reward_clip = math.inf if reward_clip is None else reward_clip
@@ -204,7 +204,7 @@ def batch_advantages(
     [tensor([[-0.3873,  0.3873],
             [-1.1618,  1.1618]])]
     """
-    check_advantage(kind, clip)
+    check_advantage(kind)
     if kind in GROUP_KINDS:
         advantages = [group_advantages(table, kind) for table in rewards]
     elif kind == "multi_reward":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from grpo_rl.data import keys
@@ -260,12 +261,10 @@ class Group:
             named = rows[0].get(prefix, None)
             return {} if named is None else {n: torch.stack([row[prefix + (n,)] for row in rows]) for n in named.keys()}
 
-        has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
-        has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
-        has_routes = rows[0].get(keys.ROUTES_FULL, None) is not None
-        has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
-        has_kept = rows[0].get(keys.KEPT_IDS, None) is not None
-        has_sessions = rows[0].get(keys.SESSION, None) is not None
+        def joined(key: NestedKey, first: int = 0) -> Tensor | None:
+            return None if rows[0].get(key, None) is None else torch.cat([row[key][first:] for row in rows])
+
+        advantages, routes = joined(keys.ADVANTAGE), rows[0].get(keys.ROUTES_FULL, None)
         return cls(
             group_id=group_ids.pop(),
             row=int(rows[0][keys.ROW]),
@@ -278,12 +277,12 @@ class Group:
             rewards=torch.stack([row[keys.REWARD].reshape(()) for row in rows]),
             reward_parts=by_name(keys.REWARD_PARTS),
             measures=by_name(keys.MEASURES),
-            truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
-            advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
-            ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
-            routes=torch.cat([row[keys.ROUTES_FULL][prompt:] for row in rows]) if has_routes else None,
-            prompt_routes=rows[0][keys.ROUTES_FULL][:prompt] if has_routes else None,
-            kept_ids=torch.cat([row[keys.KEPT_IDS] for row in rows]) if has_kept else None,
-            kept_counts=torch.cat([row[keys.KEPT_COUNTS] for row in rows]) if has_kept else None,
-            sessions=torch.cat([row[keys.SESSION] for row in rows]) if has_sessions else None,
+            truncated=joined(keys.TRUNCATED),
+            advantages=None if advantages is None else advantages.flatten(),
+            ref_log_probs=joined(keys.REF_LOG_PROBS_FULL, prompt),
+            routes=joined(keys.ROUTES_FULL, prompt),
+            prompt_routes=None if routes is None else routes[:prompt],
+            kept_ids=joined(keys.KEPT_IDS),
+            kept_counts=joined(keys.KEPT_COUNTS),
+            sessions=joined(keys.SESSION),
         )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.sampling import Sampling
@@ -47,7 +48,7 @@ class EngineDeadError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tells whether an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
+    """True if an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
@@ -213,10 +214,9 @@ class Sampler(Protocol):
         ...
 
 
-class StepByGenerate:
+class StepByGenerate(Sampler):
     """The calls `submit` and `step` of an engine that can only sample whole batches."""
 
-    generate: Callable[..., list[Samples]]
     in_rounds = True
     """Conversations wait for all replies before the next turns: a response depends on those of its batch, and which
     these are must not follow from whose reply is first."""
@@ -224,12 +224,12 @@ class StepByGenerate:
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}
 
+    @override
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See :meth:`Sampler.submit`."""
         self._waiting[request] = (prompt, sampling)
 
+    @override
     def step(self) -> list[tuple[int, Samples]]:
-        """See :meth:`Sampler.step`."""
         finished: list[tuple[int, Samples]] = []
         while self._waiting:
             # A call has one `Sampling`: prompts that share the first one's.
@@ -239,8 +239,8 @@ class StepByGenerate:
             finished += zip(batch, self.generate(prompts, 1, sampling), strict=True)
         return finished
 
+    @override
     def abort(self) -> None:
-        """See :meth:`Sampler.abort`."""
         self._waiting.clear()
 
 

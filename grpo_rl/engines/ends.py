@@ -37,7 +37,7 @@ class StopString:
         self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
 
     def completed_by(self, token: int) -> bool:
-        """Tells whether a stop string is in the text, with the response's next token."""
+        """True if a stop string is in the text, with the response's next token."""
         self._text += self._step(token) or ""
         return any(stop in self._text for stop in self._stop)
 

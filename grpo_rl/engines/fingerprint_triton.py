@@ -87,7 +87,7 @@ class PendingFingerprint(NamedTuple):
 
 @functools.cache
 def works_on(device: torch.device | str) -> bool:
-    """Tells whether the kernel is there, is built and runs, by one number's fingerprint."""
+    """True if the kernel is there, is built and runs, by one number's fingerprint."""
     if triton is None:
         return False
     try:

@@ -67,7 +67,7 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Tells whether tokens are cut off, so that samples come with their kept sets; greedy ones never do.
+        """True if tokens are cut off, so that samples come with their kept sets; greedy ones never do.
 
         >>> Sampling(top_p=0.9).cuts, Sampling().cuts, Sampling(temperature=0.0, top_k=5).cuts
         (True, False, False)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from grpo_rl.engines.base import Samples, Sampling, StepByGenerate
+from grpo_rl.engines.base import Engine, Samples, Sampling, StepByGenerate
 from grpo_rl.engines.fingerprint import fingerprint
 
 
-class ScriptedEngine(StepByGenerate):
+class ScriptedEngine(StepByGenerate, Engine):
     """Gives the responses that ``script(prompt_ids, g)`` returns, log-probability 0 each; holds weights as others do.
 
     >>> engine = ScriptedEngine(lambda prompt, g: [g] * g)
@@ -29,8 +30,8 @@ class ScriptedEngine(StepByGenerate):
         self.weights: dict[str, Tensor] = {}
         self._script = script
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         samples = []
         for prompt in prompts:
             responses = [list(self._script(prompt, g)) for g in range(n)]
@@ -45,13 +46,13 @@ class ScriptedEngine(StepByGenerate):
             )
         return samples
 
+    @override
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
         self.weights |= {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights}
         self.version = version
 
+    @override
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         return {name: fingerprint(self.weights[name]) for name in shapes}
 
     def sleep(self) -> None:

@@ -105,7 +105,7 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        """Tells whether this is the tensor's last part."""
+        """True if this is the tensor's last part."""
         return self.first + len(self.values) == self.shape.numel()
 
 

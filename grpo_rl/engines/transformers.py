@@ -24,8 +24,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from typing_extensions import override
 
 from grpo_rl.engines.base import (
+    Engine,
     OutOfMemoryError,
     Samples,
     Sampling,
@@ -43,7 +45,7 @@ from grpo_rl.policies.lora import base_weights
 from grpo_rl.policies.text_part import from_folder
 
 
-class TransformersEngine(StepByGenerate):
+class TransformersEngine(StepByGenerate, Engine):
     """A copy of the model that samples by ``model.generate``.
 
     Args:
@@ -79,8 +81,8 @@ class TransformersEngine(StepByGenerate):
         # bend the distribution behind the recorder's back.
         self._model.generation_config = GenerationConfig()
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         assert self._model.device.type == self._device.type, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         samples: list[Samples] = []
@@ -102,11 +104,7 @@ class TransformersEngine(StepByGenerate):
         self._max_batch, self.out_of_memory = state["max_batch"], state["out_of_memory"]
 
     def _within_memory(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples] | None:
-        """The samples; None where memory ran out, after which fewer are sampled at a time.
-
-        Raises:
-            OutOfMemoryError: one group alone does not fit.
-        """
+        """The samples; None where memory ran out, after which fewer are sampled at a time."""
         try:
             return self._generate(prompts, n, sampling)
         except RuntimeError as error:
@@ -186,18 +184,14 @@ class TransformersEngine(StepByGenerate):
         ]
 
     def _stopping(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _AtStopString | None:
-        """Ends responses at stop strings, if there are any.
-
-        Raises:
-            ValueError: the model has no tokenizer that can look for them.
-        """
+        """Ends responses at stop strings, if there are any."""
         if not sampling.stop:
             return None
         self._decoder = self._decoder or text_decoder(self._folder)
         return _AtStopString([StopString(self._decoder, prompt, sampling.stop) for prompt in prompts])
 
+    @override
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
         held = self._held()
         with torch.no_grad():
             for name, tensor in weights:
@@ -206,8 +200,8 @@ class TransformersEngine(StepByGenerate):
                 held[name].copy_(tensor)
         self.version = version
 
+    @override
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         held = self._held()
         return {name: fingerprint(held[name].to(self.dtype)) for name in shapes}
 
@@ -220,12 +214,12 @@ class TransformersEngine(StepByGenerate):
         """Moves the weights to host memory."""
         self._model.to("cpu")
 
+    @override
     def wake(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.wake`."""
         self._model.to(self._device)
 
+    @override
     def close(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.close`."""
         self._model = None
         gc.collect()
 

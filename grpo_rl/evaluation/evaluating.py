@@ -65,11 +65,7 @@ def evaluate_model(
     if (folder / EVAL).exists():
         stored, done = read_eval_file(folder)
         if stored != header:
-            began = stored.get("settings", {}).get("dtype")
-            hint = f", or {DTYPE}{began}, as when it began" if began not in (None, scoring.get("dtype")) else ""
-            raise ValueError(
-                f"{folder} holds an evaluation of another model or with other settings; set another out={hint}"
-            )
+            raise ValueError(f"{folder} holds an evaluation of another model or with other settings; set another out=")
     to_do = {task: settings[task] for task in own.tasks if task not in done}
     console, failed = Console(), []
     for task in (task for task in own.tasks if task in done):

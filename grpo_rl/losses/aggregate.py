@@ -6,12 +6,13 @@ Letters: N response tokens of a micro-batch, B responses of a micro-batch, P pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_rl.losses.choices import Aggregation, check_aggregation
+from grpo_rl.losses.choices import Aggregation
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ def token_weights(
     >>> token_weights(lengths, trainable, "constant", totals, normalizer=10)
     tensor([0.0500, 0.0500, 0.0000, 0.0500])
     """
-    check_aggregation(how, normalizer)
+    if how not in get_args(Aggregation):
+        raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
+    if how == "constant" and not (normalizer and normalizer > 0):
+        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
     if int(lengths.sum()) != len(trainable):
         raise ValueError(f"lengths add up to {int(lengths.sum())} tokens, but there are {len(trainable)}")
     weights = trainable.to(dtype)

@@ -119,9 +119,9 @@ class GRPOLoss(LossModule):
         settings = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
         self._taus = {"tau_pos": tau_pos, "tau_neg": tau_neg}
         if callable(surrogate):
-            surrogate = OwnTerm(surrogate, "loss.surrogate", SURROGATE_TAKES, settings | self._taus)
+            surrogate = OwnTerm(surrogate, "loss.surrogate", SURROGATE_TAKES)
             if dual_clip is not None and "dual_clip" not in surrogate.takes:
-                raise ValueError(f"loss.dual_clip is {dual_clip}, and {surrogate.name} takes none; set it to null")
+                raise ValueError(f"loss.dual_clip is {dual_clip}, and {surrogate.where} takes none; set it to null")
         if callable(kl):
             kl = OwnTerm(kl, "loss.kl", KL_TAKES)
         self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
@@ -227,10 +227,8 @@ class GRPOLoss(LossModule):
 
 
 _WRITTEN_BY = {
-    "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step, or set on_policy=True if "
-    "there is only one",
-    "ref_log_prob": "write it with ReferencePolicy.add_log_probs, or set policy.kl_coef to 0",
-    "sampler_log_prob": "the engine returns it, see Group.log_probs",
+    "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step",
+    "ref_log_prob": "write it with ReferencePolicy.add_log_probs",
 }
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
-from grpo_rl.losses.choices import Ratio, Surrogate, check_clips
+from grpo_rl.losses.choices import Ratio, Surrogate
 
 
 def leveled_log_ratio(
@@ -95,9 +95,6 @@ def clipped_surrogate(
         clip_high: and above at 1 + clip_high.
         dual_clip: bound c on the ratio of a negative advantage, without gradient beyond it; None: no bound.
 
-    Raises:
-        ValueError: a clip is out of range.
-
     With a positive advantage a ratio of 1.5 counts as 1.2, without gradient; with a negative one it counts in full:
 
     >>> clipped_surrogate(torch.tensor([1.5, 1.5]).log(), torch.tensor([1.0, -1.0]))
@@ -105,7 +102,6 @@ def clipped_surrogate(
     >>> clipped_surrogate(torch.tensor([1.5, 5.0]).log(), torch.tensor([-1.0, -1.0]), dual_clip=3.0)
     tensor([1.5000, 3.0000])
     """
-    check_clips(clip_low, clip_high, dual_clip)
     # With a positive advantage a ratio past the upper clip no longer counts, but its overflow would: infinity times a
     # zero gradient is NaN. The cap is one nat above the clip, where the loss is constant. With a negative advantage the
     # ratio counts however large, unless there is a dual clip, and must not be capped.
@@ -141,7 +137,6 @@ def cispo_surrogate(
     >>> log_prob.grad
     tensor([-5.])
     """
-    check_clips(clip_low, clip_high)
     return -log_ratio.detach().exp().clamp(1 - clip_low, 1 + clip_high) * advantage * log_prob
 
 

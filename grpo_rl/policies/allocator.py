@@ -11,23 +11,14 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from glibc's malloc.h."""
-LARGEST, LARGEST_BEFORE_2_35 = 2**31 - 1, 2**25
+LARGEST = 2**31 - 1
 
 
-def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory, for the whole process, until :func:`give_back` returns it.
-
-    Returns:
-        whether blocks of all sizes are kept: False without glibc, and before 2.35, which keeps up to 32 MiB.
-    """
-    libc = _glibc()
-    if libc is None:
-        return False
-    libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
-    if libc.mallopt(M_MMAP_THRESHOLD, LARGEST) == 1:
-        return True
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BEFORE_2_35)
-    return False
+def keep_freed_memory() -> None:
+    """Makes glibc (2.35 or newer) keep freed memory, for the whole process, until :func:`give_back` returns it."""
+    if (libc := _glibc()) is not None:
+        libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
 
 
 def give_back() -> None:

@@ -170,7 +170,7 @@ def _attend(
     rules: Rules,
     sinks: Float[Tensor, " H"] | None,
 ) -> Float[Tensor, "1 T H E"]:
-    """Attention by the road of the device."""
+    """Attention by the back end of the device."""
     if query.device.type == "cuda":
         out = flex_shared_prefix(query, key, value, layout, rules.scale, rules.window, rules.softcap, sinks)
         return out.transpose(1, 2)

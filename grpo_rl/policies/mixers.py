@@ -130,14 +130,14 @@ def _run_tree(run: Callable[[Tensor, State], Tensor], hidden: Tensor, nodes: Seq
     """
     states: dict[int, State] = {}
     outputs: dict[int, Tensor] = {}
-    alike: dict[tuple[int, int], list[Node]] = {}
+    batches: dict[tuple[int, int], list[Node]] = {}
     for number, node in enumerate(nodes):
         if node.parent < 0 or node.until > node.end:
             states[number] = states[node.parent].copies(1) if node.parent >= 0 else State()
             outputs[node.start] = run(hidden[None, node.start : node.end], states[number])[0]
         else:
-            alike.setdefault((node.parent, bucket(node.end - node.start)), []).append(node)
-    for (parent, _), siblings in alike.items():
+            batches.setdefault((node.parent, bucket(node.end - node.start)), []).append(node)
+    for (parent, _), siblings in batches.items():
         rows = pad_sequence([hidden[node.start : node.end] for node in siblings], batch_first=True)
         rows = pad(rows, (0, 0, 0, max(0, SHORTEST - rows.shape[1])))
         mixed = run(rows, states[parent].copies(len(siblings)))

@@ -26,16 +26,9 @@ def check_name(name: str) -> None:
 
 
 def local_path(name: str) -> Path | None:
-    """The file or folder of this name on this machine; None where there is none, as for a text that can't be a path.
-
-    >>> local_path("~no-such-user/model"), local_path("x" * 9999), local_path("\\0")
-    (None, None, None)
-    """
-    try:
-        path = Path(os.path.expanduser(name))
-        return path if path.exists() else None
-    except (OSError, ValueError):  # too long; no text of a file system
-        return None
+    """The file or folder of this name on this machine; None where there is none, as for a text that can't be a path."""
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.exists(path) else None
 
 
 def local_folder(name: str) -> Path | None:
@@ -45,7 +38,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Tells whether a text has the form of a name of the hub.
+    """True if a text has the form of a name of the hub.
 
     >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b"), is_hub_name("a" * 97)
     (True, True, False, False, False)
@@ -81,7 +74,7 @@ def _remedy(folder: Path) -> str:
 
 
 def has_model(folder: Path) -> bool:
-    """Tells whether a folder has a config and weights."""
+    """True if a folder has a config and weights."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 

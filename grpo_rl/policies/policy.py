@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group, Kept
@@ -81,9 +82,9 @@ class TrainPolicy:
     compile_s: float | None = None
     """Seconds in which the kernels with gradient were compiled; None where nothing is."""
     _has_compiled = False
-    """Tells whether the kernels without gradient have been compiled."""
+    """True if the kernels without gradient have been compiled."""
     liger = False
-    """Tells whether Liger's kernels compute the head."""
+    """True if Liger's kernels compute the head."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 
@@ -232,8 +233,9 @@ class ReferencePolicy(TrainPolicy):
         self._averages: dict[str, Tensor] = {}
         super().__init__(model if self._shared else model.requires_grad_(False), temperature)
 
+    @override
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """See :meth:`TrainPolicy.score`; the reference's routers choose by themselves."""
+        # Its routers choose by themselves.
         groups = [
             replace(group, routes=None, prompt_routes=None) if group.routes is not None else group for group in groups
         ]

@@ -26,11 +26,7 @@ from grpo_rl.policies.packing import ROUTES
 
 
 def replay_routes(model: PreTrainedModel) -> None:
-    """Has the model's routers take the experts that a layout's :data:`ROUTES` give.
-
-    Raises:
-        ValueError: as :func:`check_replay`.
-    """
+    """Has the model's routers take the experts that a layout's :data:`ROUTES` give."""
     for name, layer, router, experts in _routers_to_replay(model):
         if isinstance(router, Replays):
             continue

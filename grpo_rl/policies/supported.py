@@ -50,9 +50,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
     """Windows and chunks, by name of attention module, that transformers passes only as part of the mask.
 
-    Raises:
-        ValueError: as :func:`refuse_unsupported`.
-
     >>> from transformers import PhimoeConfig, PhimoeForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> config = PhimoeConfig(**sizes, num_key_value_heads=2, num_local_experts=2, sliding_window=5)
@@ -68,11 +65,7 @@ def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
 
 
 def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of a model's layers.
-
-    Raises:
-        ValueError: as :func:`refuse_unsupported`.
-    """
+    """The attention calls of a model's layers."""
     for reason in _reasons(model):
         raise _refusal(model, reason)
     if not model._can_set_attn_implementation():
@@ -119,14 +112,14 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
         yield "none of its layers calls transformers' attention function"
     for call in calls.mixers:
         if LAYOUT not in call.layer_keywords:
-            yield f"the layer of its {call.kind} gets no keyword arguments, so it can't be told where responses lie"
+            yield f"the layer of its {call.kind} gets no keyword arguments, which would say where responses lie"
         if not call.hidden_states_only:
             yield f"its {call.kind} takes or returns more than hidden states"
         elif not call.continues:
             yield f"its {call.kind} does not continue from its prompt's state when it is given several tokens at once"
     for call in calls.attention:
         if LAYOUT not in call.keywords:
-            yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
+            yield f"its {call.kind} gets no keyword arguments, which would say where prompts and responses lie"
         if unknown := not_understood(call.keywords):
             yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention does not support"
         if not isinstance(call.mask, Band | Chunks):

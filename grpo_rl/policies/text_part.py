@@ -37,11 +37,7 @@ def model_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def text_part(folder: str | Path) -> PreTrainedConfig | None:
-    """The config of the causal language model inside several models in one; None for a checkpoint of one model.
-
-    Raises:
-        ValueError: as :func:`model_config`.
-    """
+    """The config of the causal language model inside several models in one; None for a checkpoint of one model."""
     whole = AutoConfig.from_pretrained(folder)
     if (found := whole.get_text_config()) is whole:
         return None
@@ -101,9 +97,6 @@ def _check_inside(whole: PreTrainedConfig, text: PreTrainedConfig) -> tuple[list
 
     Returns:
         The text model's class, by name, and whether the whole ties its head.
-
-    Raises:
-        ValueError: it does not, or can't be built.
     """
     with torch.device("meta"):
         alone = AutoModelForCausalLM.from_config(text)

@@ -172,7 +172,7 @@ def _check_loss(settings: Sections) -> None:
     if loss.surrogate == "none":
         _check_distillation(settings)
     group_sizes(settings)
-    check_advantage(loss.advantage, loss.advantage_clip, kl_in_reward(settings), loss.kl)
+    check_advantage(loss.advantage, kl_in_reward(settings), loss.kl)
 
 
 def _check_distillation(settings: Sections) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held, noting_shapes
@@ -48,12 +49,9 @@ class NativeTransport(RemoteTransport):
         self._trainer: Any = None
         self._connected: list[EngineControl] = []
 
+    @override
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`Transport.send`.
-
-        Raises:
-            EngineDeadError: even if engines are replaced automatically: the broadcast cannot go on without a member.
-        """
+        # A lost engine is an error even where engines are replaced: the broadcast cannot go on without a member.
         shapes: dict[str, torch.Size] = {}
         self._source.weights = noting_shapes(weights, shapes)
         self._version = version

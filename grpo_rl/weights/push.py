@@ -76,7 +76,7 @@ class WeightSync:
 
         Raises:
             WeightDeliveryError: an engine computes with something else than what was sent.
-            EngineDeadError: an engine died, or did not answer within the transport's deadline, and nobody replaces it.
+            EngineDeadError: an engine died, or did not answer within the transport's deadline, and is not replaced.
         """
         self._version += 1
         with waiting("engines to take the weights", version=self._version):

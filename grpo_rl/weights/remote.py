@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -13,10 +13,11 @@ from typing import Any, Protocol, SupportsInt
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError
 from grpo_rl.waits.registry import waiting
-from grpo_rl.weights.transport import Held, PushProofs, WeightDeliveryError
+from grpo_rl.weights.transport import Held, PushProofs, Transport, WeightDeliveryError
 
 READ_AT_ONCE = 16
 """Tensors that an engine is asked to read back in one call, while it samples nothing."""
@@ -36,7 +37,7 @@ class EngineControl(Protocol):
         ...
 
 
-class LoopControl:
+class LoopControl(EngineControl):
     """An engine on an event loop that runs in another thread of this process."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
@@ -44,12 +45,12 @@ class LoopControl:
         self.name, self.dtype = engine.name, engine.dtype
         self.takes_adapters, self.proves_bytes = engine.takes_adapters, engine.proves_bytes
 
+    @override
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """See :meth:`EngineControl.submit`."""
         return asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args), self._loop)
 
 
-class RemoteTransport(ABC):
+class RemoteTransport(Transport):
     """Base of the transports to other processes: calls to all engines at once, under one deadline.
 
     Args:
@@ -74,8 +75,8 @@ class RemoteTransport(ABC):
         self._proofs = PushProofs()
         self._gone: set[str] = set()
 
+    @override
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
-        """See :meth:`Transport.fingerprint`."""
         return self._proofs.number(name, tensor, self.proves_bytes)
 
     def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
@@ -121,17 +122,18 @@ class RemoteTransport(ABC):
         """Submits a call to each engine, and waits: :meth:`submit`, then :meth:`wait`."""
         return self.wait(self.submit(method, *args), what)
 
+    @override
     @abstractmethod
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`Transport.send`."""
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]: ...
 
     def said(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
         """Fingerprints that each engine reports of the weights it has loaded; faster than reading all of them back."""
         plain = {name: list(shape) for name, shape in shapes.items()}
         return self._with_versions(self.call("fingerprints", plain, what="the proof of delivery"))
 
+    @override
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
-        """See :meth:`Transport.held`; a few tensors a call, so that each call is a short one."""
+        # A few tensors a call, so that each call is a short one.
         plain = [(name, list(shape)) for name, shape in shapes.items()]
         prints: dict[str, dict[str, int]] = {engine.name: {} for engine in self.engines}
         for first in range(0, len(plain), READ_AT_ONCE):
@@ -144,9 +146,9 @@ class RemoteTransport(ABC):
         versions = self.call("weight_version", what="the proof of delivery")
         return {name: Held(versions[name], prints[name]) for name in prints.keys() & versions.keys()}
 
+    @override
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
-        """See :meth:`Transport.paused`."""
         everyone, self._gone, self._proofs = self.engines, set(), PushProofs()
         self.engines = [engine for engine in everyone if not only_new or engine not in self._served]
         try:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.engines.shared_memory import MEMORY_NAME, handle_of, one_thread_less
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
@@ -43,9 +45,6 @@ class SharedMemoryTransport(RemoteTransport):
             processor's cache, what is sent does not pass through main memory.
         deadline_s: seconds that each call may take.
         device: the GPU whose memory is shared, the engines' and the weights' own; None: the memory is the host's.
-
-    Raises:
-        ValueError: as :class:`grpo_rl.weights.remote.RemoteTransport`.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class SharedMemoryTransport(RemoteTransport):
         self._memory = self._new_memory(bucket_bytes)
         self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
 
+    @override
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`grpo_rl.weights.transport.Transport.send`."""
         shapes: dict[str, torch.Size] = {}
         self.sent_bytes = 0
         self.start_weight_update()
@@ -157,39 +156,43 @@ class SharedMemoryTransport(RemoteTransport):
         self._memory.close()
 
 
-class Memory(Protocol):
-    """Memory in two halves, which engines open by a path or a handle."""
-
-    half: int
-    size: int
-    path: str
-    handle: list[Any] | None
-    key: str
-
-    def start(self, number: int) -> int:
-        """The offset of the half in which a bucket of this number lies."""
-        ...
-
-    def write(self, start: int, tensor: Tensor) -> None:
-        """Copies a tensor's bytes, from whatever device."""
-        ...
-
-    def settle(self) -> None:
-        """Returns when all that was written can be read."""
-        ...
-
-    def close(self) -> None:
-        """Frees it."""
-        ...
-
-
-class SharedMemory:
-    """Memory in two halves, which processes of the same user open by a path.
-
-    All of it is allocated at once, so it counts towards the memory cgroup of the process that creates it.
+class Memory(ABC):
+    """Memory in two halves, which engines open by a path or a handle.
 
     Args:
         size: bytes of both halves.
+    """
+
+    path = ""
+    handle: list[Any] | None = None
+    _bytes: Tensor
+
+    def __init__(self, size: int) -> None:
+        self.half = _aligned(size // 2)
+        self.size = 2 * self.half
+        self.key = uuid.uuid4().hex
+
+    def start(self, number: int) -> int:
+        """The offset of the half in which a bucket of this number lies."""
+        return number % 2 * self.half
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Copies a tensor's bytes, from whatever device."""
+        self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Returns when all that was written can be read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees it; engines that have it mapped keep it until they map another or end."""
+
+
+class SharedMemory(Memory):
+    """The host's memory, which processes of the same user open by a path.
+
+    All of it is allocated at once, so it counts towards the memory cgroup of the process that creates it.
 
     >>> memory = SharedMemory(1 << 12)
     >>> memory.write(memory.start(1), torch.tensor([1.0, 2.0]))
@@ -199,69 +202,43 @@ class SharedMemory:
     >>> memory.close()
     """
 
-    handle: list[Any] | None = None
-
     def __init__(self, size: int) -> None:
-        self.half = _aligned(size // 2)
-        self.size = 2 * self.half
-        self._file = os.memfd_create(MEMORY_NAME)
+        super().__init__(size)
+        self._file: int | None = os.memfd_create(MEMORY_NAME)
         # Taken now, as a lack of memory would otherwise show as a fatal signal in the middle of a write.
         os.posix_fallocate(self._file, 0, self.size)
-        self.path, self.key = f"/proc/{os.getpid()}/fd/{self._file}", uuid.uuid4().hex
-        self._bytes: Tensor | None = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._bytes = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
 
-    def start(self, number: int) -> int:
-        """The offset of the half in which a bucket of this number lies."""
-        return number % 2 * self.half
-
-    def write(self, start: int, tensor: Tensor) -> None:
-        """Copies a tensor's bytes, from whatever device."""
-        assert self._bytes is not None
-        self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-
+    @override
     def settle(self) -> None:
-        """See :meth:`Memory.settle`; copies into the host's memory are over when they return."""
+        pass  # copies into the host's memory are over when they return
 
+    @override
     def close(self) -> None:
-        """Frees it; engines that have it mapped keep it until they map another or end."""
-        if self._bytes is not None:
-            self._bytes = None
+        if self._file is not None:
+            self._bytes = torch.empty(0, dtype=torch.uint8)
             os.close(self._file)
+            self._file = None
 
 
-class GpuMemory:
-    """A GPU's memory in two halves, which processes on the same GPU open by a handle.
-
-    Args:
-        size: bytes of both halves.
-    """
-
-    path = ""
+class GpuMemory(Memory):
+    """A GPU's memory, which processes on the same GPU open by a handle."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.half = _aligned(size // 2)
-        self.size = 2 * self.half
+        super().__init__(size)
         self._bytes = torch.empty(self.size, dtype=torch.uint8, device=device)
         # PyTorch counts who opens it. An engine that died has not given it back: the memory then stays until this
         # process ends, as it would have anyway.
-        self.handle: list[Any] | None = handle_of(self._bytes)
-        self.key = uuid.uuid4().hex
+        self.handle = handle_of(self._bytes)
 
-    def start(self, number: int) -> int:
-        """See :meth:`Memory.start`."""
-        return number % 2 * self.half
-
-    def write(self, start: int, tensor: Tensor) -> None:
-        """See :meth:`Memory.write`."""
-        self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-
+    @override
     def settle(self) -> None:
-        """See :meth:`Memory.settle`; another process does not wait for this one's stream."""
-        if self._bytes.device.type == "cuda":
+        if self._bytes.device.type == "cuda":  # another process does not wait for this one's stream
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Memory.close`."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol, SupportsInt, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.engines.base import ADAPTER_NAME, Engine
 from grpo_rl.engines.fingerprint import Batch, batch_on, digest, fingerprint
@@ -71,7 +72,7 @@ class Transport(Protocol):
         ...
 
 
-class InProcess:
+class InProcess(Transport):
     """An engine in this process, which is handed the tensors themselves."""
 
     on_new_engine: Callable[[], None] | None = None
@@ -81,15 +82,13 @@ class InProcess:
         self._proofs = PushProofs()
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
+    @override
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
-        """See :meth:`Transport.fingerprint`.
-
-        The first push is verified by reading the packed weights back, as :meth:`held` does.
-        """
+        # The first push is verified by reading the packed weights back, as `held` does.
         return self._proofs.number(name, tensor, self._engine.proves_bytes and not self._is_new)
 
+    @override
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`Transport.send`."""
         shapes: dict[str, torch.Size] = {}
         seen = noting_shapes(weights, shapes)
         self._engine.update_weights(seen, version)
@@ -97,8 +96,8 @@ class InProcess:
             pass  # an engine that stopped early lacks what is left
         return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, self._is_new))}
 
+    @override
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
-        """See :meth:`Transport.held`."""
         return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, True))}
 
     @contextmanager

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from torchrl.data import ReplayBuffer
 
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.testing import left_if_killed, random_group
@@ -16,10 +15,6 @@ def filled(groups=6, per_batch=2):
     buffer = GroupBuffer(groups, per_batch)
     buffer.extend([random_group(group_id=i, rewards=[0.0, float(i)]) for i in range(groups)])
     return buffer
-
-
-def test_it_is_a_torchrl_replay_buffer():
-    assert isinstance(filled(), ReplayBuffer) and len(filled()) == 6
 
 
 def test_a_process_that_is_killed_leaves_nothing_of_its_buffer_in_shared_memory():
@@ -71,13 +66,3 @@ def test_groups_that_come_in_several_times_stay_in_order():
     for ids in ([0, 1], [2], [3, 4]):
         buffer.extend([random_group(group_id=i) for i in ids])
     assert [group.group_id for group in buffer[:]] == [0, 1, 2, 3, 4]
-
-
-def test_one_group_is_stored_like_several_and_comes_back_as_it_is():
-    buffer, group = GroupBuffer(1, 1), random_group()
-    buffer.add(group)
-    assert buffer[0] is group
-
-
-def test_a_group_can_be_read_by_its_place():
-    assert filled()[3].group_id == 3

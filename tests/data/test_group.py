@@ -125,12 +125,6 @@ def test_torchrls_own_grpo_loss_and_its_gradient_equal_ours_on_ragged_groups(agg
         torch.testing.assert_close(mine.grad, their.grad, rtol=0, atol=1e-6, msg=name)
 
 
-def test_rows_of_two_groups_are_refused():
-    rows = [g.to_tensordict()[0] for g in (random_group(group_id=1), random_group(group_id=2))]
-    with pytest.raises(ValueError, match=r"\[1, 2\]"):
-        Group.from_tensordict(lazy_stack(rows))
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(10, 80))
 def test_micro_batches_hold_every_group_once_and_keep_the_budget(lengths, budget):
     groups = [random_group(prompt=3, lengths=[n], group_id=i) for i, n in enumerate(lengths)]

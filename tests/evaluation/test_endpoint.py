@@ -99,11 +99,6 @@ def test_the_served_model_has_to_be_named_where_there_are_several(server):
         Endpoint(server.url)
 
 
-def test_a_server_that_is_not_there_is_told():
-    with pytest.raises(EndpointError, match="http://127.0.0.1:9/v1/models failed in 2 tries"):
-        Endpoint("http://127.0.0.1:9/v1", retries=1, sleep=lambda _: None)
-
-
 def test_an_endpoint_is_not_asked_for_sessions_of_an_agent(monkeypatch):
     settings = SimpleNamespace(env=SimpleNamespace(score_timeout_s=1.0, max_failed_fraction=0.1))
     monkeypatch.setattr(sources, "make_eval_env", lambda *_: Told([{}]))

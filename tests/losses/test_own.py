@@ -54,37 +54,17 @@ def test_an_own_kl_has_the_loss_and_gradient_of_ours():
     torch.testing.assert_close(result(kl=own_k2), result(kl="k2"))
 
 
-def test_a_surrogate_through_log_prob_alone_counts_as_trainable():
-    weighted = result(surrogate=lambda log_ratio, advantage, log_prob: -log_ratio.detach().exp() * advantage * log_prob)
-    torch.testing.assert_close(weighted, result(surrogate="cispo", clip_low=1.0, clip_high=1e6))
-
-
-def in_place(log_ratio, advantage):
-    advantage.mul_(2)
-    return -log_ratio.exp() * advantage
-
-
 @pytest.mark.parametrize(
     ("surrogate", "message"),
     [
-        (lambda log_ratio, advantage: (log_ratio * advantage).mean(), r"returned shape [] for 10 tokens; return [10]"),
-        (lambda log_ratio, advantage: 3.0, "returned 3.0 for 10 tokens"),
-        (lambda log_ratio, advantage: (log_ratio * advantage).double(), "returned torch.float64 for torch.float32"),
-        (lambda log_ratio, advantage: -advantage, "no gradient reaches the policy; compute with log_ratio or log_prob"),
-        (lambda log_ratio, advantage: -log_ratio.detach().exp() * advantage, "no gradient reaches the policy"),
-        (lambda log_ratio, advantage: -log_ratio.square().exp() * advantage, "the value is -inf at a log-ratio of 12"),
-        (lambda log_ratio, advantage: -log_ratio.abs().sqrt() * advantage, "the gradient is nan at a log-ratio of 0"),
-        (lambda log_ratio, advantage: -log_ratio * (advantage - advantage.mean()), "where other tokens are beside it"),
-        (lambda log_ratio, advantage: -log_ratio.exp() * advantage / advantage.abs().mean(), "where other tokens are"),
-        (lambda log_ratio, advantage: -log_ratio.exp() * advantage / advantage.abs().max(), "where other tokens are"),
-        (in_place, "changes advantage in place"),
-        (lambda log_ratio, mask: log_ratio, "asks for mask; what it can get by name is log_ratio, advantage, log_prob"),
-        (lambda log_ratio, advantage: log_ratio @ torch.ones(3), "raised RuntimeError: "),
+        (lambda log_ratio, advantage: (log_ratio * advantage).mean(), r"returned shape [] for 6 tokens"),
+        (lambda log_ratio, advantage: 3.0, "returned 3.0 for 6 tokens"),
+        (lambda log_ratio, mask: log_ratio, "asks for mask; it can have log_ratio, advantage, log_prob"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_trained_on_is_refused_before_training(surrogate, message):
+)
+def test_what_is_no_loss_of_each_token_is_refused(surrogate, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        GRPOLoss(surrogate=surrogate)
+        result(surrogate=surrogate)
     assert str(error.value).startswith("loss.surrogate=")
 
 

@@ -27,11 +27,6 @@ def config(*overrides):
         return compose("grpo_gsm8k", overrides=list(overrides))
 
 
-def test_the_papers_of_the_field_are_there():
-    named = "grpo dr_grpo dapo bnpo gspo gspo_token cispo rloo sapo reinforce_pp gdpo tis icepop"
-    assert set(PRESETS) >= set(named.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
@@ -71,12 +66,6 @@ def test_the_builder_gives_the_loss_what_the_config_says():
 
 
 @pytest.mark.slow
-def test_dr_grpo_divides_by_the_longest_response_unless_a_number_is_given():
-    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99")).normalizer == 99
-    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "annotated", "on_policy"),
     [
@@ -112,26 +101,11 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss.surrogate=clip"], "did you mean clipped"),
         (["loss.ratio=answer"], "loss.ratio is 'answer'; it can be token, sequence, sequence_token"),
-        (["loss.aggregate=mean"], "loss.aggregate is 'mean'; it can be .*prompt_mean"),
-        (["loss.advantage=z_score"], "did you mean zscore"),
-        (["loss.kl=k4"], "loss.kl is 'k4'"),
-        (["loss.kl_in=rewards"], "did you mean reward"),
-        (["loss.correction=truncated"], "did you mean truncate"),
-        (["loss.correction_level=tokens"], "did you mean token"),
         (["loss.clip_low=1.5"], "loss.clip_low is 1.5"),
-        (["loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
-        (["loss.dual_clip=1.0"], "use at least 1.2"),
-        (["loss.tau_pos=0"], "loss.tau_pos is 0; it must be more than 0"),
+        (["loss.dual_clip=1.0"], "loss.dual_clip is 1"),
         (["loss.correction_high=0.9"], "a weight of 1 must lie between them"),
-        (["loss.top_entropy_fraction=0"], "more than 0 and at most 1"),
-        (["loss.top_entropy_fraction=20"], "more than 0 and at most 1"),
-        (["loss.advantage_clip=0"], "loss.advantage_clip is 0"),
-        (["loss.aggregate=constant", "loss.normalizer=0"], "loss.normalizer is 0"),
-        (["loss.kl=k1", "policy.kl_coef=0.1"], "gradient of mean zero"),
         (["loss.kl=k3+", "loss.kl_in=reward", "policy.kl_coef=0.1"], "differs by its gradient"),
-        (["loss=gdpo", "loss.kl_in=reward", "policy.kl_coef=0.1"], "use loss.kl_in=loss"),
     ],
 )
 def test_wrong_settings_are_told_before_anything_starts(overrides, message):

@@ -19,7 +19,7 @@ from transformers import (
 
 from grpo_rl.perf import roofline
 from grpo_rl.perf.rates import Rates
-from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s, roofline_metrics
+from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s
 from grpo_rl.policies.loading import load_quantized
 from grpo_rl.policies.lora import LoRA, add_adapters
 from grpo_rl.testing import forked_groups, random_group, save_tiny_model
@@ -105,14 +105,6 @@ def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(
     assert attention == 6 * 2 * seen * 2 * 2 * 4
 
 
-def test_groups_without_advantage_need_no_training_where_they_are_skipped():
-    dull = random_group(prompt=4, lengths=[3, 2]).with_advantages(torch.zeros(2))
-    keen = random_group(prompt=4, lengths=[3, 2], group_id=1, seed=1).with_advantages(torch.tensor([-1.0, 1.0]))
-    skipped, all_of_them = (floors_s([dull, keen], SIZES, UNIT, skip_zero_advantage=skip) for skip in (True, False))
-    assert skipped["train"] == all_of_them["train"] / 2 == 6600
-    assert skipped["sample"] == all_of_them["sample"] > 0  # they were sampled all the same
-
-
 def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left_out():
     cut, partly = (
         replace(
@@ -123,30 +115,6 @@ def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left
     )
     left_out, trained = (floors_s([cut, partly], SIZES, UNIT, mask_truncated=mask)["train"] for mask in (True, False))
     assert left_out == trained / 2 == 6600
-
-
-def test_only_groups_that_a_reference_scored_count_as_scored():
-    group = random_group(prompt=4, lengths=[3, 2])
-    assert floors_s([group], SIZES, UNIT)["score"] == 0
-    scored = floors_s([replace(group, ref_log_probs=torch.zeros(5))], SIZES, UNIT)
-    assert scored["score"] == 2 * 100 * 9 + 2 * 40 * 5 == scored["train"] / 3
-
-
-def test_decoding_takes_what_is_scarcer_arithmetic_or_memory():
-    group = random_group(prompt=4, lengths=[3, 1])
-    prefill, decode = 2 * 100 * 4, 2 * 140 * 4
-
-    def sample_s(bytes_per_s: float, **settings: int) -> float:
-        return floors_s([group], SIZES, Rates(1.0, bytes_per_s), **settings)["sample"]
-
-    assert sample_s(bytes_per_s=1e9) == prefill + decode
-    # The longest response takes 3 steps, each reads all 280 bytes, whatever the number of responses: 8400 s > 1120 s.
-    assert sample_s(bytes_per_s=0.1) == pytest.approx(prefill + 3 * 280 / 0.1)
-    assert sample_s(bytes_per_s=1e9, inference_devices=4) == (prefill + decode) / 4
-
-
-def test_a_push_reads_and_writes_every_parameter():
-    assert floors_s([random_group()], SIZES, Rates(1.0, 100.0))["sync"] == 6.0  # 2·300 bytes
 
 
 def test_what_prompts_begin_with_in_common_is_computed_once():
@@ -163,19 +131,6 @@ def test_what_responses_begin_with_in_common_is_trained_on_once():
     assert (
         floors_s(forked_groups(), SIZES, UNIT, alike=False)["train"] == 6 * 100 * (12 + 5 + 21 + 3 + 81) + 6 * 40 * 81
     )
-
-
-def test_phases_that_had_nothing_to_do_or_did_not_run_have_no_fraction():
-    floors = {"sample": 1.0, "score": 0.0, "train": 2.0, "sync": 1.0}
-    metrics = roofline_metrics(floors, {"score": 0.1, "train": 8.0}, 16.0)
-    assert metrics == {"limit_fraction": 0.25, "limit_fraction/train": 0.25}
-
-
-def test_rates_that_are_given_stay_and_nothing_is_measured(tiny, monkeypatch):
-    monkeypatch.setattr(roofline, "machine_rates", None)
-    step = StepRoofline(tiny, rates=Rates(1e6, 1e6))
-    needs = sum(floors_s([random_group()], step.sizes, Rates(1e6, 1e6)).values())
-    assert step.metrics([random_group()], {}, needs / 4) == {"limit_fraction": pytest.approx(4.0)}
 
 
 @pytest.fixture
@@ -200,17 +155,6 @@ def test_a_step_that_beats_its_floor_has_the_machine_measured_again_once(tiny, m
     assert asked == [(torch.bfloat16, "cpu", False), (torch.bfloat16, "cpu", True)]
     step.metrics(groups, {}, needs / 2)
     assert len(asked) == 2
-
-
-def test_a_step_within_the_limit_is_not_followed_by_a_measurement(tiny, monkeypatch):
-    monkeypatch.setattr(roofline, "machine_rates", lambda dtype, device: Rates(1e9, 1e9))  # knows no `again`
-    step = StepRoofline(tiny)
-    floors = floors_s([random_group()], step.sizes, step.rates)
-    slow = {phase: 4 * floor for phase, floor in floors.items() if floor}
-    metrics = step.metrics([random_group()], slow, 8 * sum(floors.values()))
-    assert metrics == pytest.approx(
-        {"limit_fraction": 1 / 8} | {f"limit_fraction/{phase}": 1 / 4 for phase in ("sample", "train", "sync")}
-    )
 
 
 def test_of_a_mixtures_experts_those_count_that_a_token_visits():

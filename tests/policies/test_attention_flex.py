@@ -10,11 +10,11 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from grpo_rl.policies import attention_flex as flex
 from grpo_rl.policies.attention import MASK_CHUNK, attention
-from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
+from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.testing import forked_groups, random_group
 
@@ -119,40 +119,6 @@ def test_in_chunks_a_token_sees_those_of_its_own_chunk_alone(chunk):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 133])
-def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(window):
-    """The reference implementation reads the mask alone; the kernels read the blocks, so they are looked at here."""
-    layout = layout_of(SHAPES, forked_groups())
-    real, tokens = layout.tokens, padded_length(layout.tokens)
-    blocks = block_mask(layout.nodes, tokens, window, CPU)
-    mask = torch.eye(tokens, dtype=torch.bool)  # a padded token sees itself alone
-    mask[:real, :real] = who_sees_whom(layout, window)
-    expected = create_block_mask(lambda b, h, q, k: mask[q, k], 1, 1, tokens, tokens, CPU, BLOCK_SIZE=BLOCK)
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, order = getattr(expected, f"{name}_num_blocks"), getattr(expected, f"{name}_indices")
-        assert torch.equal(getattr(blocks, f"{name}_num_blocks"), counts), name
-        assert torch.equal(getattr(blocks, f"{name}_indices"), order), name
-    assert torch.equal(blocks.to_dense(), expected.to_dense())
-
-
-def test_some_blocks_are_full_and_most_are_skipped():
-    """A prompt of 4 blocks, 4 responses of a block each: a response sees 4 blocks whole and half of its own. Twice."""
-    blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).nodes, 16 * BLOCK, None, CPU)
-    assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4] * 2
-    assert blocks.kv_num_blocks.flatten().tolist() == [1] * 16
-
-
-def test_the_mask_is_made_once_for_all_layers(monkeypatch):
-    made = []
-    monkeypatch.setattr(flex, "reach", lambda *args, reach=flex.reach: made.append(args) or reach(*args))
-    layout = layout_of([(6, [2, 9])])
-    inputs = qkv(17)
-    for _layer in range(3):
-        for window in (None, 5):
-            flex_shared_prefix(*inputs, layout, 1.0, window)
-    assert [window for _, _, window in made] == [None, 5]
-
-
 def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
     counter = CompileCounter()
     torch.compiler.reset()
@@ -165,14 +131,6 @@ def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
     layout = layout_of([(500, [13])])
     flex_shared_prefix(*qkv(513), layout, 0.3)
     assert counter.frame_count == 2
-
-
-def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
-    lengths = {n: padded_length(n) for n in range(1, 40_000)}
-    assert len(set(lengths.values())) <= 16
-    for tokens, padded in lengths.items():
-        assert padded % BLOCK == 0 and tokens <= padded
-        assert padded <= max(512, 1.5 * tokens)
 
 
 @pytest.mark.nightly

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -53,37 +51,6 @@ def test_nothing_is_compiled_again_for_other_lengths(folder):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-class TinyRMSNorm(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-@needs_compiler
-def test_a_process_may_compile_models_of_many_widths(folder, monkeypatch):
-    # What is limited is how often Dynamo traces a class; the compiler behind it, which takes seconds each time, isn't.
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
-    model = TrainPolicy.load(folder, torch.float32).model
-    model.norms = torch.nn.ModuleList(TinyRMSNorm(width) for width in range(2, 12))
-    compiled.compile_pointwise(model)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for norm in model.norms:
-        norm(torch.ones(3, len(norm.weight)))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + len(model.norms)
-
-
-@needs_compiler
-def test_every_norm_and_mlp_is_compiled_and_the_weights_keep_their_names(folder):
-    plain, policy = (TrainPolicy.load(folder, torch.float32, compile=c) for c in (False, True))
-    assert policy.model.state_dict().keys() == plain.model.state_dict().keys()
-    is_compiled = {type(m).__name__: m._compiled_call_impl is not None for m in policy.model.modules()}
-    assert plain.compile_s is None and policy.compile_s is not None and policy.compile_s > 0
-    assert is_compiled["LlamaRMSNorm"] and is_compiled["LlamaMLP"] and not is_compiled["LlamaAttention"]
-
-
 def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(folder, torch.float32, compile=None)
@@ -131,23 +98,3 @@ def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder
             groups = [random_group(prompt=length, lengths=[length, 2 * length])]
             policy.add_log_probs(groups, 4000)
             scored(policy, groups)
-
-
-@pytest.mark.nightly
-@needs_compiler
-def test_a_compiled_layer_runs_fewer_kernels_than_its_operators(folder):
-    def operators(policy: TrainPolicy) -> int:
-        """CPU operators of one forward and backward pass, a compiled region's own kernels not among them."""
-        groups = [random_group(prompt=5, lengths=[7, 3])]
-        scored(policy, groups)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            scored(policy, groups)
-        return sum(
-            event.count for event in profile.key_averages() if event.key in ("aten::mul", "aten::add", "aten::pow")
-        )
-
-    policy = TrainPolicy.load(folder, torch.float32)
-    plain = operators(policy)
-    compiled.compile_layers(policy.model, with_attention=False)
-    layers = operators(policy)
-    assert layers < plain / 2, f"{plain} element-wise operators uncompiled, {layers} with compiled layers"

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
-import torch
-import torch._inductor.config as inductor_config
-from filelock import FileLock
 
 from grpo_rl.policies import compiler
-from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
-from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import save_tiny_model
 
 needs_compiler = pytest.mark.skipif(not compiler.has_compiler("cpu"), reason="no C++ compiler")
@@ -32,29 +26,6 @@ def started(program: str, **variables: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-@pytest.mark.nightly
-@needs_compiler
-@torch._dynamo.config.patch(specialize_float=False)
-@inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})
-def test_a_norms_epsilon_is_no_input_of_its_graph_on_a_gpu(folder, monkeypatch):
-    graphs = []
-    backend = functools.partial(lambda graph, inputs: graphs.append(inputs) or graph)
-    compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
-    monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    model = TrainPolicy.load(folder, torch.float32).model
-    compile_pointwise(model)
-    assert not torch._dynamo.config.specialize_float, "a CPU's graphs are left alone"
-    threads = torch.get_num_threads()
-    set_gpu_options()
-    torch.set_num_threads(threads)
-    norm = model.get_submodule("model.norm")
-    assert isinstance(norm.weight, torch.Tensor)
-    norm(torch.ones(3, len(norm.weight)))
-    ((*_, hidden, weight),) = graphs
-    assert [x.shape[-1:] for x in (hidden, weight)] == [norm.weight.shape] * 2
-    assert not [x for x in graphs[0] if isinstance(x, torch.Tensor) and not x.dim()]
 
 
 LOAD = """
@@ -156,23 +127,3 @@ def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path
     killed = subprocess.run([sys.executable, "-c", SMALL], env=env, start_new_session=True, timeout=600)
     assert killed.returncode == -signal.SIGKILL and library.stat().st_size == 0
     assert started(SMALL, **env).splitlines()[-1] == "None" and library.stat().st_size > 0
-
-
-def test_what_another_process_builds_and_what_was_built_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
-    monkeypatch.delenv(compiler.INDUCTOR_CACHE, raising=False)
-    monkeypatch.setattr(compiler, "default_cache_dir", lambda: str(tmp_path / "pytorch"))
-    folder, header = tmp_path / "compiled" / "ab", tmp_path / "pytorch" / "precompiled_headers" / "abc.h.gch"
-    files = ("built.main.so", "left.main.so", "abc.so", "held.main.so", "other.optimized.o")
-    for path in (*(folder / name for name in files), header):
-        path.with_name(f"{path.stem}_CxxBuild").mkdir(parents=True)
-        path.write_bytes(b"")
-    (folder / "built.main_CxxBuild").rmdir()
-    for locks in (header.parent / "locks", folder.parent / "locks"):
-        locks.mkdir()
-    with FileLock(locks / "held.lock"):
-        compiler.keep_compiled_code()
-    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [
-        "built.main.so", "held.main.so", "other.optimized.o"
-    ]  # fmt: skip
-    assert not header.exists()

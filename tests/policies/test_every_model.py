@@ -378,24 +378,6 @@ def test_the_page_on_model_classes_names_each_class_once_and_counts_them():
     assert sorted(on_page) == NAMES, "run python tools/model_classes.py"
 
 
-def test_refusals_with_a_common_cause_share_a_row_and_others_are_shown_whole():
-    refusal = "XForCausalLM cannot be trained here: {}".format
-    assert TOOL["shared_reason"](refusal("its XAttention is not causal")) == "attention that is not causal"
-    assert TOOL["shared_reason"](refusal("it has layers of type a, b; supported are c")) == "layers of type a, b"
-    assert TOOL["shared_reason"](refusal("it is odd")) == "it is odd"
-    assert TOOL["rows"]({"odd": ["b"], "not causal": ["c", "A"]}) == [
-        "| not causal | 2 | `A`, `c` |",
-        "| odd | 1 | `b` |",
-    ]
-
-
-def test_a_class_that_is_equal_without_noise_and_refused_with_it_is_no_verdict():
-    equal, refused, unbuilt = (Verdict(kind, "") for kind in ("equal", "refused", "unbuilt"))
-    assert TOOL["merged"]({("A", None): equal, ("A", 0.3): unbuilt}) == {"A": equal}
-    with pytest.raises(AssertionError, match="A is refused and equal"):
-        TOOL["merged"]({("A", None): equal, ("A", 0.3): refused})
-
-
 @pytest.mark.nightly
 def test_every_model_of_transformers_is_scored_like_its_own_forward_or_refused():
     verdicts = check(NAMES)

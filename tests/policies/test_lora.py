@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 
-import jaxtyping
 import pytest
 import torch
 import transformers
@@ -15,15 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     Qwen2ForCausalLM,
 )
 
 from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.loading import check_model
-from grpo_rl.policies.lora import adapted_layers, adapters_off, add_adapters, base_weights, check_readable, targeted
+from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
 from grpo_rl.training.optimizer import PolicyOptimizer
@@ -212,18 +208,6 @@ def test_dropout_makes_the_policys_scores_random_but_not_its_references(folder):
         assert torch.equal(reference.score(GROUPS)[0], reference.score(GROUPS)[0])
 
 
-def test_a_reference_that_is_interrupted_while_it_begins_leaves_the_policy_as_it_was(folder, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    model = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4)).model
-    disable = model.disable_adapters
-    monkeypatch.setattr(model, "disable_adapters", lambda: (disable(), interrupt()))
-    with pytest.raises(KeyboardInterrupt), adapters_off(model):
-        pass
-    assert not any(layer.disable_adapters for layer in adapted_layers(model).values())
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
@@ -246,30 +230,12 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     assert len(set(graphs)) == 1 and counters["graph_break"] == breaks
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(rank=-1), "rank is -1; it must be a whole number"),
-        (dict(rank=1.5), r"rank is 1\.5"),
-        (dict(rank=True), "rank is True"),
-        (dict(rank=4, alpha=0), "alpha is 0; it must be more than 0"),
-        (dict(rank=4, alpha="x"), "alpha is x"),
-        (dict(rank=4, dropout=1.0), r"dropout is 1\.0; it must be at least 0 and less than 1"),
-        (dict(rank=4, targets="q_proj"), r"targets is 'q_proj'; give a list of names, as in \[q_proj\], or all-linear"),
-        (dict(rank=4, targets=[]), r"targets is \[\]; give a list"),
-        (dict(rank=4, targets=[3]), r"targets is \[3\]; give a list"),
-        (dict(rank=4, push="both"), "push is 'both'; it can be merged or adapter"),
-        (dict(rank=4, export="both"), "export is 'both'"),
-        (dict(rank=513, push="adapter"), "rank is 513, and vLLM holds adapters of rank 512 at most"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests are told of wrong types by it
-    with pytest.raises(ValueError, match=f"train_model.lora.{message}"):
-        LoRA(**settings)
+def test_a_rank_for_which_vllm_has_no_slot_is_refused():
+    with pytest.raises(ValueError, match="rank is 513, and vLLM holds adapters of rank 512 at most"):
+        LoRA(rank=513, push="adapter")
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"], ["embed_tokens"], ["proj"]])
+@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"]])
 def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_are_read(folder, monkeypatch, targets):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     there = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
@@ -277,31 +243,6 @@ def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_a
         ValueError, match=f"targets: {targets[-1]} is no linear layer inside LlamaForCausalLM.* {there}"
     ):
         TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, targets=targets))
-
-
-def save_mixtral(folder):
-    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    MixtralConfig(
-        **sizes, num_key_value_heads=2, num_local_experts=2, architectures=["MixtralForCausalLM"]
-    ).save_pretrained(folder)
-    return folder
-
-
-def test_all_linear_names_the_experts_that_it_would_leave_out_and_what_to_set_instead_before_weights_are_read(tmp_path):
-    """The folder has a config and no weights."""
-    folder = save_mixtral(tmp_path)
-    experts = r"mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj"
-    with pytest.raises(ValueError, match=rf"{experts}\. .*\[q_proj, k_proj, v_proj, o_proj\].*lora.rank=0"):
-        TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4))
-
-
-def test_experts_stay_as_they_are_where_targets_are_named(tmp_path):
-    model = MixtralForCausalLM(MixtralConfig.from_pretrained(save_mixtral(tmp_path)))
-    policy = TrainPolicy(add_adapters(model, LoRA(rank=2, targets=["q_proj", "o_proj"])))
-    policy.score([random_group(vocab=8)])[0].sum().backward()
-    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    layer = "model.layers.0.self_attn"
-    assert trained == {f"{layer}.{x}_proj.lora_{y}.default.weight" for x in "qo" for y in "AB"}
 
 
 GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -320,7 +261,6 @@ def tiny_mixture(name):
     ("name", "others"),
     [
         ("DeepseekV3ForCausalLM", GATED), ("Llama4ForCausalLM", GATED), ("PhimoeForCausalLM", ["o_proj"]),
-        ("Glm4MoeForCausalLM", GATED), ("Qwen3NextForCausalLM", GATED),
     ],
 )  # fmt: skip
 def test_the_targets_that_a_refusal_names_get_adapters_and_no_router_or_expert_does(name, others):
@@ -349,7 +289,7 @@ def test_peft_reads_a_folder_of_adapters_of_a_mixture_as_they_were_trained(name,
     torch.testing.assert_close(read(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("targets", [GATED, ["gate_proj"], ["down_proj"]])
+@pytest.mark.parametrize("targets", [GATED, ["down_proj"]])
 def test_adapters_that_peft_would_not_read_again_are_refused_before_weights_are_read(tmp_path, targets):
     tiny_config(transformers.DeepseekV3ForCausalLM, None).save_pretrained(tmp_path)
     told = f"export=adapter: peft takes {', '.join(targets)} of DeepseekV3ForCausalLM .* set .*export=merged"
@@ -362,7 +302,6 @@ def test_adapters_that_peft_would_not_read_again_are_refused_before_weights_are_
 @pytest.mark.parametrize(
     ("quantization", "rank", "compiled", "message"),
     [
-        ("nf8", 4, None, "quantization is 'nf8'; it can be null, nf4, fp4, int8"),
         ("nf4", 0, None, "quantization=nf4 without adapters"),
         ("nf4", 4, True, "compile=true with quantization=nf4"),
     ],
@@ -379,11 +318,6 @@ def test_int8_on_a_gpu_is_refused_as_the_engine_would_compute_something_else(mon
     check_quantization("nf4", LoRA(rank=4), None)
     with pytest.raises(ValueError, match="quantization=int8 on a GPU: .* use nf4"):
         check_quantization("int8", LoRA(rank=4), None)
-
-
-@pytest.mark.parametrize("module", ["backends.cpu.ops", "autograd._functions"])
-def test_bitsandbytes_which_peft_imports_in_every_run_warns_of_nothing(module):
-    assert not logging.getLogger(f"bitsandbytes.{module}").isEnabledFor(logging.WARNING)
 
 
 def test_missing_libraries_are_named_with_their_extra(monkeypatch):

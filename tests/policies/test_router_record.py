@@ -70,14 +70,6 @@ def test_the_busiest_expert_and_the_entropy_are_those_by_hand():
     assert router_metrics([router_record(model).take()]) == {}, "a step begins anew"
 
 
-def test_one_collapsed_layer_of_several_is_seen():
-    model = mixture()
-    torch.nn.init.zeros_(model.model.layers[1].mlp.gate.weight)  # the same two of four experts for every token
-    assert metrics_of(model, [group()]) == pytest.approx(
-        {"router/load_max_over_mean": 2.0, "router/entropy": (2 * ENTROPY + math.log(4)) / 3}
-    )
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_only_the_forward_passes_of_training_count_and_each_once(checkpointing):
     model = mixture(checkpointing=checkpointing)

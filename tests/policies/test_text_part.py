@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.data.group import Group
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.policies.hub import check_class, resolve_model, weight_names
+from grpo_rl.policies.hub import weight_names
 from grpo_rl.policies.loading import check_model, load_whole, skeleton
 from grpo_rl.policies.lora import LoRA, adapted_layers, add_adapters
 from grpo_rl.policies.policy import TrainPolicy
@@ -99,18 +99,6 @@ def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
     torch.testing.assert_close(actual, scored_by_whole(whole, 0.7), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", WHOLES)
-def test_a_folder_of_text_and_vision_is_a_model(name, tmp_path):
-    whole_model(name).save_pretrained(tmp_path)
-    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
-
-
-@pytest.mark.parametrize("kind", ["llava", "internvl", "qwen3_vl", "idefics3", "smolvlm"])
-def test_a_type_with_a_text_part_is_left_to_the_text_parts_own_check(kind, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    check_class(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])
 def test_what_was_trained_is_pushed_and_exported_as_a_model_of_text_alone(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path / "whole")
@@ -173,7 +161,3 @@ def test_text_that_is_no_causal_language_model_of_its_own_is_refused(tmp_path):
 def test_text_of_which_the_whole_makes_other_logits_is_refused(tmp_path):
     """Cohere 2 multiplies its logits by ``logit_scale``; the class with vision does not."""
     assert "make different logits" in refused(transformers.Cohere2VisionConfig(), tmp_path)
-
-
-def test_text_that_the_whole_computes_with_other_layers_is_refused(tmp_path):
-    assert "has 0 BartDecoderWrapper, not one" in refused(transformers.Florence2Config(), tmp_path)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 
 # isort: split
+from typing_extensions import override
 from vllm import RequestOutput
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -24,7 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
-from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Sampling, check_request
+from grpo_rl.engines.base import AbortedError, AsyncEngine, EngineDeadError, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
@@ -38,7 +39,7 @@ _POLL_S = 0.2
 """Interval at which a waiting call checks that the process lives."""
 
 
-class AsyncVLLMEngine(VLLMBase):
+class AsyncVLLMEngine(VLLMBase, AsyncEngine):
     """One vLLM instance, its core in a process of its own; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Building one takes until the process is ready, half a minute with a small model; it may be built in another thread
@@ -54,9 +55,6 @@ class AsyncVLLMEngine(VLLMBase):
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
         settings: the other arguments of :class:`VLLMBase`.
-
-    Raises:
-        ValueError: as :class:`VLLMBase`.
     """
 
     def __init__(
@@ -79,14 +77,13 @@ class AsyncVLLMEngine(VLLMBase):
             self._arguments["distributed_executor_backend"] = NamelessExecutor
         how = WeightTransferConfig(transfer if transfer == "nccl" else BACKEND)
         arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=how)
-        with self._explained():
-            self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
+        self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
         manager = self._llm.engine_core.resources.engine_manager  # pyrefly: ignore[missing-attribute]
         self.pids = [process.pid for process in getattr(manager, "processes", ())]
         """Process ids of vLLM's core."""
 
+    @override
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.generate`."""
         check_request([prompt], n, sampling, self.max_model_len)
         response = asyncio.ensure_future(self._sample(request_id, prompt, n, sampling))
         awaits_routes = self._records_routes
@@ -110,14 +107,14 @@ class AsyncVLLMEngine(VLLMBase):
             response.cancel()
             # No request is made before recording has begun.
             if awaits_routes and self._recording and self._recording.done() and not self._recording.exception():
-                # Not waited for: whoever cancels this need not wait, and what ended it is not to be hidden.
+                # Not waited for: the caller may be cancelled, and what ended it is not to be hidden.
                 forgetting = asyncio.ensure_future(self._forget_routes(request_id, response))
                 self._forgetting.add(forgetting)
                 forgetting.add_done_callback(self._forgetting.discard)
 
     async def _forget_routes(self, request_id: str, response: asyncio.Future[Any]) -> None:
         """Drops what is recorded of a request's routes, if the process lives."""
-        await asyncio.wait({response})  # vLLM is told that it is aborted before
+        await asyncio.wait({response})  # its abort has reached vLLM then
         with suppress(EngineDeadError):
             await self._within("forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],)))
 
@@ -135,23 +132,23 @@ class AsyncVLLMEngine(VLLMBase):
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 
+    @override
     async def abort(self, *request_ids: str) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.abort`."""
         await self._within("an abort", self._core.abort(request_ids))
 
+    @override
     async def pause(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
         # Not `AsyncLLM.pause_generation`, which waits another 20 ms so that the last tokens are seen before it returns.
         call = self._core.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keep_cache)  # pyrefly: ignore[missing-attribute]
         await self._within("a pause", call)
         self._pauses += 1
 
+    @override
     async def resume(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.resume`."""
         await self._within("going on", self._core.resume_generation())
 
+    @override
     async def check_health(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
         await self._within("a health check", self._core.is_paused())
 
     # An update in steps, under vLLM's names and arguments, so that vLLM's own trainers can drive it.
@@ -203,19 +200,19 @@ class AsyncVLLMEngine(VLLMBase):
         """Bytes of the KV cache that vLLM found to be left when it started; 0 on a CPU."""
         return (await self._within("asking for its cache", self._core.collective_rpc("cache_bytes")))[0]
 
+    @override
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""
         plain = {name: list(shape) for name, shape in shapes.items()}
         arguments = (plain, str(self.dtype).removeprefix("torch."), self.proves_bytes and not read_back)
         call = self._core.collective_rpc("held_fingerprints", args=arguments)
         shards = await self._within("fingerprints", call)
         return {name: add(*(shard[name] for shard in shards)) for name in shapes}
 
+    @override
     async def close(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.close`."""
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            # vLLM kills a process that hangs after this time, before whoever closes this gives up on it.
+            # vLLM kills a process that hangs after this time, before the caller gives up on it.
             await asyncio.to_thread(llm.shutdown, min(self.deadline_s, _CLOSE_S))
 
     @property
@@ -225,11 +222,7 @@ class AsyncVLLMEngine(VLLMBase):
         return self._llm
 
     async def _within(self, what: str, call: Awaitable[T]) -> T:
-        """Waits for the call and returns its result.
-
-        Raises:
-            EngineDeadError: it did not return within the deadline, or the process died.
-        """
+        """Waits for the call and returns its result."""
         task = asyncio.ensure_future(call)
         clock = asyncio.get_running_loop().time
         end = clock() + self.deadline_s

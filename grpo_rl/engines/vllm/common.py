@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.capacity import batch_tokens, graph_sizes
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
-from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
@@ -48,15 +46,14 @@ class VLLMBase:
         adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
         cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
-            nobody else takes or frees memory there.
+            no other process takes or frees memory there.
         can_sleep: on a GPU, weights and KV cache lie in memory that a sleeping engine gives back. vLLM has such memory
             for one engine of a process at a time.
         router_replay: records the experts that a mixture's routers choose for each token.
         sampling: what it is started for: kept sets on a GPU and stop strings have to be asked for here.
 
     Raises:
-        ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
-            this dtype.
+        ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class VLLMBase:
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
             **text_part_arguments(model),
         }
-        self._explained = partial(refusals_explained, gpu_memory_utilization, max_model_len)
         if self._can_free:
             tokens = batch_tokens(torch.cuda.get_device_properties(0).total_memory)
             self._arguments |= {
@@ -144,9 +140,6 @@ class VLLMBase:
 
         Args:
             routes_key: under which the routes of its tokens will be asked for; None: they aren't.
-
-        Raises:
-            ValueError: the engine was not started for stop strings, or for cutting tokens off.
         """
         if sampling.stop and not self._started_for.stop:
             raise ValueError("this engine has no tokenizer; start it with a sampling that has stop strings")

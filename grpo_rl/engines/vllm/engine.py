@@ -17,18 +17,19 @@ from torch import Tensor
 import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 
 # isort: split
+from typing_extensions import override
 from vllm import LLM, RequestOutput
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
+from grpo_rl.engines.base import ADAPTER_NAME, Engine, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
 from grpo_rl.engines.vllm.sampling import samples_of, token_counts, with_routes
 
 
-class VLLMEngine(VLLMBase):
+class VLLMEngine(VLLMBase, Engine):
     """One vLLM instance in this process; its arguments are those of :class:`VLLMBase`."""
 
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
@@ -38,7 +39,7 @@ class VLLMEngine(VLLMBase):
         self._keys = map(str, count())
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
-            with threads_kept() if self._can_free else nullcontext(), self._explained():
+            with threads_kept() if self._can_free else nullcontext():
                 self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
                 if self._records_routes:
                     self._llm.collective_rpc("record_routes")
@@ -55,8 +56,8 @@ class VLLMEngine(VLLMBase):
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -74,8 +75,8 @@ class VLLMEngine(VLLMBase):
             return samples
         return with_routes(samples, self._llm.collective_rpc("take_routes", args=(key, token_counts(output)))[0])
 
+    @override
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.submit`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
         key = self._new_key()
@@ -85,22 +86,22 @@ class VLLMEngine(VLLMBase):
             str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
         )
 
+    @override
     def step(self) -> list[tuple[int, Samples]]:
-        """See :meth:`grpo_rl.engines.base.Engine.step`."""
         outputs = self._llm.llm_engine.step() if self._requests else []
         finished = [(output, *self._requests.pop(output.request_id)) for output in outputs if output.finished]
         return [(request, self._samples(output, sampling, key)) for output, request, sampling, key in finished]
 
+    @override
     def abort(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.abort`."""
         if self._requests:
             self._llm.llm_engine.abort_request(list(self._requests))
             if keys := [key for *_, key in self._requests.values() if key is not None]:
                 self._llm.collective_rpc("forget_routes", args=(keys,))
             self._requests.clear()
 
+    @override
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
         factors: dict[str, Tensor] = {}
         own = without_factors(weights, factors)
         if first := next(own, None):
@@ -116,8 +117,8 @@ class VLLMEngine(VLLMBase):
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update: requests are still running")
         self.version = version
 
+    @override
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = True) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         plain = {name: list(shape) for name, shape in shapes.items()}
         arguments = (plain, str(self.dtype).removeprefix("torch."), self.proves_bytes and not read_back)
         shards = self._llm.collective_rpc("held_fingerprints", args=arguments)
@@ -129,14 +130,14 @@ class VLLMEngine(VLLMBase):
             self._llm.sleep(level=1)
         self._asleep = True
 
+    @override
     def wake(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.wake`."""
         if self._asleep and self._can_sleep:
             self._llm.wake_up()
         self._asleep = False
 
+    @override
     def close(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Engine.close`."""
         if self._llm is None:
             return
         core, self._llm = self._llm.llm_engine.engine_core, None  # pyrefly: ignore[bad-assignment]

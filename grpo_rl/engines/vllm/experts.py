@@ -112,7 +112,7 @@ def expert_place(model: torch.nn.Module, name: str) -> ExpertPlace | None:
 
 
 def is_packed(method: Any) -> bool:
-    """Tells whether experts are packed on a CPU: not where AMD's library computes them."""
+    """True if experts are packed on a CPU: not where AMD's library computes them."""
     return not method.moe_kernel.fused_experts._use_zentorch
 
 

@@ -20,7 +20,7 @@ DERIVED = ("MLA", "MoE", "Experts", "LoRA")
 
 
 def is_plain(model: torch.nn.Module) -> bool:
-    """Tells whether every layer, on a GPU and whole, computes with the checkpoint's weights, or rows of them."""
+    """True if every layer, on a GPU and whole, computes with the checkpoint's weights, or rows of them."""
     if torch.distributed.get_world_size() > 1 or next(model.parameters()).device.type != "cuda":
         return False
     for module in model.modules():

@@ -99,9 +99,9 @@ class RouteRecorder:
         return taken
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Keeps no routes of these requests: they are aborted, or nobody waits for them.
+        """Keeps no routes of these requests: they are aborted, or no one waits for them.
 
-        vLLM has to be told of an abort first, so that none of them begins any more.
+        An abort has to reach vLLM first, so that none of them begins any more.
         """
         self._finished = {key: rows for key, rows in self._finished.items() if key[0] not in keys}
         self._forgotten |= set(keys) & {self._key(request) for request in self._runner.requests}

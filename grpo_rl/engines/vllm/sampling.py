@@ -82,7 +82,7 @@ def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]])
 
 
 def cuts_among(sampling: Sampling, vocabulary: int) -> bool:
-    """Tells whether any of a vocabulary's tokens can be cut off: a top-k of them all is none.
+    """True if any of a vocabulary's tokens can be cut off: a top-k of them all is none.
 
     >>> cuts_among(Sampling(top_k=4), 5), cuts_among(Sampling(top_k=5), 5), cuts_among(Sampling(top_k=5, min_p=0.1), 5)
     (True, False, True)

@@ -28,17 +28,12 @@ from grpo_rl.engines.shared_memory import (
     trainers_gpu_memory,
     trainers_memory,
 )
-from grpo_rl.engines.vllm.refusals import report_failures
 
 BACKEND = "grpo_rl_shared_memory"
 
 
 def register() -> None:
-    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times.
-
-    As vLLM calls it first in each of its processes, it also has them report why they do not start.
-    """
-    report_failures()
+    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryEngine.__name__)
 

@@ -78,11 +78,7 @@ class WorkerExtension:
         return size
 
     def record_routes(self) -> None:
-        """Records the experts of each token from now on.
-
-        Raises:
-            ValueError: as `RouteRecorder`.
-        """
+        """Records the experts of each token from now on."""
         self._routes = RouteRecorder(self.model_runner)
 
     def take_routes(self, key: str, lengths: list[int]) -> list[tuple[bytes, str, list[int]]]:

@@ -158,14 +158,3 @@ def test_attention_on_a_cpu_with_amx_takes_the_avx512_kernel(monkeypatch):
     assert cpu_attn._get_attn_isa.__wrapped__(torch.bfloat16, 32) == "amx"  # vLLM's own choice
     assert cpu_attn._get_attn_isa(torch.bfloat16, 32) == "vec"
     assert cpu_attn._get_attn_isa(torch.bfloat16, 16) == "vec16"
-
-
-def test_an_engines_start_leaves_torch_its_threads():
-    """vLLM's start on a GPU sets them to one, a global that each compiled function checks."""
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import threads_kept
-
-    before = torch.get_num_threads()
-    with threads_kept():
-        torch.set_num_threads(before + 1)
-    assert torch.get_num_threads() == before
