@@ -72,7 +72,8 @@ def _from_wheel(folder: Path) -> Path:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         files = [name for name in archive.namelist() if f"{ENGLISH.as_posix()}/" in name and not name.endswith("/")]
-        return Path([archive.extract(name, folder) for name in files][0]).parent
+        archive.extractall(folder, files)
+    return Path(folder, files[0]).parent
 
 
 if __name__ == "__main__":
