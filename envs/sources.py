@@ -252,7 +252,7 @@ def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
 
     try:
         with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as opened:
-            text = opened.read()
+            text = opened.read()  # pyrefly: ignore[missing-attribute]
     # Each way of compression has errors of its own.
     except Exception as error:
         raise ValueError(f"{key}={file} can't be read: {error}") from error
