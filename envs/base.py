@@ -65,8 +65,8 @@ class LLMEnv(EnvBase):
         curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
-        ValueError: there are no rows, no rewards, or a group of one, which has no advantage; a limit or choice makes no
-            sense; nothing runs a tool, or reads calls to it.
+        ValueError: there are no rows, no rewards, or a group of one, which has no advantage; nothing runs a tool, or
+            reads calls to it.
     """
 
     def __init__(
@@ -88,14 +88,10 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         curriculum: Mapping[str, Any] | None = None,
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"env.num_envs={num_envs}; at least 1 prompt must be in flight")
         if repeats < 2:
             raise ValueError(
                 f"env.repeats={repeats}; a response is compared with the others of its group, so at least 2 are needed"
             )
-        if max_turns < 1:
-            raise ValueError(f"env.max_turns={max_turns}; the policy needs at least 1 turn")
         if isolated is not None:
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):

@@ -60,7 +60,7 @@ class Code(Task):
         system_prompt: the first message; None or an empty text leaves it out.
 
     Raises:
-        ValueError: there is no sandbox, a weight is not a finite number, or a limit makes no sense.
+        ValueError: there is no sandbox, or a weight is not a finite number.
     """
 
     reward_parts = ("tests", "all_passed", "answer_format")
@@ -81,13 +81,6 @@ class Code(Task):
     ) -> None:
         self._weights = {"tests": tests, "all_passed": all_passed, "answer_format": answer_format}
         check_weights(self._weights)
-        for name, value, least in (
-            ("time_s", time_s, 0.1),
-            ("memory_mib", memory_mib, 64),
-            ("max_tests", max_tests, 1),
-        ):
-            if value is not None and not value >= least:
-                raise ValueError(f"env.{name}={value}; it must be at least {least}")
         self._sandbox = Sandbox(sandbox, Limits(memory_mib=memory_mib, cpu_s=time_s))
         self._max_tests, self._before, self.rows = max_tests, opening(system_prompt), rows
 
@@ -178,7 +171,7 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     """
     source = Source.of(path)
     if source.path is None:
-        source.refuse(source.given, "generated tasks")
+        source.refuse("generated tasks")
         return generated_rows(split)
     return tables.load_rows(source, split, COLUMNS, chat=("question", None)).map(_checked)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.by_name import is_name, object_by_name, one_line
+from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import Source
-from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
+from grpo_rl.envs.tables import is_message, load_rows, place_of
 from grpo_rl.envs.task import Task
 
 if TYPE_CHECKING:
@@ -21,19 +20,13 @@ def task_class(name: str) -> type[Task]:
     """The class that ``package.module:Class`` names.
 
     Raises:
-        ValueError: there is none, it is no task, it lacks a method, or its first parameter is not ``rows``.
+        ValueError: there is none, or it is no task.
     """
     found = object_by_name(name, "env.dataset", lambda value: inspect.isclass(value) and issubclass(value, Task))
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ValueError(
             f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task"
         )
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ValueError(f"env.dataset={name} lacks {' and '.join(missing)}; see docs/tasks.md")
-    first = next(iter(inspect.signature(found).parameters.values()), None)
-    if first is None or first.name != "rows" or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-        what = "takes nothing" if first is None else f"takes {first} first"
-        raise ValueError(f"env.dataset={name} {what}; __init__ must take `rows`, and settings after it")
     return found
 
 
@@ -47,42 +40,17 @@ def parameters_of(task: type[Task]) -> list[inspect.Parameter]:
 def load_own_rows(
     task: type[Task], name: str, path: str | Path | Source | None = None, split: str = "train"
 ) -> Sequence[dict]:
-    """The rows of a task at ``path``: by its static method ``load_rows(path, split)``, else as those of any data set.
-
-    Raises:
-        ValueError: a path is needed and not given, or there is nothing at it.
-    """
+    """The rows of a task at ``path``: by its own ``load_rows(path, split)``, else as those of any data set."""
     source, own = Source.of(path), getattr(task, "load_rows", None)
     if own is None:
         return load_rows(source, split, reader=name)
-    source.refuse([given for given in source.given if given != "split"], f"{name}, which has a load_rows of its own")
-    with _in_one_line(f"{name}.load_rows"):
-        return own(source.path, source.split or split)
+    source.refuse(f"{name}, which has a load_rows of its own", ("subset", "revision", "columns"))
+    return own(source.path, source.split or split)
 
 
 def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Task:
-    """The task of the rows; a config's lists come as lists.
-
-    Raises:
-        ValueError: it lacks an attribute that environments read.
-    """
-    with _in_one_line(f"{task.__module__}:{task.__qualname__}"):
-        made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyrefly: ignore[bad-argument-count]
-    for name, remedy in (
-        ("rows", "set self.rows = rows in __init__"),
-        ("reward_parts", "name the parts of its reward"),
-    ):
-        if not hasattr(made, name):
-            raise ValueError(f"{task.__module__}:{task.__qualname__} has no {name}; {remedy}")
-    return made
-
-
-@contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what} raised {one_line(error)}") from error
+    """The task of the rows; a config's lists come as lists."""
+    return task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyrefly: ignore[bad-argument-count]
 
 
 def check_task_of(env: LLMEnv, name: str) -> None:
@@ -92,17 +60,13 @@ def check_task_of(env: LLMEnv, name: str) -> None:
     more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:
-        ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored; with the row's
-            place and the cause.
+        ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored.
     """
     # They bring torch and processes, which a message needs not wait for.
     from grpo_rl.envs.guards.guard import Failure, ScoreGuard
     from grpo_rl.envs.rewards.combined import WithRewards
 
     task = env.task.task if isinstance(env.task, WithRewards) else env.task
-    parts = task.reward_parts
-    if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{name}: reward_parts is {parts!r:.80}; it must be a tuple of names")
     prompt = check_prompts(task, task.rows, name, None if is_name(name) else 1)
     guard = ScoreGuard(task, env.guard.deadline_s, 1.0)
     guard.tell = lambda _: None  # it is raised
@@ -116,25 +80,17 @@ def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None
     """The prompt of the first row, when those of all rows, or the first ``count``, have been found to be messages.
 
     Raises:
-        ValueError: one is not, or the task raised; with the row's place; or there are no rows.
+        ValueError: one is not; with the row's place; or there are no rows.
     """
     indices = range(len(rows) if count is None else count)
     if not indices:
         raise ValueError(f"{name} has no rows; give a dataset with at least one")
-    prompts = [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices]
-    return prompts[0]
-
-
-def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:
-    try:
-        messages = task.prompt(row)
-    except KeyError as error:
-        missing = error.args[0] if error.args else "?"
-        raise ValueError(f"{where}: there is no column {missing}{column_hint(missing, row)}") from error
-    except Exception as error:
-        raise ValueError(f"{where} raised {one_line(error)}") from error
-    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-        raise ValueError(
-            f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"
-        )
-    return messages
+    first = task.prompt(rows[0])
+    for index in indices:
+        messages = task.prompt(rows[index])
+        if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+            raise ValueError(
+                f"{name}: prompt of {place_of(rows, index)} is {messages!r:.120}; it must be a list of messages: "
+                "[{'role': 'user', 'content': 'text'}]"
+            )
+    return first

@@ -58,8 +58,6 @@ class PromptSource:
     ) -> None:
         if not len(task.rows):
             raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
-        if long_prompt not in ("error", "skip"):
-            raise ValueError(f"env.long_prompt={long_prompt}; choose error or skip")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(
                 f"{max_tokens} tokens are left for a prompt; raise inference_model.max_model_len "

@@ -18,25 +18,12 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
     if not weights:
         raise ValueError("env.mixture is empty; give at least one task with its weight: {gsm8k: 0.5, ifeval: 0.5}")
     for name, weight in weights.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-        if not number or weight <= 0:
-            raise ValueError(
-                f"env.mixture.{name}: the weight is {weight!r}; it must be a finite number above 0. Leave out a task "
-                "that is not to be drawn"
-            )
+        check_positive(f"{name}.weight", weight)
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
-def check_scale(name: str, scale: object) -> None:
-    """Raises ValueError unless the factor of a task's rewards is a finite number above 0.
-
-    >>> check_scale("gsm8k", 0)
-    Traceback (most recent call last):
-    ...
-    ValueError: env.mixture.gsm8k.scale is 0; it must be a finite number above 0, a factor of its rewards
-    """
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(
-            f"env.mixture.{name}.scale is {scale!r}; it must be a finite number above 0, a factor of its rewards"
-        )
+def check_positive(name: str, value: object) -> None:
+    """Raises ValueError unless a weight or scale of ``env.mixture`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"env.mixture.{name} is {value!r}; it must be a finite number above 0")

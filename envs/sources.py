@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import json
-import lzma
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Endings of compressed files of text, behind that of their format, and how they are opened."""
+PACKED = (".gz", ".bz2", ".xz")
+"""Endings of compressed files of text, behind that of their format."""
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[tuple[str, ...]], Sequence[str]]
@@ -42,8 +38,8 @@ class Source:
         columns: the data's name of a column, by the name that the task uses.
         keys: settings that these come from where they are not those of ``env`` with the same name, for messages.
 
-    >>> Source.of("rows.jsonl").given, Source("hf:owner/name", split="dev").given
-    ((), ('split',))
+    >>> Source.of("rows.jsonl").path
+    'rows.jsonl'
     """
 
     path: str | None = None
@@ -58,11 +54,6 @@ class Source:
         """A source itself, or that of a path alone."""
         return path if isinstance(path, Source) else cls(None if path is None else str(path))
 
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The settings beside the path that say something."""
-        return tuple(name for name in ("subset", "split", "revision", "columns") if getattr(self, name))
-
     def key(self, name: str) -> str:
         """The setting that one of these comes from.
 
@@ -72,12 +63,10 @@ class Source:
         """
         return self.keys.get(name, f"env.{name}")
 
-    def refuse(self, names: Collection[str], what: str) -> None:
+    def refuse(self, what: str, names: Collection[str] = ("subset", "split", "revision", "columns")) -> None:
         """Raises ValueError where one of these settings is given, as ``what`` has none."""
-        if given := [name for name in self.given if name in names]:
-            raise ValueError(
-                f"{self.key(given[0])}={getattr(self, given[0])} means nothing for {what}; leave it at its default"
-            )
+        if given := [name for name in names if getattr(self, name)]:
+            raise ValueError(f"{self.key(given[0])}={getattr(self, given[0])} means nothing for {what}")
 
 
 def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str] = ()) -> list[Placed]:
@@ -107,14 +96,11 @@ def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str
         if not file.exists() and is_hub_name(path):
             return _of_hub(path, source, split, choose)
         raise ValueError(f"{key}={path} is no {_KINDS}")
-    source.refuse(("subset", "split", "revision"), "files, which are one split")
+    source.refuse("files, which are one split", ("subset", "split", "revision"))
     return [row for file in files for row in _of_file(file, key, choose, texts)]
 
 
-_KINDS = (
-    f"file that ends in {', '.join(FORMATS)} (or that and {', '.join(PACKED)}), no folder or pattern of such files, "
-    "and no hub name (owner/name)"
-)
+_KINDS = f"file that ends in {', '.join(FORMATS)}, no folder or pattern of such files, and no hub name (owner/name)"
 
 
 def repository_of(path: str | None) -> str | None:
@@ -131,7 +117,7 @@ def repository_of(path: str | None) -> str | None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Tells whether a path has the form of a name of the hub.
+    """True if a path has the form of a name of the hub.
 
     >>> is_hub_name("trl-lib/tldr"), is_hub_name("my/own/rows")
     (True, False)
@@ -179,9 +165,8 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-    source.refuse(("revision",), "folders")
+    source.refuse("folders", ("revision",))
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        source.refuse(("subset",), "folders that datasets has saved")
         data = load_from_disk(str(folder))
         by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
         chosen = _chosen(by_split, source, split, folder)
@@ -223,11 +208,7 @@ def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Place
 
 
 def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
-    """A split of a data set of the hub, or of its cache.
-
-    Raises:
-        ValueError: there is no such data set, subset, split or revision, or the hub can't be reached.
-    """
+    """A split of a data set of the hub, or of its cache."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
@@ -246,8 +227,7 @@ def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
     except ValueError as error:
         # It names the splits and configurations that there are.
         raise ValueError(
-            f"{source.key('path')}={told}, split {split}: {error}; {source.key('subset')} and {source.key('split')} "
-            "choose"
+            f"{source.key('path')}={told}, split {split}: {error}; {source.key('subset')}, {source.key('split')} choose"
         ) from error
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
@@ -268,19 +248,31 @@ def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
     Raises:
         ValueError: the file can't be read, or something in it is no object.
     """
+    import fsspec  # it comes with `datasets`
+
     try:
-        with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
-            text = opened.read()
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as opened:
+            text = opened.read()  # pyrefly: ignore[missing-attribute]
+    # Each way of compression has errors of its own.
+    except Exception as error:
         raise ValueError(f"{key}={file} can't be read: {error}") from error
     if text.lstrip().startswith("["):
         rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
     else:
-        rows = _lines(text, file)
+        # Not splitlines(), which also breaks at characters that a JSON string may hold.
+        lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
+        rows = ((where, _parsed(line, where)) for where, line in lines if line.strip())
     for where, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
         yield where, row
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
 
 
 def _whole(value: Any, name: str, where: str) -> Any:
@@ -289,25 +281,5 @@ def _whole(value: Any, name: str, where: str) -> Any:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise ValueError(
-            f"{where}: {name} has half of a character, {half}, as where an emoji was cut in two; remove it"
-        ) from error
+        raise ValueError(f"{where}: {name} has half of a character, {half}, as of an emoji cut in two") from error
     return value
-
-
-def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
-    # Not splitlines(), which also breaks at characters that a JSON string may hold.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            yield where, _parsed(line, where)
-
-
-def _parsed(text: str, where: str) -> list:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
-    except ValueError as error:  # Python refuses integers of more digits
-        most = f"{sys.get_int_max_str_digits():,}"
-        raise ValueError(f"{where} has an integer of more than {most} digits; write it as a text") from error

@@ -6,12 +6,11 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from grpo_rl.envs.sources import FORMATS, Placed, Source, read
+from grpo_rl.envs.sources import Placed, Source, read
 from grpo_rl.envs.task import Messages
 
 Kind = type | UnionType
@@ -60,7 +59,6 @@ def load_rows(
     chat: tuple[str, str | None] | None = None,
     hub: str | None = None,
     reader: str = "prompt_response",
-    also: str = "",
 ) -> Rows:
     """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
@@ -74,7 +72,6 @@ def load_rows(
             :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
         reader: the task, for messages.
-        also: what else the task takes as path, for messages.
 
     Raises:
         ValueError: no path is given, there is no such file or data set or split, or it can't be read or is empty; or a
@@ -95,25 +92,15 @@ def load_rows(
     def choose(present: tuple[str, ...]) -> Sequence[str]:
         names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
         if chat:
-            names |= {TOOLS, *(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())}
+            names |= set(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())
         # All where none of those wanted is there, so that a message can tell what is.
         return [name for name in present if name in names] or present
 
-    texts = [source.columns.get(name, name) for name in columns or ()]
-    try:
-        placed = read(source, split, choose, texts)
-    except ValueError as error:
-        if "can't be read" in str(error) and (columns or also):
-            given = f" with {', '.join(columns)}" if columns else ""
-            raise ValueError(f"{error}; give a {_ANY} file{given}{also}") from error
-        raise
+    placed = read(source, split, choose, [source.columns.get(name, name) for name in columns or ()])
     if not placed:
         raise ValueError(f"{source.key('path')}={source.path} has no rows")
     rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
-    return rows.map(partial(_asked_in_text, column=chat[0], gold=chat[1])) if chat else rows
-
-
-_ANY = ", ".join(ending[1:].upper() for ending in FORMATS)
+    return rows.map(lambda row, where: asked_in_chat(row, where, *chat)) if chat else rows
 
 
 def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:
@@ -123,8 +110,7 @@ def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[
     for ours, theirs in names.items():
         if theirs not in row:
             raise ValueError(
-                f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{_nearest(theirs, present)}; its columns "
-                f"are {list(present)}"
+                f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{column_hint(theirs, present, ours)}"
             )
     kept = {name: value for name, value in row.items() if name not in names and name not in names.values()}
     return kept | {ours: row[theirs] for ours, theirs in names.items()}
@@ -157,20 +143,6 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
         raise ValueError(f"{where} has no question before the assistant's last message")
     row = {name: value for name, value in row.items() if name != there} | {column: messages}
     return row if last is None or gold is None or row.get(gold) is not None else row | {gold: message_text(last)}
-
-
-def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict:
-    """:func:`asked_in_chat`, of a task that shows no tools of a row, and whose gold answer is a text."""
-    asked = asked_in_chat(row, where, column, gold)
-    what = [TOOLS] if isinstance(asked.get(column), list) and row.get(TOOLS) else []
-    if gold and isinstance(said := asked.get(gold), Mapping):
-        what += [name for name in EXTRA_FIELDS if said.get(name)]
-    if what:
-        raise ValueError(
-            f"{where}: the conversation has {' and '.join(what)}, which this task would leave out; "
-            "env.dataset=prompt_response takes them"
-        )
-    return asked
 
 
 def read_messages(value: Any, where: str) -> Messages:
@@ -230,10 +202,7 @@ def read_tools(value: Any) -> list[dict]:
             raise ValueError("it must be a list of JSON schemas of functions")
         tool_schemas(tools)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{TOOLS} is {value!r:.80}: {error}; a column that means something else takes another name with "
-            f"env.columns={{other: {TOOLS}}}"
-        ) from error
+        raise ValueError(f"{TOOLS} is {value!r:.80}: {error}; env.columns={{other: {TOOLS}}} renames it") from error
     return tools
 
 
@@ -250,7 +219,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def is_message(message: object) -> bool:
-    """Tells whether this is a chat message: a role and a content, both texts."""
+    """True if this is a chat message: a role and a content, both texts."""
     return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
@@ -296,8 +265,11 @@ def check_columns(row: object, columns: Mapping[str, Kind], where: str, present:
             )
 
 
-def column_hint(missing: Any, present: Iterable[str]) -> str:
+def column_hint(missing: Any, present: Iterable[str], ours: Any = None) -> str:
     """The end of a message about a column that is missing: those that are there, and how to name one.
+
+    Args:
+        ours: the task's name of the column, where ``missing`` is the data's.
 
     >>> column_hint("question", ["problem", "questions"])
     "; its columns are ['problem', 'questions']; did you mean questions? env.columns={question: questions} renames it"
@@ -305,10 +277,6 @@ def column_hint(missing: Any, present: Iterable[str]) -> str:
     present = list(present)
     close = difflib.get_close_matches(str(missing), present, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    example = close[0] if close else "ITS_NAME"
-    return f"; its columns are {present}; {hint}env.columns={{{missing}: {example}}} renames it"
-
-
-def _nearest(name: str, present: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, present, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return (
+        f"; its columns are {present}; {hint}env.columns={{{ours or missing}: {(close or ['ITS_NAME'])[0]}}} renames it"
+    )

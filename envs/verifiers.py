@@ -329,7 +329,7 @@ def load_rows(
     source = Source.of(path)
     if source.path is not None:
         raise ValueError(f"{source.key('path')}={source.path} means nothing for verifiers, whose data is the taskset's")
-    source.refuse(source.given, "tasksets of verifiers")
+    source.refuse("tasksets of verifiers")
     if not name:
         raise ValueError("env.name is empty; give a taskset of verifiers, such as env.name=textarena")
     config = json.dumps({**(taskset or {}), "id": name}, sort_keys=True)

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
-from grpo_rl.envs.quickstart import COMPUTE, solution
+Numbers = tuple[int, ...]
 
 _WORDS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}", "/": "divide by {}"}
+COMPUTE: dict[str, Callable[[int, int], int]] = {
+    "+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__,
+}  # fmt: skip
+
+
+def solution(numbers: Numbers, operators: str) -> str:
+    r"""The steps, one equation a line, and the gold number.
+
+    >>> solution((3, 6, 4), "*+")
+    '3 * 6 = 18\n18 + 4 = 22\n#### 22'
+    """
+    value, lines = numbers[0], []
+    for operator, number in zip(operators, numbers[1:], strict=True):
+        result = COMPUTE[operator](value, number)
+        lines.append(f"{value} {operator} {number} = {result}")
+        value = result
+    return "\n".join([*lines, f"#### {value}"])
 
 
 def problems(count: int, seed: int = 0) -> list[dict]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from grpo_rl.envs import tables
-from grpo_rl.envs.ifeval.sentences import require_punkt
+from grpo_rl.envs.ifeval.sentences import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
@@ -78,7 +78,7 @@ class IFEval(Task):
             tables.check_columns(row, COLUMNS, where := tables.place_of(rows, index))
             _instructions(row, where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
-            require_punkt()
+            punkt()
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, if any, and the row's prompt."""

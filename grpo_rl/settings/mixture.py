@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import read_bounds
-from grpo_rl.envs.shares import check_scale, shares
+from grpo_rl.envs.shares import check_positive, shares
 from grpo_rl.settings.composing_errors import unknown
 from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.sections import Env, Sections
@@ -75,7 +75,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
         if "weight" not in given:
             raise ValueError(f"{where} lacks its weight, the share of prompts that are drawn from it")
         scale = given.pop("scale", 1.0)
-        check_scale(name, scale)
+        check_positive(f"{name}.scale", scale)
         if taken := [name for name in OF_ALL if name in given]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = given.get("rewards", {}).get("model") if isinstance(given.get("rewards", {}), Mapping) else None

@@ -139,7 +139,7 @@ def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, te
         tokenizer.chat_template = before
 
 
-@pytest.mark.parametrize("reply", ["12", [], ["12"], [{"role": "tool"}], {"role": "tool", "content": "12"}])
+@pytest.mark.parametrize("reply", ["12", [{"role": "tool"}]])
 def test_a_reply_that_is_no_message_is_refused(reply):
     class Odd:
         def reply(self, row, messages):

@@ -123,10 +123,8 @@ def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed):
     ("task", "given", "told"),
     [
         (Untold(1), {"low": 0.2}, "Untold does not say which are right; set env.curriculum.passing"),
-        (Levels(1), {"lo": 0.2}, "env.curriculum has no setting lo; .* did you mean low?"),
-        (Levels(1), {"low": 0.9, "high": 0.1}, "low=0.9 to high=0.1; they must be between 0 and 1"),
-        (Levels(1), {"low": "some"}, "env.curriculum.low is 'some'"),
-        (Levels(1), {"rest": 0}, "env.curriculum.rest is 0"),
+        (Levels(1), {"lo": 0.2}, "env.curriculum=.*'lo'"),
+        (Levels(1), {"low": 0.9, "high": 0.1}, "0 <= low < high <= 1"),
     ],
 )
 def test_a_curriculum_that_makes_no_sense_is_refused(tokenizer, task, given, told):

@@ -113,11 +113,8 @@ def test_a_column_of_completions_is_imitated(completion):
     ("completion", "found"),
     [
         ([SAID, ASKED, SAID], "messages of assistant, user, assistant behind the prompt"),  # a whole turn would be lost
-        ([SAID, {"role": "tool", "content": "2"}], "messages of assistant, tool behind the prompt"),
-        ([{"role": "user", "content": "2"}], "messages of user behind"),
         ([{"role": "user", "content": "2 + 2?"}, SAID], "messages of user, assistant behind"),  # of another question
         (["two", "2"], r"\['two', '2'\]"),
-        (2, "2; to be imitated it must be a text"),
     ],
 )
 def test_a_completion_that_is_not_one_response_is_refused_with_its_row(completion, found, tokenizer):
@@ -170,8 +167,6 @@ def test_the_solution_of_a_mathematical_problem_is_imitated():
     ("task", "message"),
     [
         (lambda: Countdown([{"numbers": [1, 2], "target": 3}]), "row 0: Countdown has no demonstration.*gsm8k"),
-        (lambda: Math([{"problem": "1 + 1?", "answer": "2"}]), "row 0: Math has no demonstration"),
-        (lambda: PromptResponse([{"prompt": "Hi"}]), "row 0: PromptResponse has no.*completion_column"),
         (
             lambda: PromptResponse([{"prompt": "Hi", "to": "Ho"}, {"prompt": "Hi", "to": " "}], completion_column="to"),
             "the demonstration of row 1 is ' '; give it a text, or remove the row",

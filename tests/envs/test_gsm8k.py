@@ -122,11 +122,7 @@ def test_weights_and_patterns_come_from_the_config():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
-        ({"reasoning_pattern": None}, r"env\.reward\.reasoning_pattern=None"),
-        ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
-        ({"answer_format": "0.5"}, r"env\.reward\.answer_format='0\.5'"),
-        ({"examples": [{"question": "1 + 1?"}]}, r"env\.examples\[0\] has no answer; its columns are \['question'\]"),
+        ({"correctness": "2"}, r"env\.reward\.correctness"),
         ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
     ],
 )
@@ -170,35 +166,6 @@ def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
     # Both rows ask the same question: what makes two groups of them is the id.
     assert rollout[keys.GROUP_ID].flatten().unique().numel() == 2
     assert env.query(0) == "What is 50 - 8?" and env.gold(0) == "42"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (json.dumps(ROW) + '\n{"problem": "1 + 1?", "answer": "2"}', r"rows\.jsonl, line 2 has no question; its col"),
-        ('{"question": "1 + 1?"}', r"line 1 has no answer; its columns are \['question'\]"),
-        ('{"question": "1 + 1?", "answer": [2]}', r"line 1: answer is \[2\], of type list; it must be of type str"),
-        ("\n\n{oops", r"line 3 is not JSON"),
-        ('["question", "answer"]', r"row 0 is no object with columns by their names, but 'question'"),
-        ("[" * 100_000, r"rows\.jsonl is not JSON"),
-        ("", r"rows\.jsonl has no rows"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_line(jsonl, text, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(jsonl(text))
-
-
-def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
-    binary = tmp_path / "rows.parquet"
-    binary.write_bytes(b"PAR1\xff\xfe")
-    for path in ("missing.jsonl", binary):
-        with pytest.raises(ValueError, match=rf"env\.path={path} can't be read.*JSONL.*quickstart-train"):
-            load_rows(path)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(jsonl):
-    assert load_rows(jsonl("\ufeff" + json.dumps(ROW))) == [ROW]
 
 
 def test_an_unknown_split_is_named():

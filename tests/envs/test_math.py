@@ -175,9 +175,6 @@ def test_the_gold_answer_is_the_answer_or_the_solutions_last_box():
     ("options", "message"),
     [
         ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
-        ({"answer_format": "0.5"}, r"env\.reward\.answer_format='0\.5'"),
-        ({"deadline_s": 0}, r"env\.reward\.deadline_s=0"),
-        ({"examples": [{"problem": "1 + 1?"}]}, r"env\.examples\[0\] has no solution"),
         ({"rows": [{"problem": "?", "solution": "5"}] * 3}, "none of the 3 rows has a gold answer"),
     ],
 )
@@ -207,9 +204,7 @@ def test_rows_are_read_with_either_gold_column_and_numbers_as_answers(file):
     [
         ({"question": "?", "answer": "5"}, r"row 1 has no problem; its columns are \['question', 'answer'\]"),
         ({"problem": "?"}, r"row 1 has no answer or solution; its columns are \['problem'\]"),
-        ({"problem": "?", "answer": ""}, r"row 1 has no answer or solution"),
         ({"problem": "?", "answer": ["5"]}, r"row 1: answer is \['5'\], of type list; it must be of type str"),
-        ({"problem": 5, "answer": "5"}, r"row 1: problem is 5, of type int; it must be of type str"),
     ],
 )
 def test_a_broken_row_is_named(file, row, message):

@@ -183,11 +183,8 @@ def test_the_examples_in_the_prompt_earn_and_find_nothing():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"results": 0}, r"env\.results=0"),
-        ({"max_result_chars": 0}, r"env\.max_result_chars=0"),
         ({"f1": float("nan")}, r"env\.reward\.f1=nan"),
         ({"form": "xml"}, r"env\.form=xml"),
-        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "names no supporting facts"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
@@ -256,11 +253,8 @@ def test_documents_come_from_every_kind_of_file(file):
         (load_rows, [{"question": "?"}], r"row 0 has no answer; its columns are \['question'\]"),
         (load_rows, [{**question(0), "answer": [7]}], r"row 0: answer is \[7\], of type list"),
         (load_rows, [{**question(0), "supporting_facts": "A"}], r"row 0: supporting_facts is A; it must be \[\[title"),
-        (load_rows, [{**question(0), "supporting_facts": [[7, 0]]}], "row 0: supporting_facts is"),
         (load_corpus, {"A": 7}, "'A' is no title with a text or a list of sentences"),
-        (load_corpus, {"A": ["One.", 2]}, "'A' is no title"),
         (load_corpus, [{"question": "?", "answer": "!"}], r"row 0 has \['question', 'answer'\]; a document has title"),
-        (load_corpus, [{"question": "?", "context": [["A"]]}], "row 0 has"),
         (load_corpus, {}, r"rows\.json has no documents"),
         (load_corpus, "{oops", r"env\.corpus=.*can't be read"),
         (load_corpus, "[" * 100_000, r"env\.corpus=.*can't be read"),
@@ -275,8 +269,6 @@ def test_wrong_splits_and_missing_files_are_named(file, tmp_path):
     path = file("rows.json", [question(0)])
     with pytest.raises(ValueError, match="there is no split 'dev'; there are train and test"):
         load_rows(path, "dev")
-    with pytest.raises(ValueError, match=r"env\.held_out=1; it must be"):
-        load_rows(path, held_out=1)
     with pytest.raises(ValueError, match=r"no row of .* is left for test at env\.held_out=0\.1"):
         load_rows(path, "test", held_out=0.1)
     with pytest.raises(ValueError, match="can't be read"):

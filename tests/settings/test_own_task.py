@@ -58,18 +58,6 @@ class Buggy(Echo):
     def score(self, row, response):
         return response.lenght
 
-class Partless(Echo):
-    reward_parts = "echo"
-
-class Forgetful(Echo):
-    def __init__(self, rows): ...
-
-class Unscored(Task):
-    def prompt(self, row): ...
-
-class Rowless(Echo):
-    def __init__(self, weight=1.0): ...
-
 class Seeded(Echo):
     def __init__(self, rows, seed=0): ...
 
@@ -131,8 +119,6 @@ def test_a_wrong_setting_is_refused_by_its_type_and_with_the_nearest_name(folder
     [
         ("Ecko", "has no Ecko, only Echo, Plain"),
         ("Plain", "env.limit must be set: own_tasks:Plain can't do without"),
-        ("Unscored", "env.dataset=own_tasks:Unscored lacks score; see docs/tasks.md"),
-        ("Rowless", "env.dataset=own_tasks:Rowless takes weight=1.0 first; __init__ must take `rows`"),
         ("Seeded", "own_tasks:Seeded has a setting seed, a name that is taken"),
         ("Taken", "own_tasks:Taken has a setting env.repeats, a name that is taken"),
         ("task", "it must be a class that inherits from grpo_rl.envs.base.Task"),
@@ -170,27 +156,12 @@ def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tok
         ("Echo", ["env.columns={word: noun}"], "rows.jsonl, line 1 has no noun; its columns are ['word']"),
         ("Silent", [], "prompt of rows.jsonl, line 1 is 'night'; it must be a list of messages"),
         ("Buggy", [], "own_tasks:Buggy can't score an empty response: Buggy"),
-        ("Forgetful", [], "own_tasks:Forgetful has no rows; set self.rows = rows in __init__"),
-        ("Partless", [], "own_tasks:Partless: reward_parts is 'echo'; it must be a tuple of names"),
     ],
 )
 def test_a_task_that_does_not_do_its_work_is_told_at_the_start(folder, tokenizer, task, words, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         make_env(settings(*words, task=task), tokenizer)
     assert "\n" not in str(error.value)
-
-
-def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):
-    (folder / "others.jsonl").write_text('{"word": "night"}\n\n{"words": "day"}\n')
-    message = "prompt of others.jsonl, line 3: there is no column word; its columns are ['words']; did you mean words?"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make_env(settings(path="others.jsonl"), tokenizer)
-    env = make_env(settings(), tokenizer)
-    held = settings("env.eval_path=others.jsonl", "evaluate.rows=2")
-    with pytest.raises(
-        ValueError, match=re.escape("held out: prompt of others.jsonl, line 3: there is no column word")
-    ):
-        eval_rows(held, env)
 
 
 def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):

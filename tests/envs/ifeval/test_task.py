@@ -12,7 +12,6 @@ from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
-from grpo_rl.envs.ifeval import punkt as punkt_module
 from grpo_rl.envs.ifeval import sentences as sentences_module
 from grpo_rl.envs.ifeval.task import HUB_NAME
 
@@ -53,15 +52,11 @@ def test_a_part_without_weight_is_neither_named_nor_judged():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strict": float("inf")}, r"env\.reward\.strict=inf"),
-        ({"loose": "1"}, r"env\.reward\.loose='1'; a weight is a finite number"),
-        ({"all": True}, r"env\.reward\.all=True"),
+        ({"loose": "1"}, r"env\.reward\.loose"),
         ({"strict": 0, "all": 0.0}, "pay for nothing"),
         ({"rows": [ROW, {**ROW, "kwargs": [{}, {}, {"num_words": 2}]}]},
          r"row 1 \(key 7\), instruction 3 \(length_constraints:number_words\) has the arguments {'num_words': 2}"),
         ({"rows": [{**ROW, "instruction_id_list": ["punctuation:none"] * 3}]}, r"row 0 \(key 7\), .* is unknown"),
-        ({"rows": [{"prompt": "Hi"}]}, r"row 0 has no key; its columns are \['prompt'\]"),
-        ({"rows": [{**ROW, "prompt": 3}]}, "row 0: prompt is 3, of type int; it must be of type str"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(options, message):
@@ -132,23 +127,13 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     [
         ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
         ([ROW, "", "{oops"], "line 3 is not JSON"),
-        (["[" * 100_000], r"rows\.jsonl is not JSON"),
-        (["[1]"], "row 0 is no object with columns"),
         ([{**ROW, "kwargs": {}}], "line 1: kwargs is {}, of type dict; it must be of type list"),
         ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
-        ([], r"rows\.jsonl has no rows"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(jsonl, rows, message):
     with pytest.raises(ValueError, match=message):
         load_rows(jsonl(*rows))
-
-
-def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"env\.path=missing.jsonl can't be read.*JSONL.* file with key, prompt"):
-        load_rows("missing.jsonl")
-    with pytest.raises(ValueError, match=rf"env\.path={tmp_path} is a folder without files that end in \.jsonl"):
-        load_rows(tmp_path)
 
 
 def test_an_unknown_split_is_named(jsonl):
@@ -165,20 +150,9 @@ def no_punkt(tmp_path, monkeypatch):
     """A machine without NLTK's data, with a cache folder of its own."""
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
     monkeypatch.setattr(nltk.data, "path", [])
-    sentences_module._punkt.cache_clear()
+    sentences_module.punkt.cache_clear()
     yield
-    sentences_module._punkt.cache_clear()
-
-
-def test_rows_that_count_sentences_need_their_data_before_anything_is_loaded(no_punkt, monkeypatch):
-    def offline(*_args, **_kwargs):
-        raise ValueError("<urlopen error [Errno -3] Temporary failure in name resolution>")
-
-    monkeypatch.setattr(punkt_module, "_from_nltk", offline)
-    monkeypatch.setattr(punkt_module, "_from_wheel", offline)
-    IFEval([ROW])  # counts none
-    with pytest.raises(ValueError, match="punkt_tab.*name resolution.*NLTK_DATA.*number_sentences"):
-        IFEval([ROW, COUNTS_SENTENCES])
+    sentences_module.punkt.cache_clear()
 
 
 def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
@@ -189,7 +163,6 @@ def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
         shutil.copytree(punkt / "tokenizers", Path(download_dir) / "tokenizers")
 
     monkeypatch.setattr(nltk, "download", download)
-    monkeypatch.setattr(punkt_module, "_from_wheel", None)  # which is not asked
     task = IFEval([COUNTS_SENTENCES])
     assert task.score(COUNTS_SENTENCES, "One. Two.").total == 2.0
     assert task.score(COUNTS_SENTENCES, "One.").total == 0.0

@@ -1,4 +1,4 @@
-"""The quickstart's word problems in GSM8K's format: `python -m grpo_rl.envs.quickstart` writes the shipped files.
+"""The quickstart's word problems in GSM8K's format: `python tools/quickstart.py` writes the shipped files.
 
 Ten one-step wordings over the four operations (85 % of the problems) and three two-step ones. Questions are short, as
 the prompt's length is most of what a step costs, and numbers small, so that a 135M model starts low and can learn.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_rl.envs.generated.chains import Numbers, solution
 from grpo_rl.envs.gsm8k import SHIPPED
 
 TRAIN, TEST = 500, 200
@@ -26,8 +27,6 @@ THINGS = (
     "apples", "balls", "books", "buttons", "cards", "coins", "cookies", "eggs",
     "flowers", "hats", "marbles", "oranges", "shells", "stamps", "toys",
 )  # fmt: skip
-
-Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,24 +89,6 @@ TWO_STEP = (
              _multiply_subtract, "*-"),
     Template("{n} has {0} {t}, buys {1} more and gives away {2}. How many {t} are left?", _add_subtract, "+-"),
 )  # fmt: skip
-
-COMPUTE: dict[str, Callable[[int, int], int]] = {
-    "+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__,
-}  # fmt: skip
-
-
-def solution(numbers: Numbers, operators: str) -> str:
-    r"""The steps, one equation a line, and the gold number.
-
-    >>> solution((3, 6, 4), "*+")
-    '3 * 6 = 18\n18 + 4 = 22\n#### 22'
-    """
-    value, lines = numbers[0], []
-    for operator, number in zip(operators, numbers[1:], strict=True):
-        result = COMPUTE[operator](value, number)
-        lines.append(f"{value} {operator} {number} = {result}")
-        value = result
-    return "\n".join([*lines, f"#### {value}"])
 
 
 def problems(count: int, seed: int = 0) -> list[dict[str, str]]:
