@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.report.files import began_from
 from grpo_rl.run.lock import LOCK, FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding, unfit
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.model import unloaded_findings
 from grpo_rl.checks.scores import loaded_findings

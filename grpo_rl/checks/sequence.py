@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from grpo_rl.checks.in_turn import Case, Check
+from grpo_rl.checks.check import Case, Check
 
 MODEL = ("model", "config", "gate", "tokenizer", "chat template")
 """Findings without which data can't be tokenised, and no model be planned or loaded."""

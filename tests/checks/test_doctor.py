@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_rl.checks import devices, in_turn, machine, memory, trial
+from grpo_rl.checks import devices, machine, memory, trial
+from grpo_rl.checks.check import Case, Check, child_process, findings_of
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case, Check, guarding
 from grpo_rl.checks.sequence import checks_of
 from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
@@ -47,7 +47,7 @@ def look(tiny_run, tmp_path):
         cfg.mode = mode
         case = Case(**{"settings": Settings.read(cfg), "folder": tmp_path / "run", "named": True, **values})
         checks = [check for check in checks_of(case) if only is None or check.about in only]
-        return {f.about: (f.kind, f.text) for f in in_turn.in_turn(checks, case)}
+        return {f.about: (f.kind, f.text) for f in findings_of(checks, case)}
 
     return run
 
@@ -188,7 +188,7 @@ def test_a_scorer_that_is_late_or_fails_is_told(look, tmp_path, tiny_run, monkey
     cfg = compose_config("grpo_gsm8k", [model, *words])
     cfg.mode = "sync"
     case = Case(Settings.read(cfg), tmp_path / "run", True, quick=True)
-    lines = {f.about: (f.kind, f.text) for f in in_turn.in_turn(checks_of(case), case)}
+    lines = {f.about: (f.kind, f.text) for f in findings_of(checks_of(case), case)}
     assert list(to_fix(lines)) == ["rewards"] and re.search(told, to_fix(lines)["rewards"])
 
 
@@ -425,26 +425,17 @@ def test_as_many_processes_as_train_sum_a_tensor(look, cores):
 
 
 @pytest.mark.nightly
-def test_a_rank_that_does_not_come_or_ends_is_told(look, cores, monkeypatch):
-    real = devices.start
-
-    def planted(command):
-        def start(rank, size, port, device, log):
-            if rank == 1:
-                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True)
-            return real(rank, size, port, device, log)
-
-        return start
-
-    monkeypatch.setattr(devices, "start", planted([sys.executable, "-c", "raise SystemExit('no such network')"]))
-    told = to_fix(look(*TWO, only=["devices", "collectives"], mode="async"))
-    assert told == {"collectives": "gloo: rank 1 of 2 ended with exit code 1: no such network"}
-    monkeypatch.setattr(devices, "COLLECTIVE_S", 8.0)
-    monkeypatch.setattr(devices, "start", planted(["sleep", "60"]))
-    told = to_fix(look(*TWO, only=["devices", "collectives"], mode="async"))
-    assert list(told) == ["collectives"] and re.search(
-        "no sum within 8 s: of 2 ranks, .*1 did not come", told["collectives"]
+def test_a_rank_that_fails_is_named_and_ends_the_wait_of_the_others(look, cores, monkeypatch, tmp_path):
+    code = (
+        "import time\ndef fails(host, port, rank, *_):\n    if rank == 1:\n        raise OSError('no such network')\n"
     )
+    (tmp_path / "planted_ranks.py").write_text(f"{code}    time.sleep(100)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(devices, "all_reduce", importlib.import_module("planted_ranks").fails)
+    began = time.monotonic()
+    told = to_fix(look(*TWO, only=["devices", "collectives"], mode="async"))
+    assert told["collectives"].startswith("gloo: rank 1 of 2: OSError: no such network")
+    assert time.monotonic() - began < 30
 
 
 # ---- one check never hides the others ----
@@ -488,8 +479,8 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
     names = ("fine", "hangs", "dies", "killed", "fails", "fine")
     checks = [Check(name, f"planted_checks:{name}", 5.0) for name in names]
     case, began = Case(None, tmp_path), time.monotonic()
-    with guarding(60.0) as run:
-        found = list(in_turn.in_turn(checks, case, run))
+    with child_process(60.0) as run:
+        found = list(findings_of(checks, case, run))
     assert time.monotonic() - began < 40
     told = [(finding.kind, finding.about) for finding in found]
     assert told[:2] == [("OK", "fine"), ("OK", "first")] and told[-1] == ("OK", "fine")
@@ -506,9 +497,9 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
 def test_a_death_is_no_hang_though_a_child_lives_on(tmp_path, monkeypatch):
     (tmp_path / "planted_checks.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
-    with guarding(60.0) as run:
+    with child_process(60.0) as run:
         check = Check("leaves a child", "planted_checks:leaves_a_child", 30.0)
-        (found,) = in_turn.in_turn([check], Case(None, tmp_path), run)
+        (found,) = findings_of([check], Case(None, tmp_path), run)
     assert found.text == "the process that looked ended with exit code 4"
 
 
@@ -518,8 +509,8 @@ def test_a_doctor_that_is_killed_leaves_no_process(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 from pathlib import Path
-from grpo_rl.checks.in_turn import Case, Check, guarding
-with guarding(60.0) as run:
+from grpo_rl.checks.check import Case, Check, child_process
+with child_process(60.0) as run:
     for name in ("fine", "hangs"):
         for finding in run(Check(name, f"planted_checks:{{name}}", 60.0), Case(None, Path())):
             print(finding.text, flush=True)
@@ -544,8 +535,8 @@ def test_what_the_deadline_leaves_no_time_for_is_skipped(tmp_path, monkeypatch):
     (tmp_path / "planted_checks.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
     checks = [Check("hangs", "planted_checks:hangs", 60.0), Check("fine", "planted_checks:fine")]
-    with guarding(4.0) as run:
-        found = list(in_turn.in_turn(checks, Case(None, tmp_path), run))
+    with child_process(4.0) as run:
+        found = list(findings_of(checks, Case(None, tmp_path), run))
     assert found[-2].text.startswith("not done when the 4 s were over, at planted_checks.py:10 (hangs); if it is only")
     assert found[-1] == Finding("SKIP", "fine", "the 4 s are over; --deadline-s gives more")
 

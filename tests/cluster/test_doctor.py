@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from grpo_rl.checks import nodes  # noqa: E402
-from grpo_rl.checks.in_turn import Case  # noqa: E402
+from grpo_rl.checks.check import Case  # noqa: E402
 from grpo_rl.cli import main  # noqa: E402
 from grpo_rl.cluster import doctor as ray_doctor  # noqa: E402
 from grpo_rl.cluster.nodes import Node  # noqa: E402
