@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+END_S = 1.0
+"""Seconds that a group has to end in order after SIGTERM."""
 ALONE, WITH_GROUP = "alone", "with-group"
 
 
@@ -50,16 +52,24 @@ def ending(code: int) -> str:
 
 
 def _end_with_group(parent: int) -> None:
-    """Returns in a new process; this one waits for its end, or a signal, and then kills the whole group."""
+    """Returns in a new process; this one waits for its end, or a moment after SIGTERM, and then kills the group."""
     assert os.getpgrp() == os.getpid(), "it would kill the group of others"
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+
+    def pass_on(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, END_S)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit()
     if child := os.fork():
         os.waitpid(child, 0)
         os.killpg(0, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from grpo_rl.checks.all_reduce import all_reduce
 from grpo_rl.checks.check import Case, findings_of
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.sequence import OF_MACHINE
-from grpo_rl.cluster.doctor import clock_skews, free_port, on_nodes
-from grpo_rl.cluster.nodes import Node
+from grpo_rl.cluster.doctor import clock_skews, free_port
+from grpo_rl.cluster.nodes import Node, on_nodes
 
 OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0

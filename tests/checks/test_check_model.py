@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from grpo_rl.checks import trial
-from grpo_rl.checks.model import road
+from grpo_rl.checks.model import layer_summary
 from grpo_rl.checks.template import template_findings
 from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
@@ -372,7 +372,7 @@ def test_a_model_is_given_once_and_for_one_process(model, capsys):
 )
 def test_the_gate_tells_how_each_layer_mixes_tokens(model_class, config, told):
     with torch.device("meta"):
-        assert road(model_class(config())) == f"scored exactly: {told}"
+        assert layer_summary(model_class(config())) == f"scored exactly: {told}"
 
 
 def test_a_refused_class_is_told_with_its_reason(copied, check):
