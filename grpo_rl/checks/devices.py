@@ -89,6 +89,7 @@ def collectives(case: Case) -> Iterator[Finding]:
             if not isinstance(result, TimeoutError):  # the others would wait for it
                 in_thread(calls.close, True)
 
+    results: list[float] = []
     with calls:
         try:
             results = calls.map(arguments, on_result=on_result)
