@@ -282,11 +282,7 @@ def _filter() -> str:
 
 @functools.cache
 def _checked_jail() -> Jail:
-    """The first jail from which the probe can't do what it tries.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first jail from which the probe can't do what it tries."""
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
         f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "

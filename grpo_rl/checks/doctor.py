@@ -95,11 +95,7 @@ def _case(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Case, 
 
 
 def _nodes(options: argparse.Namespace, case: Case) -> tuple[tuple[int, int], list[Finding]]:
-    """GPUs and CPUs of the cluster at ``--ray``, and the findings on its nodes.
-
-    Raises:
-        ValueError: Ray is not installed; or a node, which is named, is missing, silent or different.
-    """
+    """GPUs and CPUs of the cluster at ``--ray``, and the findings on its nodes."""
     try:
         from grpo_rl.cluster.doctor import examined
     except ImportError as error:
