@@ -102,6 +102,7 @@ setup(
         "numpy>=2,<3",
         "omegaconf>=2.3,<2.4",
         "packaging>=25,<27",
+        "psutil>=7,<8",
         "pyarrow>=21,<27",
         "pyyaml>=6,<7",
         "rich>=14,<16",

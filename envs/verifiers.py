@@ -128,7 +128,7 @@ class _Exchange:
             task = _task_of(env, data)
             told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
             episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=told)
-            agents = vf.Agents(env.config, lambda name, spec: _Seat(name, spec, episode, self))
+            agents = vf.Agents(env.config, lambda name, spec: _PolicyAgent(name, spec, episode, self))
             await env.setup(agents)
             await env.run(task, agents)
             await env.finalize(task, episode)
@@ -143,7 +143,7 @@ class _Exchange:
             self._asked.put(None)
 
 
-class _Seat:
+class _PolicyAgent:
     """The agent of an environment that the policy plays: a chat without tools.
 
     Args:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -22,16 +21,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import IO, Any
 
 from grpo_rl.by_name import one_line, raised_at
-from grpo_rl.envs.guards.parent import end_with_parent
+from grpo_rl.envs.guards.parent import end_with_parent, ending, kill_group
 
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import its function; not a part of any call's deadline."""
 
 _MAX_CHUNK = 16  # Calls that a worker is sent at a time: it returns each result as it has it, so a few are enough.
 _MAX_WORKERS = 8
+_POLL_S = 0.2  # between two looks at whether a worker still lives
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_rl.envs.guards import isolation; "
     "isolation.serve(int(sys.argv[2]), int(sys.argv[3]))"
@@ -65,6 +65,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             A call that asks for more gets a MemoryError. None sets no limit.
         again: a call whose worker died is made a second time: the worker may have been killed before it.
         environment: variables of the workers; None: those of this process.
+        output: file that the workers' stdout and stderr go to; None: this process's.
 
     Raises:
         ValueError: the function can't be sent to another process, or a number makes no sense.
@@ -85,6 +86,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         memory_gib: float | None = 4.0,
         again: bool = True,
         environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
     ) -> None:
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
@@ -94,12 +96,13 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             raise ValueError(f"deadline_s={deadline_s}; a call needs some seconds")
         if memory_gib is not None and not memory_gib > 0:
             raise ValueError(f"memory_gib={memory_gib}; a call needs some memory, and None sets no limit")
-        self.deadline_s, self._again, self._environment = deadline_s, again, environment
+        self.deadline_s, self._again, self._environment, self._output = deadline_s, again, environment, output
         self._set_up = pickle.dumps((_sendable(function), memory_gib))
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
         self._own = threading.local()  # each thread has a worker of its own
         self._live: set[_Worker] = set()
-        self._closed = False
+        self.closed = False
+        """True once :meth:`close` was called."""
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, _kill_all, self._live, self._process_id)
 
@@ -144,7 +147,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
 
     def close(self, now: bool = False) -> None:
         """Kills the workers, when the calls under way have ended, or now; those that wait are not made."""
-        self._closed = True
+        self.closed = True
         if now:
             _kill_all(self._live, self._process_id)
         self._threads.shutdown(cancel_futures=True)
@@ -165,7 +168,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         results = _Results(start, on_result)
         died = False
         while len(results) < len(chunk):
-            if self._closed:
+            if self.closed:
                 raise RuntimeError("closed while calls were under way")
             if time.monotonic() >= until:
                 results.append(TimeoutError("no time was left for it"))
@@ -194,10 +197,10 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     def _own_worker(self) -> _Worker:
         worker = getattr(self._own, "worker", None)
         if worker is None:
-            worker = self._own.worker = _Worker(self._environment)
+            worker = self._own.worker = _Worker(self._environment, self._output)
             self._live.add(worker)
             try:
-                if self._closed:  # close may have looked for workers to kill before this one was there
+                if self.closed:  # close may have looked for workers to kill before this one was there
                     raise RuntimeError("closed while a worker was started")
                 worker.start(self._set_up)
             except BaseException:
@@ -233,7 +236,7 @@ class _Results(list[Any]):
 class _Worker:
     """One process, and the pipe to it."""
 
-    def __init__(self, environment: Mapping[str, str] | None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None, output: IO[bytes] | None) -> None:
         self.pipe, theirs = Pipe()
         search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         with theirs:
@@ -242,6 +245,8 @@ class _Worker:
                 [sys.executable, "-c", _WORKER, search_path, str(handle), str(os.getpid())],
                 pass_fds=[handle],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 env=environment,
                 start_new_session=True,  # a group of its own: Ctrl-C spares it, a kill takes its children too
             )
@@ -263,8 +268,13 @@ class _Worker:
             TimeoutError: it takes too long.
             EOFError, OSError: the process died.
         """
-        if not self.pipe.poll(deadline_s):
-            raise TimeoutError(f"no result within {deadline_s:.3g} s")
+        until = time.monotonic() + deadline_s
+        while not self.pipe.poll(min(_POLL_S, max(0.0, until - time.monotonic()))):
+            # A child that it has started may hold its end of the pipe open.
+            if self.process.poll() is not None and not self.pipe.poll():
+                raise EOFError
+            if time.monotonic() >= until:
+                raise TimeoutError(f"no result within {deadline_s:.3g} s")
         message = self.pipe.recv_bytes()
         try:
             return pickle.loads(message)
@@ -273,12 +283,10 @@ class _Worker:
 
     def kill(self) -> str:
         """Ends the process with its children, if it hasn't ended, and says how it ended."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+        if not self.pipe.closed:  # a second time, the group's number may be another's
+            kill_group(self.process.pid)
         self.pipe.close()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return ending(self.process.wait())
 
 
 def serve(handle: int, parent: int) -> None:

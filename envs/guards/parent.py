@@ -1,7 +1,8 @@
-"""Processes that end with the process that started them."""
+"""Processes that end with the process that started them, and groups of processes that are killed."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+END_S = 1.0
+"""Seconds that a group has to end in order after SIGTERM."""
 ALONE, WITH_GROUP = "alone", "with-group"
 
 
@@ -33,17 +36,40 @@ def ending_with_parent(command: Sequence[str], with_group: bool = False) -> list
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), how, *command]
 
 
+def kill_group(leader: int) -> None:
+    """Kills a process that leads a group of its own, with all that it has started there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def ending(code: int) -> str:
+    """The end of a process in words.
+
+    >>> ending(-9), ending(3)
+    ('SIGKILL', 'exit code 3')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 def _end_with_group(parent: int) -> None:
-    """Returns in a new process; this one waits for its end, or a signal, and then kills the whole group."""
+    """Returns in a new process; this one waits for its end, or a moment after SIGTERM, and then kills the group."""
     assert os.getpgrp() == os.getpid(), "it would kill the group of others"
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+
+    def pass_on(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, END_S)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit()
     if child := os.fork():
         os.waitpid(child, 0)
         os.killpg(0, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+from grpo_rl.envs.guards.parent import kill_group
 from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
 from grpo_rl.envs.sandbox.seccomp import filter_of
 
@@ -235,8 +236,7 @@ class _Process:
     def kill(self) -> None:
         """Ends it, with all that it has started."""
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
         self._process.wait()
 
     def _text(self, file: IO[bytes]) -> str:
@@ -282,11 +282,7 @@ def _filter() -> str:
 
 @functools.cache
 def _checked_jail() -> Jail:
-    """The first jail from which the probe can't do what it tries.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first jail from which the probe can't do what it tries."""
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
         f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "

@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from grpo_rl.agents.server import LOOPBACK
 from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
-from grpo_rl.envs.guards.parent import ending_with_parent
+from grpo_rl.envs.guards.parent import ending, ending_with_parent, kill_group
 from grpo_rl.storage.masking import may_be_secret
 
 LAST_BYTES = 2000
@@ -121,8 +120,7 @@ class Program:
             # Not asyncio's Process.wait(), which also waits for the pipes: what it has started may hold them open.
             done, _ = await asyncio.wait({heard.exited}, timeout=self._deadline_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.get_pid(), signal.SIGKILL)
+            kill_group(process.get_pid())
             # What was written before the end may still be on its way.
             await asyncio.wait({heard.exited, heard.silent}, timeout=1.0)
             if stdin.get_write_buffer_size():
@@ -131,9 +129,8 @@ class Program:
         if not done:
             raise TimeoutError(f"it was not done within {self._deadline_s:g} s")
         if code := process.get_returncode():
-            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             said = heard.said.decode(errors="replace").strip()
-            raise AgentError(f"it ended with {end}" + (f": …{said}" if said else ""))
+            raise AgentError(f"it ended with {ending(code)}" + (f": …{said}" if said else ""))
 
     def for_now(self) -> contextlib.AbstractContextManager[None]:
         """Does nothing: a program ends with its session."""

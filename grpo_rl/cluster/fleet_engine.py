@@ -153,11 +153,7 @@ class FleetEngine:
         return self.wait(all_samples())
 
     async def _samples(self, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """``n`` responses to a prompt, asked for again where an engine dies.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """``n`` responses to a prompt, asked for again where an engine dies."""
         while True:
             with contextlib.suppress(EngineLostError):
                 return await self.fleet.call(

@@ -8,13 +8,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -110,11 +111,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody.
-
-    Raises:
-        ValueError: no folder can be made under ``$RAY_TMPDIR``.
-    """
+    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody."""
     root = os.environ.get("RAY_TMPDIR") or None
     try:
         if root:
@@ -190,17 +187,12 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
             f"{len(found)} of {expected} nodes have joined: {', '.join(node.name for node in found)}; see the log of "
             "`ray start` on the others"
         )
-    asked = [(node, _hello.options(scheduling_strategy=on_node(node.id)).remote()) for node in found]
-    with waiting("all nodes of the cluster to answer", f"{len(asked)} of them", deadline_s):
-        ray.wait([hello for _, hello in asked], num_returns=len(asked), timeout=deadline_s)
+    with waiting("all nodes of the cluster to answer", f"{len(found)} of them", deadline_s):
+        answers = on_nodes(found, this_address, [()] * len(found), deadline_s)
     silent = {}
-    for node, hello in asked:
-        try:
-            ray.get(hello, timeout=0)
-        except GetTimeoutError:
-            silent[node.id] = node.name
-        except RayError as error:
-            silent[node.id] = f"{node.name} ({type(error).__name__})"
+    for node, answer in zip(found, answers, strict=True):
+        if isinstance(answer, Exception):
+            silent[node.id] = node.name + ("" if isinstance(answer, TimeoutError) else f" ({type(answer).__name__})")
     if silent.keys() - {node.id for node in nodes()}:
         return check_nodes(expected, deadline_s)  # Ray has noticed in the meantime that a node is gone
     if silent:
@@ -210,14 +202,41 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
         )
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _hello() -> str:
-    return ray.util.get_node_ip_address()
-
-
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
     """Scheduling strategy of a task that has to run on this node."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def on_nodes(
+    alive: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple], deadline_s: float
+) -> list:
+    """The results of a function on each node, all at the same time; an error stands in the place of a missing one.
+
+    Args:
+        arguments: of the function, for each node.
+    """
+    asked = [
+        _call.options(scheduling_strategy=on_node(node.id)).remote(function, own)
+        for node, own in zip(alive, arguments, strict=True)
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=deadline_s)
+    results: list[Any] = []
+    for call in asked:
+        try:
+            results.append(ray.get(call, timeout=0))
+        except GetTimeoutError:
+            results.append(TimeoutError(f"no result within {deadline_s:.0f} s"))
+            ray.cancel(call, force=True)
+        except RayTaskError as error:
+            results.append(error.cause)
+        except RayError as error:
+            results.append(error)
+    return results
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _call(function: Callable[..., Any], arguments: tuple) -> Any:
+    return function(*arguments)
 
 
 @contextmanager

@@ -158,11 +158,7 @@ def _placed(trainers: list[Any], patience_s: float | None) -> list[tuple[Any, _A
 
 
 def _run_once(work: Callable[[Rendezvous], Any], found: list[tuple[Any, _At]], first: Rendezvous) -> Any:
-    """The result of rank zero, once all ranks have one.
-
-    Raises:
-        _Lost: one is lost.
-    """
+    """The result of rank zero, once all ranks have one."""
     runs = [trainer.run.remote(work, replace(first, rank=rank)) for rank, (trainer, _) in enumerate(found)]
     pending, asked_to_stop = list(runs), False
     with waiting("the trainers to end", deadline_s=math.inf) as wait:  # each of them tells of its own waits

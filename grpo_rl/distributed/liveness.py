@@ -22,11 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, farewell, first_line, is_of_exchange
+from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, exit_message, first_line, is_of_exchange
 from grpo_rl.distributed.meeting import Member
 
 LONGEST_INTERVAL_S = 1.0
-FAREWELL_S = 30.0
+ENDING_S = 30.0
 """Seconds after a rank has ended with an error of its own: the others, if they have the same error, end meanwhile."""
 BLOCKED_S = 2.0
 """Seconds that the main thread has to take notice; a thread that does not is inside of an exchange that never ends."""
@@ -79,7 +79,7 @@ class Watch:
         self._since, now = time.time(), time.monotonic()
         self._reached = self._looked = now
         self._heard = {member.rank: (0, now) for member in members}
-        self._farewells: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
         self._left, self._lost, self._unwinding = threading.Event(), threading.Event(), threading.Event()
         self.message = ""
         self._main = threading.get_ident()
@@ -146,7 +146,7 @@ class Watch:
             if error is not None:
                 self.explain(error)
         finally:
-            self._bye = farewell(error)
+            self._bye = exit_message(error)
             with contextlib.suppress(RuntimeError):
                 self._tell()
             self._left.set()
@@ -253,7 +253,7 @@ class Watch:
             if status["bye"] == "":
                 continue
             if status["bye"]:
-                if now - self._farewells.setdefault(member.rank, now) > FAREWELL_S:
+                if now - self._ended.setdefault(member.rank, now) > ENDING_S:
                     return self._claim(member.rank, f"{member} ended with {status['bye']}, {_at(status)}")
             elif status["beat"] != self._heard[member.rank][0]:
                 self._heard[member.rank] = status["beat"], now

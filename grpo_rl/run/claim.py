@@ -63,22 +63,56 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
         return _newest(own, outputs, config)
     if resume is None:
         return _new(own)
-    place = Path(resume).absolute()  # not resolved: a link belongs to the folder that it lies in
-    if place.is_file() or (checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS)):
-        holder = place.parent if place.is_file() else place
-        if holder.name == CHECKPOINTS:
-            return Claim(holder.parent, _locked(holder.parent), place, inside=True)
+    place, folder = Path(resume).absolute(), folder_of(own, resume)
+    if _is_checkpoint(place):
+        if place.is_relative_to(folder.absolute() / CHECKPOINTS):
+            return Claim(folder, _locked(folder), place, inside=True)
         return _from_elsewhere(own, place, frequency)
-    is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
+    is_run = _is_run(place)
     if not is_run and place.resolve() != own.resolve():
         return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
-    place = Path(resume)
-    lock = _locked(place)
+    lock = _locked(folder)
     try:
-        return _in_folder(place, lock, is_run, frequency)
+        return _in_folder(folder, lock, is_run, frequency)
     except BaseException:
         lock.close()
         raise
+
+
+def folder_of(own: Path, resume: str) -> Path:
+    """The folder that a run writes to, its own or the one that it resumes in; see :func:`claim`."""
+    place = Path(resume).absolute()  # not resolved: a link belongs to the folder that it lies in
+    if _is_checkpoint(place):
+        holder = place.parent if place.is_file() else place
+        return holder.parent if holder.name == CHECKPOINTS else own
+    return Path(resume) if _is_run(place) or place.resolve() == own.resolve() else own
+
+
+def _is_checkpoint(place: Path) -> bool:
+    """True of a file, and of a folder of checkpoints that is no run's."""
+    return place.is_file() or bool(checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS))
+
+
+def _is_run(place: Path) -> bool:
+    return any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
+
+
+def refuse_other_run(own: Path, place: Path | None = None) -> None:
+    """Refuses a new run's folder that holds a run already.
+
+    Args:
+        place: the checkpoint of elsewhere that the new run begins from; a run that began from it goes on.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    if trained(own) and not _began_at(own, place):
+        raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
+
+
+def _began_at(own: Path, place: Path | None) -> bool:
+    began = began_from(own)
+    return began is not None and place in (began[0], began[0].parent)
 
 
 def trained(folder: Path) -> bool:
@@ -114,10 +148,9 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
     """
     claimed = _new(own, place)
     try:
-        if (began := began_from(own)) and place in (began[0], began[0].parent):
+        refuse_other_run(own, place)
+        if _began_at(own, place):
             return _in_folder(own, claimed.lock, True, frequency)
-        if trained(own):
-            raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
     except BaseException:
         claimed.lock.close()
         raise

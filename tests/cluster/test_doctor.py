@@ -14,9 +14,10 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from grpo_rl.checks import nodes  # noqa: E402
-from grpo_rl.checks.in_turn import Case  # noqa: E402
+from grpo_rl.checks.check import Case  # noqa: E402
 from grpo_rl.cli import main  # noqa: E402
 from grpo_rl.cluster import doctor as ray_doctor  # noqa: E402
+from grpo_rl.cluster import nodes as nodes_module  # noqa: E402
 from grpo_rl.cluster.nodes import Node  # noqa: E402
 
 
@@ -64,16 +65,16 @@ def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_p
         return number
 
     with ray_doctor.examined(two_nodes.address, 2, deadline_s=60) as alive:
-        first, second = ray_doctor.on_nodes(alive, fails, [(0,), (1,)], 60)
+        first, second = nodes_module.on_nodes(alive, fails, [(0,), (1,)], 60)
         assert first == 0 and str(second) == "no such interface"
-        assert isinstance(ray_doctor.on_nodes(alive, fails, [(60,), (0,)], 2.0)[0], TimeoutError)
+        assert isinstance(nodes_module.on_nodes(alive, fails, [(60,), (0,)], 2.0)[0], TimeoutError)
         case = Case(None, tmp_path)
         found = {f.about: f for f in nodes._clocks(alive, 30.0)}
         assert found["clock"].kind == "OK"
         # Two ranks where three are said to be: they wait for one that never comes.
         port = ray_doctor.free_port(alive, 30.0)
         ranks = [(alive[0].address, port, rank, 3, "cpu", 4.0) for rank in range(2)]
-        assert all(isinstance(e, Exception) for e in ray_doctor.on_nodes(alive, nodes.all_reduce, ranks, 60.0))
+        assert all(isinstance(e, Exception) for e in nodes_module.on_nodes(alive, nodes.all_reduce, ranks, 60.0))
         assert [f.about for f in nodes._look(case, in_folder=False)] == [
             *("python", "packages", "open files", "shared memory")
         ]
@@ -121,7 +122,6 @@ def test_a_node_that_does_not_come_is_named(two_nodes, capsys):
 
 @pytest.mark.nightly
 def test_a_folder_that_a_node_does_not_see_is_refused(two_nodes, tmp_path, monkeypatch):
-    @ray.remote(num_cpus=0)
     def blind(file):
         return {}, ray.get_runtime_context().get_node_id() == ray.nodes()[0]["NodeID"]
 

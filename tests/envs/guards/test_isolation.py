@@ -52,6 +52,10 @@ def act(what, value=None):
         with open(value, "w") as file:
             file.write(str(child))
         time.sleep(1000)
+    if what == "leave a child":
+        if not os.fork():
+            time.sleep(60)
+        os._exit(value)
     if what == "unpicklable":
         return lambda: None
     if what == "odd":
@@ -142,9 +146,16 @@ def test_starting_a_worker_is_no_part_of_a_deadline(act):
     assert [type(result) for result in results] == [TimeoutError, int, TimeoutError, int]
 
 
-@pytest.mark.parametrize(("crash", "end"), [(("exit", 3), "exit code 3"), (("crash",), "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("crash", "end"),
+    [
+        (("exit", 3), "exit code 3"),
+        (("crash",), "SIGSEGV"),
+        (("leave a child", 4), "exit code 4"),  # which holds the worker's end of the pipe
+    ],
+)
 def test_a_call_that_ends_its_process_is_named_and_costs_its_own_result_only(act, crash, end):
-    with IsolatedCalls(act, workers=1) as calls:
+    with IsolatedCalls(act, workers=1, deadline_s=60) as calls:
         first, died, last = calls.map([("double", 1), crash, ("double", 3)])
     assert (first, last) == (2, 6)
     assert isinstance(died, WorkerDied) and end in str(died)
