@@ -26,7 +26,8 @@ ORDER = [
         "weights",
         "data",
     ),
-    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits", "by_name", "intervals"),
+    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits"),
+    *("by_name", "intervals", "loopback"),
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
