@@ -32,8 +32,8 @@ def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
     """The scenario with devices given to each role, and the overrides that do it.
 
     Nothing is changed where the config divides the devices itself, there is one, or sampling and training take turns.
-    An engine on devices of its own may
-    take :data:`BEST_UTILIZATION` of them; the config's share is for one that has to leave room for a trainer.
+    An engine on devices of its own may take :data:`BEST_UTILIZATION` of them; the config's share is for one that has
+    to leave room for a trainer.
 
     Raises:
         ValueError: the devices are too few.

@@ -33,7 +33,6 @@ from grpo_rl.planner.memory import (
     Training,
     engine_memory,
     kept_state,
-    training_footprint,
     training_moments,
 )
 from grpo_rl.planner.plan import Layout, make_plan, plan_layout
@@ -206,16 +205,6 @@ def test_checkpointing_keeps_one_vector_of_each_layer_and_one_layer(shape):
     # 80 inputs of 8192 numbers in bf16, then one layer, and gradients: two of the stream, three inside its MLP.
     layer = shape.kept_per_token(False, "cuda") + 2 * 2 * 8192 + 3 * 2 * 28672
     assert activations(1000) == 1000 * (80 * 2 * 8192 + layer)
-
-
-def test_more_ranks_tokens_and_precision_move_the_peak_as_they_should(shape):
-    def peak(ranks=64, tokens=8192, **changes):
-        return training_footprint(shape, Training(**{"checkpointing": True} | changes), ranks, tokens).total
-
-    assert peak(ranks=128) < peak() < peak(tokens=16384)
-    assert peak() < peak(checkpointing=False) and peak(moments=0) < peak()
-    # Only what is sharded shrinks.
-    assert peak(ranks=64) - peak(ranks=128) == pytest.approx(PARAMETERS * 16 / 128)
 
 
 def test_a_reference_apart_holds_bf16_weights_and_no_gradients(model):
@@ -517,22 +506,6 @@ def test_only_linear_layers_of_a_mixture_under_adapters_are_quantised(a3b):
     weights = kept_state(shape, Training(frozen_bytes=0.5), 1)["weights"]
     beside = MIXTURE - 48 * 128 * EXPERT
     assert weights == 2 * 48 * 128 * EXPERT + 0.5 * beside + 2 * 48 * 8 * (2048 + 4096)
-
-
-@pytest.mark.nightly
-def test_a_mixture_takes_less_time_than_a_dense_model_of_its_size(a3b):
-    with torch.device("meta"):  # an MLP as wide as all experts together
-        config = Qwen3Config(**(A3B | {"intermediate_size": 128 * 768}))
-        dense = Qwen3ForCausalLM(config).bfloat16()
-    assert Shape.of(dense).parameters == MIXTURE - 48 * 128 * 2048  # but for the routers
-    overrides = [*LARGE, "train_model.num_devices=16", "inference_model.num_devices=8",
-                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
-    plans = {}
-    for name, model in {"mixture": a3b, "dense": dense}.items():
-        plans[name] = make_plan(scenario_of(model, "24xH100,network_gb_s=400", *overrides))
-    mixed, plain = plans["mixture"].seconds, plans["dense"].seconds
-    assert mixed["train"] < 0.5 * plain["train"] and mixed["sample"] < plain["sample"]
-    assert mixed["sync"] == pytest.approx(plain["sync"], rel=0.01)  # all weights are pushed
 
 
 def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
