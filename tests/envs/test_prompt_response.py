@@ -284,7 +284,7 @@ def failing(kind: str):
     ("kind", "failure", "message"),
     [
         ("raise", "error", "own raised KeyError: 'gold'"),
-        ("length", "error", "own returned 3 numbers for 2 responses"),
+        ("length", "error", "own returned [1.0, 1.0, 1.0] for 2 responses"),
         ("hang", "timeout", "PromptResponse ran out of time"),
     ],
 )
