@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
-    {"by_name", "config", "data", "intervals", "losses", "storage", "waits"},
+    {"by_name", "config", "data", "intervals", "loopback", "losses", "storage", "waits"},
     {"engines", "envs", "perf", "policies"},
     {"agents", "cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},

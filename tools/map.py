@@ -26,7 +26,8 @@ ORDER = [
         "weights",
         "data",
     ),
-    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits", "by_name", "intervals"),
+    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits"),
+    *("by_name", "intervals", "loopback"),
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
@@ -34,7 +35,7 @@ MOUNTED = ("envs", "config", "sota")
 BESIDE = {
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
-    "tools/": "Set-up, and what writes this page, [model classes](model_classes.md) and [TRL's fields](from_trl.md).",
+    "tools/": "Set-up, and what writes this page and [model classes](model_classes.md).",
     "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
 }
 

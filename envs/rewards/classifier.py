@@ -7,12 +7,11 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # a config is checked without them
     import torch
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 COUNTS = ("scored", "truncated")
 
 
@@ -47,18 +46,13 @@ class Classifier:
         sigmoid: bool = False,
         max_tokens: int | None = None,
         batch: int = 8,
-        dtype: Dtype = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         revision: str | None = None,
         num_devices: int | None = None,
         devices: Sequence[int] | None = None,
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {name!r}; it must be a folder or a hub name of a sequence classifier")
-        if dtype not in get_args(Dtype):
-            raise ValueError(f"dtype is {dtype!r}; it can be {', '.join(get_args(Dtype))}")
-        for key, value in {"batch": batch, "max_tokens": max_tokens}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{key} is {value!r}; it must be a whole number, 1 or more")
+        if min(batch, max_tokens or 1) < 1:
+            raise ValueError(f"batch={batch} and max_tokens={max_tokens}; they must be 1 or more")
         if num_devices not in (None, 1) or (devices is not None and len(devices) != 1):
             raise ValueError(f"num_devices={num_devices}, devices={devices}; the classifier takes one device")
         if sigmoid and label is not None:

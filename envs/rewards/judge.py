@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
-from grpo_rl.envs.rewards.judge_settings import check_counts, check_numbers, check_texts, check_truths
+from grpo_rl.envs.rewards.judge_settings import check_endpoint, check_numbers
 from grpo_rl.envs.rewards.verdict_cache import VerdictCache
 from grpo_rl.envs.task import Spent
 
@@ -104,27 +104,19 @@ class Judge:
         budget_calls: int | None = None,
         budget_tokens: int | None = None,
         budget_cost: float | None = None,
-        when_spent: str = "stop",
+        when_spent: Literal["stop", "drop"] = "stop",
         input_price: float = 0.0,
         output_price: float = 0.0,
         cached: bool = True,
     ) -> None:
         self.settings = {name: value for name, value in locals().items() if name != "self"}
         """The settings by name, with the defaults of those that were left out."""
-        check_texts(url, model, rubric, auth_variable)
-        check_numbers(
-            {"low": low, "high": high, "input_price": input_price, "output_price": output_price},
-            {"deadline_s": deadline_s, **({} if budget_cost is None else {"budget_cost": budget_cost})},
-        )
-        check_counts(
-            {"retries": retries, "max_tokens": max_tokens, "concurrency": concurrency},
-            {"budget_calls": budget_calls, "budget_tokens": budget_tokens},
-        )
-        check_truths({"reference": reference, "structured": structured, "cached": cached})
-        if low >= high:
-            raise ValueError(f"low={low} and high={high}; low must be below high")
-        if when_spent not in ("stop", "drop"):
-            raise ValueError(f"when_spent={when_spent}; choose stop or drop")
+        check_endpoint(url, auth_variable)
+        scale = {"low", "high"}
+        numbers = {name: n for name, n in self.settings.items() if isinstance(n, int | float) and name not in scale}
+        check_numbers(numbers)
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(f"low={low} and high={high}; low must be below high, and both be finite")
         if budget_cost is not None and not (input_price or output_price):
             raise ValueError(f"budget_cost={budget_cost} needs input_price and output_price, of a million tokens")
         self._url, self._model, self._rubric, self._low, self._high = url, model, rubric, low, high

@@ -6,7 +6,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_rl.envs.rewards import length, text
 from grpo_rl.envs.rewards.classifier import Classifier
@@ -139,19 +140,31 @@ def _read(name: str, setting: Any) -> Part:
     for parameter in allowed.values():
         if parameter.default is parameter.empty and parameter.name not in settings:
             raise ValueError(f"{where} needs {parameter.name}; set {where}.{parameter.name}")
-    if known.made:
-        try:
+    hints = get_type_hints(known.function.__init__ if known.made else known.function)
+    for setting_name, value in settings.items():
+        if not _is_of(value, hints[setting_name]):
+            raise ValueError(f"{where}.{setting_name} is {value!r}; its type is {allowed[setting_name].annotation}")
+    try:
+        if known.made:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: {error}") from error
-    if settings:
         # A response of nothing shows whether the settings make sense, before anything expensive starts.
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
-        try:
+        if settings:
             known.function(*nothing, **settings)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """True if a value of a config has the type that a setting is declared with; a whole number is a float, too."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
 
 
 def _choices(name: str, choices: Mapping[str, Any] | list[str]) -> str:

@@ -97,15 +97,15 @@ def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -
         max_penalty: at most 0; what a text of one n-gram without end would earn.
 
     Raises:
-        ValueError: ``ngram_size`` is no whole number or below 1, or ``max_penalty`` above 0.
+        ValueError: ``ngram_size`` is below 1, or ``max_penalty`` above 0.
 
     Six bigrams, of which "this is" and "is a" come twice:
 
     >>> repetition_penalty("this is a this is a test", ngram_size=2, max_penalty=-3.0)
     -1.0
     """
-    if not isinstance(ngram_size, int) or ngram_size < 1:
-        raise ValueError(f"ngram_size={ngram_size}; it must be a whole number, at least 1")
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size={ngram_size}; it must be at least 1")
     if not max_penalty <= 0:
         raise ValueError(f"max_penalty={max_penalty}; a penalty is 0 or less")
     words = text.lower().split()

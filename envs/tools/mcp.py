@@ -34,7 +34,7 @@ END_S = 10.0
 """Seconds in which a server's process has to be gone, once it is ended."""
 SPARE_S = 0.5
 """Seconds before a call's deadline at which its failure is told, so that it comes in time."""
-KEYS = ("command", "env", "url", "timeout_s", "on_failure")
+KEYS = {"command", "env", "url", "timeout_s", "on_failure"}
 ON_FAILURE = ("tell", "drop")
 
 
@@ -229,47 +229,41 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
     secrets that the server is given."""
     if isinstance(given, str):
         given = {"url" if given.lower().startswith(("http://", "https://")) else "command": given}
-    if not isinstance(given, Mapping):
-        what = "it must be a command, a URL, or a mapping with one of both"
-        raise ValueError(f"env.mcp: an entry is of type {type(given).__name__}; {what}")
-    if wrong := [key for key in given if key not in KEYS]:
-        raise ValueError(f"env.mcp has {', '.join(wrong)}; an entry has {', '.join(KEYS)}")
-    if ("command" in given) == ("url" in given):
-        raise ValueError(f"env.mcp: an entry with {', '.join(given) or 'nothing'} must have a command or a url")
-    timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"env.mcp: timeout_s={timeout_s}; it must be a positive number of seconds")
-    if on_failure not in ON_FAILURE:
-        raise ValueError(f"env.mcp: on_failure={on_failure}; choose {' or '.join(ON_FAILURE)}")
+    if not isinstance(given, Mapping) or not given.keys() <= KEYS or ("command" in given) == ("url" in given):
+        raise ValueError(
+            "env.mcp: an entry is a command, a URL, or a mapping with one of both (command, url) and, if need be, with "
+            "env, timeout_s and on_failure"
+        )
+    timeout_s, on_failure = float(given.get("timeout_s", 10.0)), given.get("on_failure", "tell")
+    if not 0 < timeout_s < math.inf or on_failure not in ON_FAILURE:
+        raise ValueError(
+            f"env.mcp: timeout_s={timeout_s} and on_failure={on_failure}; these are a positive number of seconds, and "
+            f"{' or '.join(ON_FAILURE)}"
+        )
     try:
         from mcp import StdioServerParameters
     except ImportError as error:
         raise ValueError("env.mcp needs the client of MCP: pip install 'grpo-rl[mcp]'") from error
     name = given["url"] if "url" in given else given["command"]
     variables = given.get("env") or {}
-    if not isinstance(name, str):
-        raise ValueError(f"env.mcp: command or url is of type {type(name).__name__}; it must be a text")
-    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
-        raise ValueError("env.mcp: env must be a mapping of names to texts")
+    # What they hold is not repeated: it may be secret.
+    if not all(isinstance(text, str) for text in (name, *variables.values())) or ("url" in given and variables):
+        raise ValueError("env.mcp: command and url are texts; env has texts by name, of a command alone")
     if "url" in given:
-        if variables:
-            raise ValueError("env.mcp: env is for a command; a server at a URL has its variables already")
-        return _own_address(name), name, float(timeout_s), on_failure == "drop", []
+        return _own_address(name), name, timeout_s, on_failure == "drop", []
     try:
         words = shlex.split(name)
     except ValueError as error:
         raise ValueError(f"env.mcp: the command {name.split()[0]} … can't be read: {error}") from error
-    if not words:
-        raise ValueError("env.mcp: the command is empty")
-    if not shutil.which(words[0], path=variables.get("PATH")):
-        raise ValueError(f"env.mcp: there is no program {words[0]}")
+    if not words or not shutil.which(words[0], path=variables.get("PATH")):
+        raise ValueError(f"env.mcp: there is no program {' '.join(words[:1])}")
     program, *arguments = ending_with_parent(words, with_group=True)
     target = StdioServerParameters(command=program, args=arguments, env=dict(variables))
     secrets = [value for variable, value in variables.items() if may_be_secret(variable, value)]
     for word, shown in zip(words, masked(words), strict=True):
         if shown != word and shown.endswith(MASK):  # an option's value, by itself or behind its name
             secrets.append(word[len(shown) - len(MASK) :])
-    return words[0], target, float(timeout_s), on_failure == "drop", [text for text in secrets if len(text) >= LEAST]
+    return words[0], target, timeout_s, on_failure == "drop", [text for text in secrets if len(text) >= LEAST]
 
 
 def _own_address(url: str) -> str:

@@ -27,7 +27,6 @@ MAX_QUERY_WORDS = 64
 
 _FORMAT = 1
 """The version of what is stored; raise it when that changes, so that caches are built anew."""
-_CHECKSUMS = "SHA256SUMS.json"
 
 
 class Document(NamedTuple):
@@ -41,7 +40,7 @@ class SearchIndex:
     """Documents by BM25 (Lucene's, k1 = 1.5, b = 0.75), over words of two letters or more but the commonest.
 
     Searching is safe from several threads. The index is kept in the user's cache folder under a digest of the
-    documents, as arrays and JSON with checksums; what does not match them is built again.
+    documents, as arrays and JSON; what can't be read is built again.
 
     Args:
         documents: at least one of them with a word.
@@ -129,12 +128,10 @@ def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
 
 
 def _loaded_index(folder: Path) -> Any:
-    """The index in ``folder``; None where there is none, or not what was stored."""
+    """The index in ``folder``; None where there is none, or it can't be read."""
     try:
-        if json.loads((folder / _CHECKSUMS).read_bytes()) != _checksums(folder):
-            return None
         return _bm25s().BM25.load(folder, allow_pickle=False)
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
@@ -143,18 +140,9 @@ def _store_index(bm25: Any, folder: Path) -> None:
     with TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         built = Path(temporary) / "index"
         bm25.save(built, allow_pickle=False, show_progress=False)
-        (built / _CHECKSUMS).write_text(json.dumps(_checksums(built)))
         if folder.exists():
             folder.rename(Path(temporary) / "broken")
         built.rename(folder)
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.name != _CHECKSUMS
-    }
 
 
 # ---- the documents ----

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
-from grpo_rl.agents.server import LOOPBACK
 from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.guards.parent import ending, ending_with_parent, kill_group
+from grpo_rl.loopback import LOOPBACK
 from grpo_rl.storage.masking import may_be_secret
 
 LAST_BYTES = 2000

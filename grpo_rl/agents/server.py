@@ -18,11 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.agents.recorder import Response, Session, SessionError
 from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling
+from grpo_rl.loopback import LOOPBACK, names_this_machine
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
-NAMES = (LOOPBACK, "localhost")
-"""Names that a client may call an endpoint by whose keys can be guessed, as `grpo_rl.report.serve` has it."""
 LEAST_BODY_BYTES, MAX_BODY_BYTES, TOKEN_BYTES = 1 << 20, 16 << 20, 16
 """A request may have so many bytes for each token of the context, within these limits: a longer text would be tokenised
 for seconds, only to be refused."""
@@ -154,7 +152,7 @@ class ChatServer:
         return self.rewards.pop(key, None)
 
     def _session(self, request: web.Request) -> tuple[str, Session]:
-        if self._stranger and request.host.split(":")[0] not in NAMES:  # a web page that points its own name here
+        if self._stranger and not names_this_machine(request.host):  # any key opens a session
             raise RequestError("this model is served on this machine alone", None, "invalid_host", 403)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key) if scheme.lower() == "bearer" and key else None

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from grpo_rl.checks.finding import Finding, unfit
 from grpo_rl.checks.machine import free_memory
 from grpo_rl.planner.advice import remedies, with_devices
-from grpo_rl.planner.errors import NotPlannedError
+from grpo_rl.planner.experts import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario

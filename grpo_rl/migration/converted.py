@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-from grpo_rl.storage.yaml_text import read_yaml
-
 
 @dataclass
 class Converted:
@@ -18,13 +16,13 @@ class Converted:
         config: nested settings; only what is not left to the defaults of config/grpo.yaml.
         task: the value of ``env.dataset``.
         differences: a line each for what has no counterpart, or another meaning; begins with TRL's field.
+        start: the command that trains with this config, without its options.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     task: str = "prompt_response"
     differences: list[str] = field(default_factory=list)
     start: str = "grpo-rl train"
-    """The command that trains with this config, without its options."""
 
     def put(self, key: str, value: Any) -> None:
         """Sets ``section.key`` to a value."""
@@ -36,27 +34,24 @@ class Converted:
 
     def differs(self, name: str, value: Any, why: str) -> None:
         """Adds a difference."""
-        text, name = f"{value!r}", name if name.isidentifier() else repr(name)  # the line is a comment of one line
+        text = f"{value!r}"
         self.differences.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}: {why}")
 
     def as_yaml(self, source: str) -> str:
         """The config as a file for ``--config-dir . --config-name NAME``, the differences as its first comment.
 
         Raises:
-            ValueError: a value would be more than itself in that file, or none.
+            ValueError: a text of it would be resolved by Hydra, or a value is none of YAML's.
         """
-        # Its texts may be a stranger's: a line break would end the comment, and Hydra resolves ${...}.
-        lines = [" ".join(line.split()) for line in (source, *(self.differences or ["none"]))]
-        notes = "".join(f"#   {line}\n" for line in lines[1:])
-        head = {"defaults": ["grpo", {"env": self.task}, "_self_"]}
+        parts = ({"defaults": ["grpo", {"env": self.task}, "_self_"]}, self.config)
         try:
-            parts = [
-                yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=110) for part in (head, self.config)
-            ]
+            settings = "".join(yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=110) for part in parts)
         except yaml.YAMLError as error:
-            raise ValueError(f"{source} has a value that YAML does not hold: {error}") from None
-        settings = "".join(parts)
-        text = f"# Converted from TRL's {lines[0]} by grpo-rl from-trl. Differences:\n{notes}{settings}"
-        if "${" in str(self.config) or read_yaml(text) != read_yaml(settings):
-            raise ValueError(f"{source} has a text that would be more than text in YAML, such as ${{...}}; take it out")
-        return text
+            raise ValueError(f"{source}: {error}") from None
+        if "${" in str(self.config):
+            raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")
+        head = [f"Converted from TRL's {source} by grpo-rl from-trl. Differences:"]
+        lines = head + [f"  {line}" for line in self.differences or ["none"]]
+        # They quote a stranger's text: a line break would end the comment.
+        comment = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}\n" for line in lines)
+        return comment + settings

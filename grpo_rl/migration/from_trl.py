@@ -8,17 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_rl.migration.converted import Converted
-from grpo_rl.migration.trl_config import check_types
-from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, UNNEEDED
-from grpo_rl.migration.trl_values import (
+from grpo_rl.migration.trl_fields import (
     ACCURACY,
     ADVANTAGES,
+    BOUNDS,
     CHOICES,
-    KNOWN_DATASETS,
+    CONVERTED,
+    DATASETS,
+    DEFAULTS,
+    LISTS,
     LOSS_TYPES,
+    MAPPINGS,
     NO_EFFECT,
-    OPEN_R1,
+    NUMBERS,
+    RENAMED,
     REWARDS,
+    UNNEEDED,
 )
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
@@ -39,31 +44,28 @@ def convert(
         rewards: names of rewards, or ``module:function``, instead of ``reward_funcs``, of which names alone are taken.
 
     Raises:
-        ValueError: batch sizes that TRL refuses too, fp16, or a loss that is not here.
+        ValueError: batch sizes that TRL refuses too, fp16, a loss that is not here, or a value of another type.
 
     >>> made = convert({"learning_rate": 2e-6, "max_steps": 10, "num_generations": 4, "repetition_penalty": 1.1})
     >>> made.config["optimizer"]["lr"], made.config["train"]["total_dialog_turns"], made.differences[0]
-    (2e-06, 80, "repetition_penalty=1.1: its log-probabilities would not be the policy's")
+    (2e-06, 80, 'repetition_penalty=1.1: not taken over, see docs/from_trl.md')
     """
     made = Converted()
-    check_types(given)
     # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
     named = {name: value for name, value in given.items() if name not in RENAMED}
     named |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED and not named.get(RENAMED[name])}
-    fields = {**DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
-    for name in named:
-        _name_difference(made, name, named[name])
-    for name, key in SAME.items():
-        if name in fields and name not in ("chat_template", "system_prompt"):
-            made.put(key, fields[name])
-    for name in ("chat_template", "system_prompt"):
-        if name in named:
-            made.put(SAME[name], named[name])
+    fields = DEFAULTS | {name: _of_type(name, value) for name, value in named.items() if value is not None}
+    for name, value in named.items():
+        _name_unconverted(made, name, fields.get(name, value))
+    nulls = {name: None for name in ("chat_template", "system_prompt") if name in named}  # which our tasks may have
+    for name, value in (nulls | fields).items():
+        if name in SAME:
+            made.put(SAME[name], value)
     if not fields["max_grad_norm"]:
         made.put("optimizer.clip_grad_norm", 1e9)
         made.differs("max_grad_norm", 0, "there is always a clip here; it is 1e9, which no gradient meets")
     made.put("sampling.top_k", max(int(fields["top_k"] or 0), 0))  # -1: all, in vLLM
-    _convert_loss(made, fields, named)
+    _convert_loss(made, fields)
     _convert_batches(made, fields, processes, rows)
     _convert_optimizer(made, fields)
     _convert_model(made, fields)
@@ -73,19 +75,34 @@ def convert(
     return made
 
 
-def _name_difference(made: Converted, name: str, value: Any) -> None:
-    known = [*SAME, *CONVERTED, *UNNEEDED, *OPEN_R1]
-    without_effect = value is None or value is False or value == "main"
-    if name in MISSING and not without_effect and (name, value) not in NO_EFFECT:
-        made.differs(name, value, MISSING[name])
-    elif name not in known and name not in MISSING:
-        near = difflib.get_close_matches(name, [*known, *MISSING], 1, 0.8)
-        made.differs(name, value, f"no field of TRL 1.16{f'; did you mean {near[0]}?' if near else ''}; left out")
+def _of_type(name: str, value: Any) -> Any:
+    """The value as Python makes TRL's type of it: YAML reads 1e-6, which has no point, as a text."""
+    try:
+        if name in LISTS:
+            return [LISTS[name](item) for item in ([value] if isinstance(value, str) else value)]
+        if name in MAPPINGS:
+            return dict(value)
+        if name not in NUMBERS and type(DEFAULTS.get(name)) not in (int, float):
+            return value
+        number = value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    if not abs(number) < 10**15 and name not in BOUNDS:  # beyond that a float can't hold every integer
+        raise ValueError(f"{name} is {number!r:.20}; it must be a number below 1e15")
+    return number
 
 
-def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+def _name_unconverted(made: Converted, name: str, value: Any) -> None:
+    known = [*SAME, *CONVERTED, *UNNEEDED]
+    without_effect = value is None or value is False or value == "main" or (name, value) in NO_EFFECT
+    if name not in known and not without_effect:
+        near = difflib.get_close_matches(name, known, 1, 0.9)
+        made.differs(name, value, f"not taken over, see docs/from_trl.md{f'; did you mean {near[0]}?' if near else ''}")
+
+
+def _convert_loss(made: Converted, fields: Mapping[str, Any]) -> None:
     for name, values in CHOICES.items():
-        if fields[name] not in values:
+        if str(fields[name]) not in values:
             raise ValueError(f"{name} is {fields[name]!r}; those with a counterpart are {', '.join(map(str, values))}")
     kind = fields["loss_type"]
     for key, value in LOSS_TYPES[kind].items():
@@ -100,7 +117,7 @@ def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str
             made.differs("epsilon_high", high, "TRL's cispo caps every ratio at it, below 1; the cap is 1 here")
     else:
         made.put("loss.clip_high", high)
-    made.put("loss.advantage", ADVANTAGES[fields["scale_rewards"]])
+    made.put("loss.advantage", ADVANTAGES[str(fields["scale_rewards"])])
     if fields["multi_objective_aggregation"] == "normalize_then_sum":
         made.put("loss.advantage", "multi_reward")
     made.put("loss.kl", "k3_is" if fields["use_bias_correction_kl"] else "k3")
@@ -113,8 +130,11 @@ def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str
         made.put("loss.correction_low", fields.get("vllm_importance_sampling_clip_min", 0.0))
         made.put("loss.correction_high", fields["vllm_importance_sampling_clip_max"])
         if how == "truncate" and fields.get("vllm_importance_sampling_clip_min"):
-            made.differs("vllm_importance_sampling_clip_min", named["vllm_importance_sampling_clip_min"],
-                         "truncation has an upper bound alone here")  # fmt: skip
+            made.differs(
+                "vllm_importance_sampling_clip_min",
+                fields["vllm_importance_sampling_clip_min"],
+                "truncation has an upper bound alone here",
+            )
     if fields.get("sync_ref_model"):
         made.put("ref_model.refresh", "steps")
         made.put("ref_model.refresh_steps", fields.get("ref_model_sync_steps", 512))
@@ -123,19 +143,22 @@ def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str
 
 
 def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int | None, rows: int | None) -> None:
-    ranks = processes or int(fields.get("num_processes") or 1)
-    per_pass = int(fields["per_device_train_batch_size"]) * ranks
-    accumulated = int(fields["gradient_accumulation_steps"])
-    optim_batch, group = per_pass * accumulated, int(fields["num_generations"])
+    ranks = processes or int(fields.get("num_processes", 1))
+    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations")
+    optional = ("generation_batch_size", "num_processes", "steps_per_generation", "vllm_tensor_parallel_size")
+    if low := [name for name in counts + optional if fields.get(name, 1) < 1]:
+        raise ValueError(f"{low[0]} is {fields[low[0]]}; it must be at least 1")
+    per_device, accumulated, group, iterations = (int(fields[name]) for name in counts)
+    per_pass = per_device * ranks
+    optim_batch = per_pass * accumulated
     collection = int(
         fields.get("generation_batch_size") or per_pass * int(fields.get("steps_per_generation") or accumulated)
     )
     if collection % group or optim_batch % group:
         raise ValueError(
             f"a generation batch of {collection} and an optimizer step of {optim_batch} responses "
-            f"({per_pass // ranks} per device x {ranks} processes x {accumulated} accumulated) don't divide into "
-            f"groups of {group}; "
-            "give TRL's number of training processes as --processes N"
+            f"({per_device} per device x {ranks} processes x {accumulated} accumulated) don't divide into "
+            f"groups of {group}; give TRL's number of training processes as --processes N"
         )
     _name_means(made, fields, accumulated * ranks, collection, optim_batch)
     if collection < optim_batch:
@@ -148,13 +171,12 @@ def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int 
     made.put("env.num_envs", collection // group)
     made.put("train.optim_batch_size", optim_batch)
     _divide_devices(made, fields, ranks)
-    iterations = int(fields["num_iterations"])
-    if int(fields["max_steps"]) > 0:
-        steps = int(fields["max_steps"])
+    if (steps := int(fields["max_steps"])) > 0:
         made.put("train.total_dialog_turns", steps * optim_batch // iterations)
     elif rows:
-        made.put("train.total_dialog_turns", int(rows * group * float(fields["num_train_epochs"])))
-        steps = int(rows * group * float(fields["num_train_epochs"])) * iterations // optim_batch
+        responses = int(rows * group * float(fields["num_train_epochs"]))
+        made.put("train.total_dialog_turns", responses)
+        steps = responses * iterations // optim_batch
     else:
         steps = 0
         made.differs("num_train_epochs", fields["num_train_epochs"], "give --rows N, or set train.total_dialog_turns = "
@@ -232,8 +254,10 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
     made.put("optimizer.schedule", kinds.get(schedule, "constant"))
     if schedule not in kinds:
         made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
-    given = fields.get("lr_scheduler_kwargs") or {}
-    share = given.get("min_lr_rate") or (given.get("min_lr") or 0) / (fields["learning_rate"] or 1)
+    given = fields.get("lr_scheduler_kwargs", {})
+    # As texts where YAML reads 1e-7 as one.
+    least, share = (float(given.get(name) or 0) for name in ("min_lr", "min_lr_rate"))
+    share = share or least / (fields["learning_rate"] or 1)
     if share:
         made.put("optimizer.min_lr_fraction", share)
     for name in sorted({*given} - {"min_lr_rate", "min_lr"}, key=str):
@@ -243,7 +267,7 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
 
 
 def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
-    given = fields.get("model_init_kwargs") or {}
+    given = fields.get("model_init_kwargs", {})
     default = "float32" if fields.get("bf16") is False else "bfloat16"  # without autocast, TRL computes in float32
     dtype = str(given.get("dtype") or given.get("torch_dtype") or fields.get("dtype") or default).removeprefix("torch.")
     if fields.get("fp16") or dtype == "float16":
@@ -272,12 +296,10 @@ def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
 
 
 def _convert_engine(made: Converted, fields: Mapping[str, Any]) -> None:
-    length = (
-        fields.get("vllm_max_model_length") or fields.get("max_prompt_length", 512) + fields["max_completion_length"]
-    )
-    made.put("inference_model.max_model_len", int(length))
-    # A micro-batch holds at least one response.
-    made.put("train.micro_batch_tokens", max(8192, int(length)))
+    both = fields.get("max_prompt_length", 512) + fields["max_completion_length"]
+    length = int(fields.get("vllm_max_model_length") or both)
+    made.put("inference_model.max_model_len", length)
+    made.put("train.micro_batch_tokens", max(8192, length))  # a micro-batch holds at least one response
     if fields.get("min_p"):
         made.put("sampling.min_p", fields["min_p"])
 
@@ -290,8 +312,7 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
     made.put("train.keep_checkpoints", fields.get("save_total_limit") or 0)
     if fields.get("eval_strategy", "no") != "no":
         made.differs("eval_strategy", fields["eval_strategy"], "choose how many rows: evaluate.rows=200")
-    report = fields.get("report_to") or "none"
-    names = [report] if isinstance(report, str) else list(report)
+    names = fields.get("report_to", [])
     known = [name for name in names if name in BUILT_IN]
     made.put("logger.backend", known or "none")
     for other in sorted({*names} - {*BUILT_IN, "none"}):
@@ -307,18 +328,19 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
 
 def _convert_task(made: Converted, fields: Mapping[str, Any], given: Sequence[str]) -> None:
     """Names rewards and data; functions that the config names, and not the command line, are imported by no one."""
-    path, weights = fields.get("dataset_name"), list(fields.get("reward_weights") or [])
-    rewards = list(given or fields.get("reward_funcs") or [])
-    weights += [1.0] * (len(rewards) - len(weights))
-    if path in KNOWN_DATASETS and not rewards:
-        made.task = KNOWN_DATASETS[path]
+    path, rewards = str(fields.get("dataset_name") or ""), [*given] or fields.get("reward_funcs", [])
+    weights = fields.get("reward_weights", [])
+    weights = weights + [1.0] * (len(rewards) - len(weights))
+    if path in DATASETS and not rewards:
+        made.task = DATASETS[path]
         made.differs("dataset_name", path, f"the task {made.task} with its own rewards")
         return
     if path:
         made.put("env.path", path)
-    subset = fields.get("dataset_config") or next(iter(fields.get("dataset_configs") or []), None)
-    if len(fields.get("dataset_configs") or []) > 1:
-        made.differs("dataset_configs", fields["dataset_configs"], f"one subset is read, {subset}")
+    subsets = fields.get("dataset_configs", [])
+    subset = fields.get("dataset_config") or next(iter(subsets), None)
+    if len(subsets) > 1:
+        made.differs("dataset_configs", subsets, f"one subset is read, {subset}")
     for key, value in (("subset", subset), ("split", fields.get("dataset_train_split"))):
         if value not in (None, "default", "train"):
             made.put(f"env.{key}", value)

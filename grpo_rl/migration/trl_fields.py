@@ -1,218 +1,52 @@
-"""TRL's fields and ours: for each field of TRL's ``GRPOConfig``, what becomes of it here.
+"""The fields of TRL's ``GRPOConfig`` that are known here, and TRL's values under their names here.
 
 Source: TRL 1.16, ``trl/trainer/grpo_config.py`` and ``trl/trainer/model_config.py``, and the ``TrainingArguments`` of
-transformers 5.19. docs/from_trl.md shows these tables; a test compares their names with those of the installed TRL.
+transformers 5.19. docs/from_trl.md says what becomes of each field, also of those without a counterpart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-CONVERTED: Mapping[str, str] = {
-    "loss_type": "`loss.surrogate`, `loss.aggregate`, `loss.normalizer`; `vespo` is refused",
-    "importance_sampling_level": "`loss.ratio`",
-    "epsilon_high": "`loss.clip_high`; with `cispo` it is the cap itself in TRL, and 1 + `loss.clip_high` here",
-    "scale_rewards": "`loss.advantage`: group `zscore`, batch `batch_std`, none `no_std`",
-    "multi_objective_aggregation": "`loss.advantage=multi_reward` for `normalize_then_sum`",
-    "reward_weights": "weights of `env.rewards`, or of `env.reward`",
-    "use_bias_correction_kl": "`loss.kl`: `k3_is`, or `k3` without it",
-    "vllm_importance_sampling_correction": "`loss.correction`, `none` without it or without vLLM",
-    "vllm_importance_sampling_mode": "`loss.correction` and `loss.correction_level`",
-    "vllm_importance_sampling_clip_max": "`loss.correction_high`",
-    "vllm_importance_sampling_clip_min": "`loss.correction_low`",
-    "per_device_train_batch_size": "a factor of `train.optim_batch_size`: per device x processes x accumulation",
-    "gradient_accumulation_steps": "another factor of it; micro-batches are sized by `train.micro_batch_tokens`",
-    "generation_batch_size": "`env.num_envs` = generation_batch_size / num_generations",
-    "steps_per_generation": "the same: per device x processes x steps_per_generation",
-    "max_steps": "`train.total_dialog_turns` = steps x optim_batch_size / num_iterations",
-    "num_train_epochs": "`train.total_dialog_turns` = rows x num_generations x epochs; needs `--rows`",
-    "warmup_steps": "`optimizer.warmup_steps`, below 1 a share of all steps, rounded up; TRL's begins at 0",
-    "lr_scheduler_type": "`optimizer.schedule`: linear, cosine or constant",
-    "lr_scheduler_kwargs": "`optimizer.min_lr_fraction` for `min_lr_rate`",
-    "optim": "`optimizer.name`: adamw or sgd",
-    "adam_beta1": "`optimizer.betas`",
-    "adam_beta2": "`optimizer.betas`",
-    "min_p": "`sampling.min_p`; null is 0",
-    "sync_ref_model": "`ref_model.refresh=steps`",
-    "ref_model_sync_steps": "`ref_model.refresh_steps`",
-    "ref_model_mixup_alpha": "here the reference becomes a copy (1.0), or moves in every step (`ref_model.decay`)",
-    "vllm_max_model_length": "`inference_model.max_model_len`; by default prompt and response together",
-    "use_vllm": "`inference_model.engine` is vllm either way; transformers samples where it can't be installed",
-    "vllm_mode": "with one process `colocate` shares its device; otherwise engines have `inference_model.num_devices`",
-    "bf16": "`train.mixed_precision`: bf16 weights, fp32 masters in the optimizer; false: `train_model.dtype=float32`",
-    "fp16": "refused: bfloat16 or float32",
-    "model_init_kwargs": "`dtype` or `torch_dtype` becomes `train_model.dtype`; others have no counterpart",
-    "dtype": "`train_model.dtype`",
-    "save_strategy": "`train.checkpoint_frequency`, 0 for `no`",
-    "save_steps": "`train.checkpoint_frequency`, in steps",
-    "save_total_limit": "`train.keep_checkpoints`; 0 keeps all",
-    "eval_strategy": "`evaluate.frequency`; choose how many rows by `evaluate.rows`",
-    "eval_steps": "`evaluate.frequency`",
-    "report_to": "`logger.backend`: wandb, tensorboard, trackio, mlflow",
-    "project": "`logger.project`",
-    "fsdp": "`train_model.parallel=fsdp`",
-    "use_peft": "`train_model.lora.rank` above 0",
-    "lora_r": "`train_model.lora.rank`; a script's `LoraConfig` has peft's defaults, 8, 8 and 0.0",
-    "lora_alpha": "`train_model.lora.alpha`",
-    "lora_dropout": "`train_model.lora.dropout`",
-    "lora_target_modules": "`train_model.lora.targets`; null is `all-linear`, in TRL peft's choice by model",
-    "load_in_4bit": "`train_model.quantization=nf4` or `fp4`",
-    "load_in_8bit": "`train_model.quantization=int8`, on a CPU only",
-    "bnb_4bit_quant_type": "`train_model.quantization`",
-    "use_liger_kernel": "`train_model.head=liger`",
-    "resume_from_checkpoint": "`resume`; checkpoints of TRL can't be resumed here",
-    "dataset_name": "`env.dataset` where we have the task, otherwise `env.path` of prompt_response",
-    "dataset_config": "`env.subset`",
-    "dataset_configs": "`env.subset`, of which there is one",
-    "dataset_train_split": "`env.split`",
-    "dataset_test_split": "`env.eval_split`",
-    "load_best_model_at_end": "`evaluate.keep_best=true`, beside `evaluate.rows`; only named",
-    "reward_funcs": "`env.rewards` by name; functions are given again, as `--rewards module:function`",
-}
-"""Fields whose value is computed, with what becomes of it."""
+CONVERTED = {
+    "loss_type", "importance_sampling_level", "epsilon_high", "scale_rewards", "multi_objective_aggregation",
+    "reward_weights", "use_bias_correction_kl", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size",
+    "steps_per_generation", "max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "optim", "adam_beta1", "adam_beta2", "min_p", "sync_ref_model",
+    "ref_model_sync_steps", "ref_model_mixup_alpha", "vllm_max_model_length", "use_vllm", "vllm_mode", "bf16",
+    "fp16", "model_init_kwargs", "dtype", "save_strategy", "save_steps", "save_total_limit", "eval_strategy",
+    "eval_steps", "report_to", "project", "fsdp", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
+    "lora_target_modules", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_liger_kernel",
+    "resume_from_checkpoint", "dataset_name", "dataset_config", "dataset_configs", "dataset_train_split",
+    "dataset_test_split", "load_best_model_at_end", "reward_funcs", "max_completion_len", "soft_punish_cache",
+    "dataset_prompt_column",
+}  # fmt: skip
+"""Fields whose value is computed; the last three are Open-R1's."""
 
-UNNEEDED: Mapping[str, str] = {
-    "disable_dropout": "dropout of the model's own config is always off",
-    "remove_unused_columns": "rewards get the columns that their signatures name",
-    "shuffle_dataset": "prompts are always shuffled, by train.seed",
-    "pad_to_multiple_of": "nothing is padded: tokens are packed",
-    "vllm_model_impl": "vLLM chooses",
-    "vllm_server_base_url": "engines are started by the run",
-    "vllm_server_host": "engines are started by the run",
-    "vllm_server_port": "engines are started by the run",
-    "vllm_server_timeout": "inference_model.deadline_s, and engines are started by the run",
-    "vllm_group_port": "engines are started by the run",
-    "ds3_gather_for_generation": "sharded weights are sent layer by layer",
-    "cast_lm_head_to_fp32": "log-probabilities are computed from float32 logits of each tile",
-    "use_cache": "the trainer needs no cache",
-    "gradient_checkpointing_kwargs": "never reentrant",
-    "torch_compile": "train_model.compile is on where a compiler works",
-    "torch_compile_backend": "see torch_compile",
-    "torch_compile_mode": "see torch_compile",
-    "torch_empty_cache_steps": "memory is given back where an engine needs it",
-    "auto_find_batch_size": "micro-batches are sized by train.micro_batch_tokens",
-    "average_tokens_across_devices": "a mean over tokens is over all devices and micro-batches",
-    "logging_strategy": "every step is logged",
-    "logging_steps": "every step is logged",
-    "logging_first_step": "every step is logged",
-    "logging_nan_inf_filter": "a step that is not finite is skipped, counted and explained",
-    "log_on_each_node": "rank zero logs",
-    "log_level": "the run's own lines are short",
-    "log_level_replica": "the run's own lines are short",
-    "disable_tqdm": "a pipe gets plain lines",
-    "include_num_input_tokens_seen": "tokens are always counted",
-    "num_completions_to_print": "the terminal shows one; the report and completions.parquet have all",
-    "log_unique_prompts": "see num_completions_to_print",
-    "skip_memory_metrics": "memory/peak_gib is always logged",
-    "use_transformers_continuous_batching": "vLLM batches continuously",
-    "transformers_continuous_batching_config": "vLLM batches continuously",
-    "use_transformers_paged": "vLLM pages its cache",
-    "cache_implementation": "vLLM has its own cache",
-    "overwrite_output_dir": "a folder that holds a run is never overwritten",
-    "do_train": "the script trains",
-    "do_eval": "evaluate.rows decides",
-    "do_predict": "grpo-rl eval samples and scores",
-    "eval_on_start": "the first evaluation is before training",
-    "attn_implementation": "attention over shared prompts is the project's own",
-    "use_liger_loss": "the head never holds all logits",
-    "per_device_eval_batch_size": "the engine batches",
-    "num_generations_eval": "held-out responses are greedy, one each; evaluate.samples adds more",
-    "bf16_full_eval": "the engine samples",
-    "fp16_full_eval": "the engine samples",
-    "prediction_loss_only": "evaluation scores responses",
-    "eval_do_concat_batches": "evaluation scores responses",
-    "eval_use_gather_object": "evaluation scores responses",
-    "eval_accumulation_steps": "evaluation scores responses",
-    "include_for_metrics": "evaluation scores responses",
-    "batch_eval_metrics": "evaluation scores responses",
-    "label_names": "there are no labels",
-    "label_smoothing_factor": "there are no labels",
-    "length_column_name": "sequences are packed by length",
-    "train_sampling_strategy": "prompts are shuffled",
-    "dataloader_drop_last": "prompts are read in the process",
-    "dataloader_num_workers": "prompts are read in the process",
-    "dataloader_pin_memory": "prompts are read in the process",
-    "dataloader_persistent_workers": "prompts are read in the process",
-    "dataloader_prefetch_factor": "prompts are read in the process",
-    "dataloader_multiprocessing_context": "prompts are read in the process",
-    "dataloader_in_order": "prompts are read in the process",
-    "ddp_find_unused_parameters": "gradients are summed once a step",
-    "ddp_bucket_cap_mb": "gradients are summed once a step",
-    "ddp_broadcast_buffers": "gradients are summed once a step",
-    "ddp_static_graph": "gradients are summed once a step",
-    "ddp_backend": "nccl on GPUs, gloo on CPUs",
-    "accelerator_config": "ranks are the project's own",
-    "local_rank": "torchrun sets it",
-    "use_cpu": "a machine without a GPU is enough to say so",
-    "save_on_each_node": "rank zero saves; sharded checkpoints are on a shared folder",
-    "ignore_data_skip": "a resumed run goes on at the same prompt",
-    "restore_callback_states_from_checkpoint": "there are no callbacks",
-    "enable_jit_checkpoint": "Ctrl-C, and SIGTERM under SLURM, checkpoint",
-    "num_processes": "the number of devices; see --processes",
-    "max_prompt_length": "prompts are not cut; env.long_prompt says what becomes of one that is too long",
-    "hub_strategy": "see push_to_hub",
-    "hub_always_push": "see push_to_hub",
-    "logging_dir": "metrics lie in the run's folder",
-    "vllm_device": "inference_model.devices",
-}
-"""Fields that need no counterpart, and why."""
-
-MISSING: Mapping[str, str] = {
-    "trust_remote_code": "code from a model's repository is not run",
-    "router_aux_loss_coef": "a mixture of experts is trained without an auxiliary loss",
-    "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, stop and ignore_eos",
-    "chat_template_kwargs": "write a model.chat_template",
-    "repetition_penalty": "its log-probabilities would not be the policy's",
-    "vllm_structured_outputs_regex": "its log-probabilities would not be the policy's",
-    "vespo_k_pos": "the VESPO loss is not here",
-    "vespo_lambda_pos": "the VESPO loss is not here",
-    "vespo_k_neg": "the VESPO loss is not here",
-    "vespo_lambda_neg": "the VESPO loss is not here",
-    "use_adaptive_entropy": "the weight of the entropy term is constant",
-    "entropy_coef_min": "the weight of the entropy term is constant",
-    "entropy_coef_max": "the weight of the entropy term is constant",
-    "entropy_coef_delta": "the weight of the entropy term is constant",
-    "entropy_target": "the weight of the entropy term is constant",
-    "off_policy_mask_threshold": "loss.correction=mask leaves out by the ratio, whatever the sign of the advantage",
-    "log_multimodal": "only text is trained",
-    "log_completions_hub_repo": "completions.parquet lies in the run's folder",
-    "adam_epsilon": "AdamW's epsilon is 1e-8",
-    "optim_args": "optimizer has the settings there are",
-    "optim_target_modules": "all weights are trained, or adapters",
-    "neftune_noise_alpha": "it would make ratios wrong",
-    "liger_kernel_config": "train_model.head=liger is Liger's head alone",
-    "tf32": "products are in train_model.dtype",
-    "full_determinism": "a seed fixes a run with the transformers engine",
-    "data_seed": "train.seed is the seed of everything",
-    "save_only_model": "train.keep_final_checkpoint=false leaves model/ alone",
-    "metric_for_best_model": "evaluate.score",
-    "greater_is_better": "a higher reward is better",
-    "eval_delay": "evaluations are every evaluate.frequency steps",
-    "push_to_hub": "grpo-rl push-to-hub RUN NAME, when the run has ended",
-    "hub_token": "never written to a config; HF_TOKEN",
-    "hub_private_repo": "see push_to_hub",
-    "hub_model_id": "see push_to_hub",
-    "hub_revision": "see push_to_hub",
-    "trackio_space_id": "metrics stay on this machine",
-    "trackio_bucket_id": "metrics stay on this machine",
-    "trackio_static_space_id": "metrics stay on this machine",
-    "deepspeed": "train_model.parallel=fsdp shards",
-    "fsdp_config": "train_model.parallel=fsdp shards every layer",
-    "parallelism_config": "train_model.parallel=fsdp or ddp",
-    "debug": "docs/troubleshooting.md says what a run tells about itself",
-    "model_revision": "load that revision into a folder, and give its path as model.name",
-    "dataset_streaming": "data are read whole",
-    "reward_model_name_or_path": "rewards are functions",
-    "lora_target_parameters": "adapters are beside linear layers",
-    "lora_modules_to_save": "only adapters are trained",
-    "lora_task_type": "always a causal language model",
-    "use_rslora": "adapters are scaled by alpha / rank",
-    "use_dora": "adapters are plain LoRA",
-    "use_bnb_nested_quant": "quantization constants are not quantized again",
-    "bnb_4bit_quant_storage": "bitsandbytes' default",
-    "vllm_importance_sampling_cap": "deprecated in TRL; use vllm_importance_sampling_clip_max",
-}
-"""Fields without a counterpart, and what to do."""
+UNNEEDED = {
+    "disable_dropout", "remove_unused_columns", "shuffle_dataset", "pad_to_multiple_of", "vllm_model_impl",
+    "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "ds3_gather_for_generation", "cast_lm_head_to_fp32", "use_cache", "gradient_checkpointing_kwargs",
+    "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
+    "auto_find_batch_size", "average_tokens_across_devices", "logging_strategy", "logging_steps",
+    "logging_first_step", "logging_nan_inf_filter", "log_on_each_node", "log_level", "log_level_replica",
+    "disable_tqdm", "include_num_input_tokens_seen", "num_completions_to_print", "log_unique_prompts",
+    "skip_memory_metrics", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+    "use_transformers_paged", "cache_implementation", "overwrite_output_dir", "do_train", "do_eval",
+    "do_predict", "eval_on_start", "attn_implementation", "use_liger_loss", "per_device_eval_batch_size",
+    "num_generations_eval", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only",
+    "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
+    "batch_eval_metrics", "label_names", "label_smoothing_factor", "length_column_name",
+    "train_sampling_strategy", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+    "dataloader_in_order", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+    "ddp_static_graph", "ddp_backend", "accelerator_config", "local_rank", "use_cpu", "save_on_each_node",
+    "ignore_data_skip", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "num_processes",
+    "max_prompt_length", "hub_strategy", "hub_always_push", "logging_dir", "vllm_device",
+}  # fmt: skip
+"""Fields that need no counterpart."""
 
 RENAMED: Mapping[str, str] = {
     "torch_dtype": "dtype",
@@ -263,3 +97,49 @@ DEFAULTS: Mapping[str, object] = {
     "seed": 42,
 }
 """TRL's defaults of fields that have a counterpart: a config that leaves one out means this."""
+
+NUMBERS = {
+    "ddp_timeout", "delta", "epsilon_high", "eval_steps", "generation_batch_size", "logging_steps",
+    "max_completion_len", "max_prompt_length", "min_p", "num_processes", "ref_model_mixup_alpha",
+    "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos", "soft_punish_cache",
+    "steps_per_generation", "top_entropy_quantile", "vllm_importance_sampling_clip_min",
+    "vllm_max_model_length", "vllm_tensor_parallel_size",
+}  # fmt: skip
+"""Fields that take a number, beside those whose default is one."""
+BOUNDS = ("epsilon", "epsilon_high", "max_grad_norm", "vllm_importance_sampling_clip_max")
+"""Fields that may be infinite, which is no bound."""
+LISTS: Mapping[str, type] = {"dataset_configs": str, "report_to": str, "reward_funcs": str, "reward_weights": float}
+MAPPINGS = ("lr_scheduler_kwargs", "model_init_kwargs")
+NO_EFFECT = (("repetition_penalty", 1.0), ("lora_task_type", "CAUSAL_LM"))
+"""Values that ask for nothing, of fields without a counterpart."""
+
+DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
+"""Data sets of the hub that have a task here."""
+ACCURACY = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
+"""Rewards that compare a mathematical answer with the gold one: the task ``math`` here."""
+REWARDS = {
+    name: name
+    for name in (
+        *("format", "tag_count", "reasoning_steps", "length", "cosine", "repetition_penalty"),
+        *("soft_overlong_punishment", "code_format"),
+    )
+} | {"think_format_reward": "format", "get_soft_overlong_punishment": "soft_overlong_punishment"}
+"""TRL's and Open-R1's names of rewards, and ours in ``env.rewards``."""
+LOSS_TYPES = {
+    "grpo": {"aggregate": "sequence_mean"},
+    "dapo": {"aggregate": "token_mean"},
+    "bnpo": {"aggregate": "token_mean"},
+    "dr_grpo": {"aggregate": "constant"},
+    "luspo": {"aggregate": "constant", "normalizer": 1.0},
+    "cispo": {"surrogate": "cispo", "aggregate": "token_mean"},
+    "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
+}
+ADVANTAGES = {"group": "zscore", "batch": "batch_std", "none": "no_std", "True": "zscore", "False": "no_std"}
+CHOICES = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ADVANTAGES,
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate"),
+}
+"""Fields of which some values alone can be converted."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from grpo_rl.planner.plan import USABLE, Layout, Plan, make_plan, plan_layout
+from grpo_rl.planner.plan import Layout, Plan, make_plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 
 LARGEST_CLUSTER = 1024
@@ -28,52 +28,31 @@ def best_overlapped(scenario: Scenario) -> Plan | None:
     return min(about, key=lambda plan: (sum(plan.seconds.values()), plan.layout.engine_size), default=None)
 
 
-def best_in_turns(scenario: Scenario) -> Plan | None:
-    """The plan with the shortest step where all devices sample, then all train; None: none fits.
-
-    The engine sleeps while they train and gives its memory back; awake it takes what the trainer's state leaves. On
-    several devices the plan is for comparison: no script runs vLLM in turns with several trainers.
-    """
-    return min((p for p in _in_turns(scenario) if p.fits), key=lambda plan: plan.step_s, default=None)
-
-
 def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
     """The scenario with devices given to each role, and the overrides that do it.
 
-    Nothing is changed where the config divides the devices itself, or there is one. An engine on devices of its own may
-    take :data:`BEST_UTILIZATION` of them; the config's share is for one that has to leave room for a trainer.
+    Nothing is changed where the config divides the devices itself, there is one, or sampling and training take turns.
+    An engine on devices of its own may take :data:`BEST_UTILIZATION` of them; the config's share is for one that has
+    to leave room for a trainer.
 
     Raises:
         ValueError: the devices are too few.
     """
     settings, count = scenario.settings, scenario.cluster.count
     roles = (settings.train_model, settings.inference_model)
-    if count == 1 or any(role.num_devices is not None or role.devices is not None for role in roles):
+    divided = any(role.num_devices is not None or role.devices is not None for role in roles)
+    if count == 1 or divided or not scenario.overlaps:
         return scenario, ""
-    if scenario.overlaps:
-        alone = scenario.with_overrides({"inference_model.gpu_memory_utilization": BEST_UTILIZATION})
-        longest = settings.inference_model.max_model_len
-        if not (plans := list(_overlapped(alone))):
-            raise ValueError(f"{count} devices are too few to train, to sample and for ref_model; leave ref_model null")
-        # Where nothing fits, at least an engine that does: it is the smaller of both.
-        plan = best_overlapped(alone) or min(plans, key=lambda p: (p.engine.tokens < longest, max(p.missing.values())))
-    else:
-        plan = best_in_turns(scenario) or _in_turns(scenario)[-1]
+    alone = scenario.with_overrides({"inference_model.gpu_memory_utilization": BEST_UTILIZATION})
+    longest = settings.inference_model.max_model_len
+    if not (plans := list(_overlapped(alone))):
+        raise ValueError(f"{count} devices are too few to train, to sample and for ref_model; leave ref_model null")
+    # Where nothing fits, at least an engine that does: it is the smaller of both.
+    plan = best_overlapped(alone) or min(plans, key=lambda p: (p.engine.tokens < longest, max(p.missing.values())))
     overrides = plan.overrides
     if plan.layout.train != 1 and settings.train_model.parallel is None:
         overrides["train_model.parallel"] = "fsdp"
     return scenario.with_overrides(overrides), written(overrides)
-
-
-def _in_turns(scenario: Scenario) -> list[Plan]:
-    """Plans of all devices in turns, by the size of an engine, which takes what the trainer's state leaves."""
-    count, device = scenario.cluster.count, scenario.cluster.device
-    kept = scenario.reference_bytes(count) + scenario.kept(count)
-    overrides: dict[str, object] = {"mode": "sync", "inference_model.sleep": True}
-    if (left := math.floor(20 * (USABLE - kept / device.memory)) / 20) > 0:
-        overrides["inference_model.gpu_memory_utilization"] = min(BEST_UTILIZATION, left)
-    asleep = scenario.with_overrides(overrides)
-    return [plan_layout(asleep, Layout(count, 0, count, size, colocated=True)) for size in asleep.engine_sizes(count)]
 
 
 def _overlapped(scenario: Scenario) -> Iterator[Plan]:

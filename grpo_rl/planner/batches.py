@@ -35,7 +35,6 @@ class BatchPlan:
         max_tokens: limit of a micro-batch, where the number of micro-batches is not given.
         accumulation: the number of micro-batches that is asked for; None: as many as the tokens need.
         micro_batches: how many groups each micro-batch of an optimizer step has.
-        shared_tokens: tokens that all prompts begin with, computed once in each micro-batch.
     """
 
     prompts: int
@@ -57,7 +56,6 @@ class BatchPlan:
     skips_zero_variance: bool
     devices: Devices
     misfits: tuple[Misfit, ...] = ()
-    shared_tokens: int = 0
 
     @property
     def responses(self) -> int:
@@ -88,7 +86,7 @@ class BatchPlan:
     @property
     def loads(self) -> list[int]:
         """Tokens of each micro-batch of an optimizer step."""
-        return [self.shared_tokens + n * (self.group_tokens - self.shared_tokens) for n in self.micro_batches]
+        return [groups * self.group_tokens for groups in self.micro_batches]
 
     @property
     def over_budget(self) -> bool:
@@ -107,7 +105,7 @@ class BatchPlan:
     def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
         """Stand-ins for so many groups of a collection, scored by a reference or not."""
         lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
-        return [assumed_group(*lengths, i, self.shared_tokens, reference) for i in range(count)]
+        return [assumed_group(*lengths, i, reference) for i in range(count)]
 
     def batch_of(self, group: int, response: int) -> int | None:
         """The number of the collection's optimizer step that takes this response; None: it is left over."""
@@ -124,7 +122,6 @@ def plan_batches(
     prompt_tokens: int | None = None,
     response_tokens: int | None = None,
     gpus: int | None = None,
-    shared_tokens: int = 0,
 ) -> BatchPlan:
     """The plan of settings, whether or not they divide.
 
@@ -132,7 +129,6 @@ def plan_batches(
         prompt_tokens: assumed length of every prompt; None: :data:`PROMPT_TOKENS`, or what the context leaves.
         response_tokens: assumed length of every response; None: ``sampling.max_new_tokens``, the longest of one turn.
         gpus: number of GPUs to plan for; None: those of this machine.
-        shared_tokens: tokens that all prompts are assumed to begin with, such as a system message.
 
     Raises:
         ValueError: the lengths do not fit into the context, or the device plan not on the machine.
@@ -145,12 +141,10 @@ def plan_batches(
             f"a prompt of {prompt} tokens and a response of {response} do not fit into "
             f"inference_model.max_model_len={context}; each needs one token or more"
         )
-    if not 0 <= shared_tokens < prompt:
-        raise ValueError(f"shared-tokens is {shared_tokens}; prompts of {prompt} tokens share fewer than all of them")
     batching = micro_batching(settings)
     size = settings.env.repeats
     count = settings.train.optim_batch_size // size
-    groups = [assumed_group(prompt, response, size, i, shared_tokens) for i in range(count)]
+    groups = [assumed_group(prompt, response, size, i) for i in range(count)]
     micro, _ = micro_batches_of(None, groups, batching.max_tokens, batching.count)
     sizes, collections = group_sizes(settings), total_steps(settings)
     starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
@@ -174,19 +168,15 @@ def plan_batches(
         skips_zero_variance=batching.skip_zero_advantage,
         devices=allocate(settings, visible=gpus),
         misfits=tuple(misfits(settings)),
-        shared_tokens=shared_tokens,
     )
 
 
 @functools.cache
-def assumed_group(
-    prompt: int, response: int, size: int, number: int = 0, shared: int = 0, reference: bool = False
-) -> Group:
+def assumed_group(prompt: int, response: int, size: int, number: int = 0, reference: bool = False) -> Group:
     """A group of these lengths and of nothing else; one number stands for all its tokens.
 
     Args:
         number: an id that tells it from other groups, its prompt included.
-        shared: tokens that all prompts begin with.
         reference: the reference has scored it.
     """
 
@@ -196,7 +186,7 @@ def assumed_group(
     return Group(
         group_id=number,
         row=number,
-        prompt_ids=torch.cat([torch.zeros(shared, dtype=torch.long), torch.full((prompt - shared,), number + 1)]),
+        prompt_ids=torch.full((prompt,), number + 1),
         response_ids=tokens(torch.long),
         log_probs=tokens(torch.float32),
         versions=tokens(torch.long),

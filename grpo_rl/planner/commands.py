@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.planner.assumed import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.planner.hardware import Cluster, dtype_on
+from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster, dtype_on
 from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
 from grpo_rl.settings.schema import Settings
 
@@ -45,8 +44,6 @@ def _add_lengths(parser: argparse.ArgumentParser, prompt: str) -> None:
         "--config-name", "-cn", default=DEFAULT_CONFIG, help=f"the config to start from ({DEFAULT_CONFIG})"
     )
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help=prompt)
-    shared = "of these, tokens that all prompts begin with, such as a system message (0)"
-    parser.add_argument("--shared-tokens", type=int, default=0, metavar="N", help=shared)
     response = "assumed length of a response (sampling.max_new_tokens)"
     parser.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
 
@@ -74,7 +71,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.planner.batches import plan_batches
     from grpo_rl.planner.drawing import picture, svg
 
-    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus, options.shared_tokens)
+    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
     title = _title("batches", options, overrides)
     Console(highlight=False).print(picture(plan, title))
     if options.svg:
@@ -95,7 +92,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     import torch
     from rich.console import Console
 
-    from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
+    from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
     from grpo_rl.planner.plan import make_plan
     from grpo_rl.planner.scenario import Scenario, config_source
     from grpo_rl.planner.table import plan_view
@@ -103,10 +100,10 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
-    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares, options.shared_tokens))
+    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
     plan = make_plan(scenario)
     title = _title("plan", options, overrides)
     console = Console(highlight=False)
-    best = (best_overlapped(scenario), best_in_turns(scenario))
-    console.print(plan_view(plan, title, remedies(plan), *best, chosen))
+    best = None if chosen else best_overlapped(scenario)
+    console.print(plan_view(plan, title, remedies(plan), best, chosen))
     return int(not plan.fits or bool(plan.refused))

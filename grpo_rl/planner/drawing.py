@@ -185,9 +185,8 @@ def _micro_batches(plan: BatchPlan) -> Text:
         picture.append(f"\na group is never split: {tokens}, more than train.micro_batch_tokens", "bold red")
     shared = sum(plan.loads)
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.response_tokens)
-    same = f", {plan.shared_tokens:,} of them the same in all" if plan.shared_tokens else ""
     legend = (
-        f"\n█ a prompt of {plan.prompt_tokens:,} tokens{same}, computed once, ░ and its {plan.group_size} responses of "
+        f"\n█ a prompt of {plan.prompt_tokens:,} tokens, computed once, ░ and its {plan.group_size} responses of "
         f"{plan.response_tokens:,}: {shared:,} tokens a step; with the prompt beside each response, {apart:,}"
     )
     return picture.append(legend, "dim")
@@ -195,11 +194,10 @@ def _micro_batches(plan: BatchPlan) -> Text:
 
 def _group_bars(plan: BatchPlan, groups: int, scale: float) -> Iterable[str]:
     """The columns of each group; too small ones are drawn without their prompts."""
-    shared = plan.shared_tokens
-    edges = [0] + [round((shared + group * (plan.group_tokens - shared)) * scale) for group in range(1, groups + 1)]
+    edges = [round(group * plan.group_tokens * scale) for group in range(groups + 1)]
+    prompt = max(1, round(plan.prompt_tokens * scale))
     for start, end in itertools.pairwise(edges):
-        columns, own = end - start, plan.prompt_tokens - (shared if start else 0)
-        prompt = max(1, round(own * scale))
+        columns = end - start
         yield "░" * columns if columns < 2 else ("█" * min(prompt, columns - 1)).ljust(columns, "░")
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from grpo_rl.perf.roofline import experts_of_a_token
-from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.policies.routing import stacked_experts
+
+
+class NotPlannedError(ValueError):
+    """A model that can be trained is of a kind whose memory is not counted, so that there is no plan; names it."""
 
 
 @dataclass(frozen=True)

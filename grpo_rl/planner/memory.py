@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
-from grpo_rl.planner.errors import NotPlannedError
-from grpo_rl.planner.experts import Experts
+from grpo_rl.planner.experts import Experts, NotPlannedError
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.mixers import mixers

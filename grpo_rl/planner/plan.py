@@ -44,7 +44,7 @@ class Layout:
         return self.train + self.ref + (0 if self.colocated else self.inference)
 
     def __str__(self) -> str:
-        return f"all {self.train}" if self.colocated else f"train {self.train}, inference {self.inference}"
+        return f"train {self.train}, inference {self.inference}"
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,9 @@ class Plan:
     def overrides(self) -> dict[str, object]:
         """The settings that ask for this layout."""
         layout, settings = self.layout, self.scenario.settings
-        sampling = {"inference_model.num_devices": layout.inference}
-        if self.shared:
-            sampling = {}
-        elif layout.colocated:
-            sampling = {"mode": "sync", "inference_model.sleep": True}
         return {
             "train_model.num_devices": layout.train,
-            **sampling,
+            "inference_model.num_devices": layout.inference,
             "inference_model.tensor_parallel_size": layout.engine_size,
             "inference_model.gpu_memory_utilization": settings.inference_model.gpu_memory_utilization,
         }

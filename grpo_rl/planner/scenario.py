@@ -11,9 +11,8 @@ from functools import cached_property
 
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_rl.planner.assumed import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.planner.batches import BatchPlan, plan_batches
-from grpo_rl.planner.hardware import Cluster
+from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.planner.memory import (
     QUANTIZED_BYTES,
     EngineMemory,
@@ -42,7 +41,6 @@ class Scenario:
         response_tokens: assumed length of every response; memory is planned for the longest.
         train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.
         sample_share: share of them that sampling reaches.
-        shared_tokens: tokens that all prompts are assumed to begin with.
     """
 
     settings: Settings
@@ -52,7 +50,6 @@ class Scenario:
     response_tokens: int | None = None
     train_share: float = TRAIN_SHARE
     sample_share: float = SAMPLE_SHARE
-    shared_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("train_share", "sample_share"):
@@ -87,7 +84,7 @@ class Scenario:
 
     @cached_property
     def batches(self) -> BatchPlan:
-        return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible, self.shared_tokens)
+        return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible)
 
     @cached_property
     def training(self) -> Training:

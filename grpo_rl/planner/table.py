@@ -17,14 +17,14 @@ def plan_view(
     plan: Plan,
     title: str,
     advice: Mapping[str, Sequence[str]],
-    overlapped: Plan | None,
-    in_turns: Plan | None,
+    best: Plan | None,
     chosen: str = "",
 ) -> RenderableType:
     """Devices, memory by role, seconds by phase, and what to do where something does not fit.
 
     Args:
         advice: from `grpo_rl.planner.advice.remedies`.
+        best: the split of all devices with the shortest step, where it is another.
         chosen: overrides that were not in the config.
     """
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
@@ -48,9 +48,8 @@ def plan_view(
         _line("Step", f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"),
         _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
-    if scenario.cluster.count > 1:
-        asleep = "best in turns, the engine asleep while it trains (no script does): "
-        parts += [_line("", f"best at once: {_best(overlapped)}"), _line("", asleep + _best(in_turns))]
+    if best is not None:
+        parts.append(_line("", f"best at once: {_best(best)}"))
     parts.append(Text())
     for role in plan.roles:
         if role.missing_gib:
@@ -121,9 +120,7 @@ def _room(plan: Plan) -> list[Text]:
     return [_line("Room", said), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
 
 
-def _best(plan: Plan | None) -> str:
-    if plan is None:
-        return "nothing fits"
+def _best(plan: Plan) -> str:
     share = plan.scenario.settings.inference_model.gpu_memory_utilization
     engines = f"engines of {plan.layout.engine_size} in {share:.0%} of the memory"
     return f"{_seconds(plan.step_s)} a step with {plan.layout}, {engines} ({phases(plan.seconds)})"

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from grpo_rl.report.serve import LOOPBACK, LivePage, make_server
+from grpo_rl.loopback import LOOPBACK
+from grpo_rl.report.serve import LivePage, make_server
 from grpo_rl.storage.whole_file import write_whole
 
 COMPARISON = "comparison.html"

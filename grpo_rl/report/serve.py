@@ -11,9 +11,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-LOOPBACK = "127.0.0.1"
-NAMES = (LOOPBACK, "localhost")
-"""Names that a reader may call the server by. A site that points a name of its own here could read the page."""
+from grpo_rl.loopback import LOOPBACK, names_this_machine
+
 READ_S = 10.0
 """Seconds of silence after which a reader in the middle of a request, or of its answer, is given up with its thread."""
 FRESH_S = 1.0
@@ -83,7 +82,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            if self.headers.get("Host", "").split(":")[0] not in NAMES:
+            if not names_this_machine(self.headers.get("Host", "")):
                 self._send(HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain")
             elif url.path not in ("/", "/data.json"):
                 self._send(HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain")

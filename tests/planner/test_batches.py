@@ -6,13 +6,11 @@ import io
 import xml.etree.ElementTree as ET
 
 import pytest
-import torch
 from rich.console import Console
 
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import COLUMNS, picture, svg
-from grpo_rl.settings import derived
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.misfits import Misfit, misfits
 from grpo_rl.settings.schema import Settings
@@ -54,12 +52,6 @@ def test_the_default_config_is_told_in_its_numbers():
         "sample 32 → step 1 → push weights",
     ):
         assert sentence in text
-
-
-def test_the_learning_rates_schedule_ends_with_the_last_planned_step():
-    settings = Settings.read(compose_config("grpo_gsm8k", ["train.epochs=3", "train.total_dialog_turns=100"]))
-    assert derived.optimizer_steps(settings) == plan_batches(settings).optimizer_steps
-    assert derived.optimizer_steps(settings) == 3 * derived.total_steps(settings)  # a batch a collection, three times
 
 
 def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
@@ -126,9 +118,7 @@ def test_every_config_is_drawn_within_eighty_columns(name):
     ET.fromstring(svg(plan, name))
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("repeats", [500, 64, 16, 3])
-@pytest.mark.parametrize("prompts", [40, 1])
+@pytest.mark.parametrize(("prompts", "repeats"), [(40, 3), (1, 500)])
 def test_any_size_is_drawn_within_eighty_columns(prompts, repeats):
     responses = prompts * repeats
     plan = plan_of(
@@ -158,6 +148,7 @@ WRONG = {
 def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
     (misfit,) = misfits(config(*overrides))
     assert misfit.fits == fits
+    assert misfit.remedy in " ".join(drawn(plan_of(*overrides)).split())
     with pytest.raises(Misfit) as raised:
         Settings.read(compose_config("grpo_gsm8k", overrides))
     assert str(raised.value) == str(misfit) and misfit.remedy in str(misfit)
@@ -165,15 +156,6 @@ def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
         for value in values:
             others = [word for word in overrides if not word.startswith(f"{key}=")]
             Settings.read(compose_config("grpo_gsm8k", [*others, f"{key}={value}"]))
-
-
-@pytest.mark.parametrize("overrides", [overrides for overrides, _ in WRONG.values()], ids=WRONG)
-def test_a_wrong_division_is_drawn_where_it_is(overrides):
-    plan = plan_of(*overrides)
-    (misfit,) = plan.misfits
-    text = drawn(plan)
-    assert misfit.remedy in " ".join(text.split())
-    ET.fromstring(svg(plan, "a title"))
 
 
 def test_a_cut_group_and_what_is_left_over_are_marked_in_the_drawing():
@@ -198,12 +180,6 @@ def test_lengths_can_be_given_and_must_fit_into_the_context():
     assert plan_of(prompt_tokens=10, response_tokens=20).group_tokens == 170
     with pytest.raises(ValueError, match="a prompt of 1000 tokens and a response of 256 do not fit into .*=1024"):
         plan_of(prompt_tokens=1000)
-
-
-def test_every_mark_of_the_drawing_belongs_to_the_step_that_takes_the_response():
-    plan = plan_of("env.num_envs=6", "env.repeats=4", "train.optim_batch_size=8")
-    steps = torch.arange(24) // 8
-    assert [plan.batch_of(g, a) for g in range(6) for a in range(4)] == steps.tolist()
 
 
 def test_devices_of_another_machine_can_be_planned():

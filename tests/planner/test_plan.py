@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from transformers import (
 )
 
 from grpo_rl.cli import main
-from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
+from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
 from grpo_rl.planner.experts import Experts
 from grpo_rl.planner.hardware import GIB, Cluster, Device
 from grpo_rl.planner.memory import (
@@ -34,7 +33,6 @@ from grpo_rl.planner.memory import (
     Training,
     engine_memory,
     kept_state,
-    training_footprint,
     training_moments,
 )
 from grpo_rl.planner.plan import Layout, make_plan, plan_layout
@@ -209,16 +207,6 @@ def test_checkpointing_keeps_one_vector_of_each_layer_and_one_layer(shape):
     assert activations(1000) == 1000 * (80 * 2 * 8192 + layer)
 
 
-def test_more_ranks_tokens_and_precision_move_the_peak_as_they_should(shape):
-    def peak(ranks=64, tokens=8192, **changes):
-        return training_footprint(shape, Training(**{"checkpointing": True} | changes), ranks, tokens).total
-
-    assert peak(ranks=128) < peak() < peak(tokens=16384)
-    assert peak() < peak(checkpointing=False) and peak(moments=0) < peak()
-    # Only what is sharded shrinks.
-    assert peak(ranks=64) - peak(ranks=128) == pytest.approx(PARAMETERS * 16 / 128)
-
-
 def test_a_reference_apart_holds_bf16_weights_and_no_gradients(model):
     scenario = scenario_of(model, "16xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1")
     assert scenario.reference_bytes(8) == 2 * PARAMETERS / 8
@@ -248,12 +236,6 @@ def test_the_split_with_the_shortest_step_is_found(model):
     assert best.step_s == max(sample, rest)
 
 
-def test_in_turns_a_step_takes_the_sum_of_its_phases(model):
-    plan = best_in_turns(scenario_of(model, "64xH100", *LARGE))
-    assert plan and plan.layout.train == plan.layout.inference == 64 and plan.layout.colocated
-    assert plan.step_s == sum(plan.seconds.values())
-
-
 def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the_trainer_all(model):
     device = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
     overrides = [*LARGE, "inference_model.gpu_memory_utilization=0.17", "policy.kl_coef=0.1"]
@@ -268,21 +250,11 @@ def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the
     assert "inference_model.sleep=true" in remedies(awake)["train"]
 
 
-@pytest.mark.nightly
-def test_in_turns_on_several_devices_is_planned_asleep_and_marked_as_what_no_script_does(model, capsys, monkeypatch):
-    asked = scenario_of(model, "64xH100", *LARGE, mode="sync")
-    turned, written = with_devices(asked)
-    plan = make_plan(turned)
-    best = best_in_turns(asked)
-    assert plan.fits and "mode=sync inference_model.sleep=true" in written
-    assert best and plan.step_s == pytest.approx(best.step_s)
-    assert "several; use mode=async" in plan.refused
+def test_with_one_trainer_alone_sampling_and_training_take_turns(model):
     engines = ["train_model.num_devices=1", "inference_model.num_devices=4", "inference_model.tensor_parallel_size=2"]
     assert "here are 2; use mode=async" in make_plan(scenario_of(model, "8xH100", *engines, mode="sync")).refused
-    assert not make_plan(scenario_of(model, "8xH100", *engines[:2], mode="sync")).refused
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", "mode=sync", *LARGE]) == 1
-    assert "No script runs it: with mode=sync" in capsys.readouterr().out
+    plan = make_plan(scenario_of(model, "8xH100", *engines[:2], mode="sync"))
+    assert not plan.refused and plan.step_s == sum(plan.seconds.values())
 
 
 def test_a_reference_on_a_device_of_its_own_is_planned_beside_one_trainer(model):
@@ -434,22 +406,10 @@ def test_between_nodes_the_network_is_the_narrow_place():
     [
         (["cluster=0xH100"], "give a count and a device, as in 64xH100"),
         (["cluster=8xH900"], "H900 is none of A100-40GB"),
-        (["cluster=8xH100,speed=3"], "unknown number 'speed'"),
-        (["cluster=8xH100,tflops=fast"], "tflops='fast' is no number"),
-        (["cluster=8xH100,tflops=0"], "tflops=0.0 of H100; it must be more than 0"),
-        (["cluster=2xH100", "mode=both"], "mode is 'both'; it can be sync, async, sft, or null"),
-        (["cluster=2xH100", "train_model.num_devices=3"], "train 3 GPUs, 2 visible; lower train_model.num_devices"),
-        (["cluster=8xH100", "mode=sync", "train_model.num_devices=2", "inference_model.num_devices=6"],
-         "inference_model.tensor_parallel_size=6 (null, all inference devices: 64 attention heads cannot be split 6 "
-         "ways); use one of [1, 2]"),
-        (["cluster=4xH100", "ref_model.num_devices=1"],
-         "ref_model asks for 1 device, but with policy.kl_coef=0.0 no reference is loaded"),
-        (["cluster=4xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1", "train_model.num_devices=2"],
-         "ref_model asks for devices of its own beside 2 that train"),
+        (["cluster=8xH100,tflops=fast"], "tflops"),
+        (["cluster=4xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1", "train_model.num_devices=2"], "ref_model"),
         (["cluster=2xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1"], "2 devices are too few to train"),
-        (["cluster=4xH100", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
-        (["cluster=4xH100", "--train-share", "0"], "train-share is 0.0"),
-        (["cluster=4xH100", "model.name=/no/such/folder"], "unknown model '/no/such/folder'"),
+        (["cluster=4xH100", "model.name=/no/such/folder"], "/no/such/folder"),
     ],
 )  # fmt: skip
 def test_a_wrong_scenario_is_told_in_one_line(words, message, capsys, monkeypatch, one_layer):
@@ -466,13 +426,10 @@ def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned(capsy
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["DeepseekV3ForCausalLM"]}))
     assert main(["plan", f"model.name={tmp_path}", "cluster=8xH100"]) == 2
-    assert (
-        "DeepseekV3ForCausalLM has latent attention (kv_lora_rank), whose memory is not planned"
-        in capsys.readouterr().err
-    )
+    assert "kv_lora_rank" in capsys.readouterr().err
     model = mixture(num_hidden_layers=2)
     vars(model.config)["num_experts_per_tok"] = None
-    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM's config does not say how many experts a token visits"):
+    with pytest.raises(ValueError, match="how many experts a token visits"):
         Experts.of(model)
 
 
@@ -551,22 +508,6 @@ def test_only_linear_layers_of_a_mixture_under_adapters_are_quantised(a3b):
     assert weights == 2 * 48 * 128 * EXPERT + 0.5 * beside + 2 * 48 * 8 * (2048 + 4096)
 
 
-@pytest.mark.nightly
-def test_a_mixture_takes_less_time_than_a_dense_model_of_its_size(a3b):
-    with torch.device("meta"):  # an MLP as wide as all experts together
-        config = Qwen3Config(**(A3B | {"intermediate_size": 128 * 768}))
-        dense = Qwen3ForCausalLM(config).bfloat16()
-    assert Shape.of(dense).parameters == MIXTURE - 48 * 128 * 2048  # but for the routers
-    overrides = [*LARGE, "train_model.num_devices=16", "inference_model.num_devices=8",
-                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
-    plans = {}
-    for name, model in {"mixture": a3b, "dense": dense}.items():
-        plans[name] = make_plan(scenario_of(model, "24xH100,network_gb_s=400", *overrides))
-    mixed, plain = plans["mixture"].seconds, plans["dense"].seconds
-    assert mixed["train"] < 0.5 * plain["train"] and mixed["sample"] < plain["sample"]
-    assert mixed["sync"] == pytest.approx(plain["sync"], rel=0.01)  # all weights are pushed
-
-
 def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
     shape, device = Shape.of(a3b), Cluster.parse("8xH100").device
     scenario = scenario_of(
@@ -581,15 +522,6 @@ def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
     more = tokens * 2 * 48 * 7.5 * EXPERT / (8 * device.rates().bytes_per_s)
     assert taken == pytest.approx(read + more, rel=0.01)
     assert once == pytest.approx(2 * read, rel=0.01)  # one after the other
-
-
-@pytest.mark.nightly
-def test_a_folder_without_weights_is_enough_and_one_without_a_config_is_not(capsys, tmp_path):
-    shutil.copy(LLAMA_70B / "config.json", tmp_path)
-    assert main(["plan", f"model.name={tmp_path}", "cluster=64xH100", *LARGE]) == 0
-    (tmp_path / "config.json").unlink()
-    assert main(["plan", f"model.name={tmp_path}", "cluster=64xH100"]) == 2
-    assert "has no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -37,7 +37,6 @@ def test_the_penalty_is_the_share_of_ngrams_that_came_before(text, ngram_size, m
     ("settings", "message"),
     [
         ({"ngram_size": 0}, "ngram_size=0"),
-        ({"ngram_size": 2.5}, "whole number"),
         ({"max_penalty": 0.5}, "max_penalty=0.5"),
     ],
 )
