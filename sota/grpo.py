@@ -18,7 +18,7 @@ from grpo_rl.settings.config import main
 def grpo(settings):
     # Here, not above: a wrong setting is told before the seconds that these take.
     with start_phase("importing torch and the rest"):
-        from grpo_rl.build.run import sync_run
+        from grpo_rl.assembly.run import sync_run
 
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment

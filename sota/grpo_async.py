@@ -15,7 +15,7 @@ from grpo_rl.settings.config import main
 def grpo_async(settings):
     # Here, not above: a wrong setting is told before the seconds that this takes.
     with start_phase("importing torch, Ray and the rest"):
-        from grpo_rl.build.site import make_site
+        from grpo_rl.assembly.site import make_site
 
     with make_site(settings) as site:  # which devices do what, and where
         return site.run(train, settings, HydraConfig.get().runtime.output_dir)
@@ -23,7 +23,7 @@ def grpo_async(settings):
 
 def train(settings, folder, site):
     """The run, in each of the processes that train."""
-    from grpo_rl.build.asynchronous import async_run
+    from grpo_rl.assembly.asynchronous import async_run
 
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:

@@ -18,7 +18,7 @@ LAYERS = [
     {"agents", "cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
     {"run"},
-    {"build"},
+    {"assembly"},
     {"evaluation", "planner", "replay", "serving"},
     {"checks"},
     {"migration"},
@@ -41,7 +41,7 @@ ONLY_FOR = {
     "replay": {"cli"},
     "serving": {"cli"},
     "settings": {
-        "build",
+        "assembly",
         "checks",
         "evaluation",
         "migration",
@@ -61,7 +61,7 @@ ONLY_IN = {
     "openai": (),
     "vllm": ("grpo_rl/engines/vllm/",),
     "hydra": ("sota/", "grpo_rl/cli.py", "grpo_rl/settings/"),
-    "omegaconf": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),
+    "omegaconf": ("sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "peft": ("grpo_rl/policies/lora.py",),
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
     "wandb": ("grpo_rl/monitor/wandb.py",),
@@ -72,10 +72,10 @@ ONLY_IN = {
     "mlflow": ("grpo_rl/monitor/mlflow.py",),
 }
 WHOLE_CONFIG = {
-    "cfg": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),
+    "cfg": ("sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "settings": (
         "sota/",
-        "grpo_rl/build/",
+        "grpo_rl/assembly/",
         "grpo_rl/checks/",
         "grpo_rl/evaluation/",
         "grpo_rl/settings/",
@@ -87,7 +87,7 @@ WHOLE_CONFIG = {
 }
 """Folders where a parameter may be the whole config, as Hydra's or as the checked one."""
 MAX_LINES, MAX_IMPORTED = 400, 12
-"""Limits of a file: lines, and modules of ours that it imports; those of build/ may import more."""
+"""Limits of a file: lines, and modules of ours that it imports; those of assembly/ may import more."""
 
 
 def python_files(root: Path) -> list[Path]:
@@ -177,7 +177,7 @@ def violations(root: Path) -> list[str]:
         modules[module] = ours
         found += [f"{where}: {what}" for other in sorted(ours) if (what := forbidden(own, other))]
         folders.setdefault(own, set()).update(folder_of(other) for other in ours if folder_of(other) != own)
-        if len(ours) > MAX_IMPORTED and own != "build":
+        if len(ours) > MAX_IMPORTED and own != "assembly":
             found.append(f"{where}: imports more than {MAX_IMPORTED} modules of ours: {len(ours)}")
         if (lines := len(text.splitlines())) > MAX_LINES:
             found.append(f"{where}: has more than {MAX_LINES} lines: {lines}")
@@ -252,9 +252,9 @@ def test_every_file_is_looked_at_once():
         ("grpo_rl/engines/base.py", "if TYPE_CHECKING:\n    from ..collectors.sync import X", "engines imports coll"),
         ("grpo_rl/monitor/wandb.py", "import grpo_rl.cli", "monitor imports cli, which is above it"),
         ("grpo_rl/training/checkpoint.py", "import grpo_rl.planner.plan", "training imports planner, which is above"),
-        ("grpo_rl/build/run.py", "import grpo_rl.planner.plan", "build imports planner, which is above it"),
+        ("grpo_rl/assembly/run.py", "import grpo_rl.planner.plan", "assembly imports planner, which is above it"),
         ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli m"),
-        ("grpo_rl/run/run.py", "import grpo_rl.build.run", "run imports build, which is above it"),
+        ("grpo_rl/run/run.py", "import grpo_rl.assembly.run", "run imports assembly, which is above it"),
         ("grpo_rl/weights/push.py", "from grpo_rl.settings.schema import Settings", "weights imports settings, which"),
         ("envs/gsm8k.py", "from grpo_rl import losses", "envs imports losses; it may only data"),
         ("grpo_rl/losses/kl.py", "from grpo_rl.data.group import Group", "losses imports data.group; it may only data"),
@@ -263,9 +263,9 @@ def test_every_file_is_looked_at_once():
         ("sota/grpo.py", "from vllm import LLM", "imports vllm, which only grpo_rl/engines/vllm/ may"),
         ("sota/grpo_async.py", "import ray", "imports ray, which only grpo_rl/cluster/ may"),
         ("grpo_rl/run/run.py", "import hydra.utils", "imports hydra, which only sota/ grpo_rl/cli.py grpo_rl/settings"),
-        ("grpo_rl/run/run.py", "from omegaconf import OmegaConf", "imports omegaconf, which only sota/ grpo_rl/build/"),
+        ("grpo_rl/run/run.py", "from omegaconf import OmegaConf", "imports omegaconf, which only sota/"),
         ("grpo_rl/policies/policy.py", "import bitsandbytes", "imports bitsandbytes, which only grpo_rl/policies/lora"),
-        ("grpo_rl/build/parts.py", "from peft import LoraConfig", "imports peft, which only grpo_rl/policies/lora.py"),
+        ("grpo_rl/assembly/parts.py", "from peft import LoraConfig", "imports peft, which only grpo_rl/policies/lora"),
         ("sota/grpo.py", "from envs.gsm8k import GSM8K", "imports envs.gsm8k; it is grpo_rl.envs.gsm8k"),
         ("grpo_rl/numbers.py", "", "numbers has no layer"),
         ("grpo_rl/run/run.py", "def start(cfg): ...", "takes the whole config as cfg"),
@@ -310,7 +310,7 @@ def test_what_the_rule_allows_is_not_reported(tmp_path):
         "grpo_rl/run/run.py": "import torch\nfrom grpo_rl import __version__\nfrom grpo_rl.training import checkpoint",
         "grpo_rl/engines/vllm/engine.py": "import vllm\nfrom .. import base\nfrom grpo_rl.data.group import Group",
         "grpo_rl/losses/grpo.py": "import math\nimport torch\nfrom torchrl.objectives import LossModule",
-        "grpo_rl/build/parts.py": "def make_env(cfg: DictConfig): ...\n"
+        "grpo_rl/assembly/parts.py": "def make_env(cfg: DictConfig): ...\n"
         + "\n".join(f"import grpo_rl.data.d{i}" for i in range(13)),
         "grpo_rl/cli.py": "import grpo_rl.planner.plan",
         "envs/gsm8k.py": "import datasets\nfrom grpo_rl.envs.base import Task\nfrom grpo_rl.data import keys",

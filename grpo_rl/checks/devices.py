@@ -15,7 +15,7 @@ from typing import IO
 import torch
 from transformers import AutoConfig
 
-from grpo_rl.build.devices import check_devices
+from grpo_rl.assembly.devices import check_devices
 from grpo_rl.checks.all_reduce import HERE, SECONDS
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.in_turn import Case
@@ -56,7 +56,7 @@ def plan_of(case: Case) -> Devices:
         plan = allocate(settings, num_attention_heads=heads)
         check_devices(settings, plan)
         return plan
-    from grpo_rl.build.site import check_parallel, check_transfer  # Ray, which sync mode does without
+    from grpo_rl.assembly.site import check_parallel, check_transfer  # Ray, which sync mode does without
 
     check_parallel(settings)
     if case.cluster:

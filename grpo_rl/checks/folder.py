@@ -183,7 +183,7 @@ def _with_ancestors(pid: int) -> Iterator[int]:
 def disk(case: Case) -> Iterator[Finding]:
     """The free space against what the run will write."""
     # Here, not above: this imports torch, which the other checks do without.
-    from grpo_rl.build.run import needed_room
+    from grpo_rl.assembly.run import needed_room
     from grpo_rl.checks.model_of_run import source_of
     from grpo_rl.policies.hub import weight_files
     from grpo_rl.policies.loading import skeleton

@@ -117,6 +117,6 @@ def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_someb
 @pytest.mark.nightly
 def test_ray_asks_for_a_token_whichever_part_of_a_run_is_imported_first():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    code = "import os, grpo_rl.build.asynchronous; print(os.environ['RAY_AUTH_MODE'])"
+    code = "import os, grpo_rl.assembly.asynchronous; print(os.environ['RAY_AUTH_MODE'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "token"

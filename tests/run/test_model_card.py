@@ -15,7 +15,7 @@ from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from grpo_rl.build.run import origin_of
+from grpo_rl.assembly.run import origin_of
 from grpo_rl.cli import main
 from grpo_rl.envs import sources
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
@@ -204,7 +204,7 @@ def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_w
 
 @pytest.mark.slow
 def test_a_trainer_in_a_ray_actor_has_the_command_that_was_typed(type_in, tmp_path, monkeypatch):
-    from grpo_rl.build import site  # brings Ray
+    from grpo_rl.assembly import site  # brings Ray
 
     type_in("/ray/default_worker.py", "--node-ip-address=10.0.0.1")
     monkeypatch.setattr(site, "typed", sys.modules["grpo_rl.run.origin"].typed)

@@ -768,7 +768,7 @@ def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_
         raise ValueError("it can't be trained")
 
     folder, words = tmp_path / "run", [*tiny, *([] if late else ["env.num_envs=0"])]
-    monkeypatch.setattr("grpo_rl.build.training.load_policy", refuses)
+    monkeypatch.setattr("grpo_rl.assembly.training.load_policy", refuses)
     with pytest.raises(SystemExit, match="error: "):
         run(words, folder)
     assert {path.name for path in folder.iterdir()} <= {".lock"}

@@ -59,7 +59,7 @@ def simulated_ray(world: World) -> Iterator[None]:
 
 @contextmanager
 def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, asynchronous.AsyncCollector]]:
-    """The parts of a run, and its collector itself, as `grpo_rl.build.run` builds them.
+    """The parts of a run, and its collector itself, as `grpo_rl.assembly.run` builds them.
 
     Args:
         collected: responses that were sampled before, when the run is resumed.

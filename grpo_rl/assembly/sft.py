@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.build import devices, training
-from grpo_rl.build.environment import held_out_rows, make_demonstrations
-from grpo_rl.build.run import open_folder, origin_of, tell_watch
+from grpo_rl.assembly import devices, training
+from grpo_rl.assembly.environment import held_out_rows, make_demonstrations
+from grpo_rl.assembly.run import open_folder, origin_of, tell_watch
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
