@@ -196,7 +196,7 @@ def open_folder(
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
     room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
-    config = settings.as_json()
+    config = settings.stored()
     restarts = Restarts.find(ranks, config) if ranks else Restarts()
     own, resume = restarts.place(own, settings.resume)
     folder = RunFolder(own, resume, config, settings.as_text(), room, train, ranks)

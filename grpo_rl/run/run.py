@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -308,7 +309,7 @@ class Run(Generic[P]):
         return {
             "step": self.step,
             "collected": self.collected,
-            "config": self.folder.config,
+            "config": json.dumps(self.folder.config, sort_keys=True),
             "eval_before": self._held_out.before,
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,

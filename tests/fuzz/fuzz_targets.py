@@ -389,7 +389,7 @@ def _lineage_folder(folder: Path) -> Path:
     if not run.exists():
         group = random_group(lengths=[2, 3]).with_advantages(torch.tensor([1.0, -1.0]))
         config = {"policy": {"kl_coef": 0.0}, "loss": {"mask_truncated": False}}
-        LineageLog(run, json.dumps(config), GRPOLoss()).write(1, [group], 0.0)
+        LineageLog(run, config, GRPOLoss()).write(1, [group], 0.0)
     return run
 
 

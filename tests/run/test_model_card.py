@@ -192,14 +192,14 @@ def type_in(monkeypatch):
 
 def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_where_it_is_another(type_in):
     type_in("grpo-rl", "train", "train.seed=1")
-    first = origin("{}")
+    first = origin({})
     type_in("grpo-rl", "train", "train.seed=1", "resume=x")
-    assert origin("{}", first) == first
+    assert origin({}, first) == first
     type_in("grpo-rl", "train", "train.seed=1", "train.total_dialog_turns=64", "+resume=x")
-    second = origin("{}", first)
+    second = origin({}, first)
     now = "grpo-rl train train.seed=1 train.total_dialog_turns=64"
     assert second == first | {"command": now, "command_of_start": "grpo-rl train train.seed=1"}
-    assert origin("{}", second) == second
+    assert origin({}, second) == second
 
 
 @pytest.mark.slow
@@ -211,16 +211,16 @@ def test_a_trainer_in_a_ray_actor_has_the_command_that_was_typed(type_in, tmp_pa
     settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train", "mode=async"]))
     placed = site.Site(Devices((torch.device("cpu"),), (), (torch.device("cpu"),)), None, 1, 1)
     words = ("grpo-rl", "train", "--async", "train.seed=1")
-    found = site._train_there(lambda *_: origin("{}"), settings, str(tmp_path), placed, str(tmp_path), words, None)
+    found = site._train_there(lambda *_: origin({}), settings, str(tmp_path), placed, str(tmp_path), words, None)
     assert found["command"] == "grpo-rl train --async train.seed=1"
 
 
 def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):
     type_in("python", "sota/grpo.py", "train.seed=1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert origin("{}")["command"].startswith("python")  # another program's
+    assert origin({})["command"].startswith("python")  # another program's
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert origin("{}")["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
+    assert origin({})["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
 
 
 @pytest.mark.nightly
