@@ -43,7 +43,7 @@ def is_of_exchange(error: BaseException) -> bool:
     )
 
 
-def farewell(error: BaseException | None) -> str:
+def exit_message(error: BaseException | None) -> str:
     """The message to the others on the error that ends a rank; empty where all of them end in order."""
     orderly = isinstance(error, (Stopped, RankLostError)) or (isinstance(error, SystemExit) and error.code in (None, 0))
     return "" if error is None or orderly else f"{type(error).__name__}: {first_line(error)}"
