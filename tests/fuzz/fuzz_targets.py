@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -514,7 +515,9 @@ def _card(text: str) -> str:
     from grpo_rl.run.model_card import model_card
 
     config, summary = _finished()
-    return model_card(config | {"model": config["model"] | {"name": text}}, summary | {"command": text})
+    return model_card(
+        config | {"model": config["model"] | {"name": text}}, summary | {"command": shlex.join(["python", text])}
+    )
 
 
 def _front_matter(card: str) -> None:

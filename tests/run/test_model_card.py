@@ -278,19 +278,6 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypa
     assert api.create_repo.call_args.kwargs["private"]
 
 
-def test_a_command_of_a_megabyte_is_no_part_of_the_card():
-    config = json.loads(Settings.read(compose_config("grpo_gsm8k", [])).as_json())
-    card = model_card(config, SUMMARY | {"command": "python sota/grpo.py env.note=" + "=" * 1_000_000})
-    assert "# a command of 1,000,029 characters; summary.json of the run has it" in card and len(card) < 10_000
-
-
-@pytest.mark.parametrize("command", ["python 'sota", "python sota\\"])
-def test_a_command_that_is_no_shells_is_no_part_of_the_card(command):
-    config = json.loads(Settings.read(compose_config("grpo_gsm8k", [])).as_json())
-    card = model_card(config, SUMMARY | {"command": command})
-    assert "# a command with an unclosed quotation or escape; summary.json of the run has it" in card
-
-
 def test_a_hub_that_cannot_be_reached_is_told_in_one_line(run_folder, monkeypatch, capsys):
     api = MagicMock()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
