@@ -25,7 +25,7 @@ def train(settings, folder, site):
     """The run, in each of the processes that train."""
     from grpo_rl.assembly.asynchronous import async_run
 
-    max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
+    epochs, stop_kl = settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
@@ -35,9 +35,9 @@ def train(settings, folder, site):
         for groups in run.collections():  # sampling goes on meanwhile, as far as train.max_staleness allows
             with run.phase("score"):
                 if reference:
-                    groups = reference.add_log_probs(groups, max_tokens)
+                    groups = reference.add_log_probs(groups, run.max_tokens)
                 if parts.needs_old_log_probs:
-                    groups = policy.add_log_probs(groups, max_tokens)
+                    groups = policy.add_log_probs(groups, run.max_tokens)
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):

@@ -40,6 +40,7 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
@@ -152,7 +153,7 @@ def build_run(
             loss=loss,
             compute_advantages=advantages,
             buffer=buffer,
-            micro_batching=batching,
+            within_memory=WithinMemory(policy, batching, optimizer.clear_gradients),
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)

@@ -205,6 +205,11 @@ class Run(Generic[P]):
         """
         return self.parts.within_memory.micro_batches(batch, self._begin_again)
 
+    @property
+    def max_tokens(self) -> int:
+        """The tokens that are scored at a time; fewer than configured once memory has run out."""
+        return self.parts.within_memory.max_tokens
+
     def _begin_again(self, why: str) -> None:
         self.record.begin_again()
         self.logs.note(why)
