@@ -104,10 +104,10 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
 def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_start(config, tmp_path):
     settings = Settings.read(compose_config(config, ["env.path=quickstart-train"]))
     first = {"command": "grpo-rl train first=1", "model_revision": "a" * 40}
-    resumed = SimpleNamespace(config="{}", restored=(None, {"origin": first}))
+    resumed = SimpleNamespace(config={}, restored=(None, {"origin": first}))
     found = origin_of(settings, resumed, tmp_path)
     assert found["command_of_start"] == first["command"] and found["model_revision"] == "a" * 40
-    new = origin_of(settings, SimpleNamespace(config="{}", restored=None), tmp_path)
+    new = origin_of(settings, SimpleNamespace(config={}, restored=None), tmp_path)
     assert new["model_revision"] is None and "command_of_start" not in new
 
 
