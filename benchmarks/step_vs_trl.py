@@ -52,7 +52,7 @@ CODE = (
     "config",
     *(
         f"grpo_rl/{name}"
-        for name in ("build", "collectors", "data", "engines", "losses", "policies", "training", "weights")
+        for name in ("assembly", "collectors", "data", "engines", "losses", "policies", "training", "weights")
     ),
 )
 """The parts of a step, and the settings that it runs at."""
@@ -109,8 +109,8 @@ class TRLSetting:
 
 def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
-    from grpo_rl.build import training as build
-    from grpo_rl.build.sync import make_engine
+    from grpo_rl.assembly import training as build
+    from grpo_rl.assembly.sync import make_engine
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task

@@ -23,7 +23,7 @@ COMMANDS = {
     "serve-policy": ("serving.command", "serve a model to an agent by OpenAI's API on loopback, without training"),
     "doctor": ("checks.doctor", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
     "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
-    "status": ("run.status", "say whether a run is alive, how far it is, and who waits in it for whom"),
+    "status": ("run.status", "say whether a run is alive, how far it is, and which of its waits were late"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
     "send": ("build.send", "give a run's metrics and responses to its loggers again"),

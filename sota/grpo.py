@@ -18,9 +18,9 @@ from grpo_rl.settings.config import main
 def grpo(settings):
     # Here, not above: a wrong setting is told before the seconds that these take.
     with start_phase("importing torch and the rest"):
-        from grpo_rl.build.run import sync_run
+        from grpo_rl.assembly.run import sync_run
 
-    max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
+    epochs, stop_kl = settings.train.epochs, settings.policy.stop_kl
     with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
@@ -30,9 +30,9 @@ def grpo(settings):
         for groups in run.collections():  # samples; each yields groups with rewards
             with run.phase("score"):
                 if reference:  # only if there is a KL term
-                    groups = reference.add_log_probs(groups, max_tokens)
+                    groups = reference.add_log_probs(groups, run.max_tokens)
                 if parts.needs_old_log_probs:  # otherwise ratios are to the sampler's own log-probs
-                    groups = policy.add_log_probs(groups, max_tokens)
+                    groups = policy.add_log_probs(groups, run.max_tokens)
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):  # the groups for each step in turn

@@ -15,7 +15,7 @@ from grpo_rl.settings.config import main
 def grpo_async(settings):
     # Here, not above: a wrong setting is told before the seconds that this takes.
     with start_phase("importing torch, Ray and the rest"):
-        from grpo_rl.build.site import make_site
+        from grpo_rl.assembly.site import make_site
 
     with make_site(settings) as site:  # which devices do what, and where
         return site.run(train, settings, HydraConfig.get().runtime.output_dir)
@@ -23,9 +23,9 @@ def grpo_async(settings):
 
 def train(settings, folder, site):
     """The run, in each of the processes that train."""
-    from grpo_rl.build.asynchronous import async_run
+    from grpo_rl.assembly.asynchronous import async_run
 
-    max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
+    epochs, stop_kl = settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
@@ -35,9 +35,9 @@ def train(settings, folder, site):
         for groups in run.collections():  # sampling goes on meanwhile, as far as train.max_staleness allows
             with run.phase("score"):
                 if reference:
-                    groups = reference.add_log_probs(groups, max_tokens)
+                    groups = reference.add_log_probs(groups, run.max_tokens)
                 if parts.needs_old_log_probs:
-                    groups = policy.add_log_probs(groups, max_tokens)
+                    groups = policy.add_log_probs(groups, run.max_tokens)
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):

@@ -15,7 +15,7 @@ from grpo_rl.settings.config import main
 def sft(settings):
     # Here, not above: a wrong setting is told before the seconds that these take.
     with start_phase("importing torch and the rest"):
-        from grpo_rl.build.sft import sft_run
+        from grpo_rl.assembly.sft import sft_run
 
     with sft_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model and demonstrations
         parts = run.parts

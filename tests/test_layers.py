@@ -18,7 +18,7 @@ LAYERS = [
     {"agents", "cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
     {"run"},
-    {"build"},
+    {"assembly"},
     {"evaluation", "planner", "replay", "serving"},
     {"checks"},
     {"migration"},
@@ -41,7 +41,7 @@ ONLY_FOR = {
     "replay": {"cli"},
     "serving": {"cli"},
     "settings": {
-        "build",
+        "assembly",
         "checks",
         "evaluation",
         "migration",
@@ -61,7 +61,7 @@ ONLY_IN = {
     "openai": (),
     "vllm": ("grpo_rl/engines/vllm/",),
     "hydra": ("sota/", "grpo_rl/cli.py", "grpo_rl/settings/"),
-    "omegaconf": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),
+    "omegaconf": ("sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "peft": ("grpo_rl/policies/lora.py",),
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
     "wandb": ("grpo_rl/monitor/wandb.py",),
@@ -72,10 +72,10 @@ ONLY_IN = {
     "mlflow": ("grpo_rl/monitor/mlflow.py",),
 }
 WHOLE_CONFIG = {
-    "cfg": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),
+    "cfg": ("sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "settings": (
         "sota/",
-        "grpo_rl/build/",
+        "grpo_rl/assembly/",
         "grpo_rl/checks/",
         "grpo_rl/evaluation/",
         "grpo_rl/settings/",
@@ -87,7 +87,7 @@ WHOLE_CONFIG = {
 }
 """Folders where a parameter may be the whole config, as Hydra's or as the checked one."""
 MAX_LINES, MAX_IMPORTED = 400, 12
-"""Limits of a file: lines, and modules of ours that it imports; those of build/ may import more."""
+"""Limits of a file: lines, and modules of ours that it imports; those of assembly/ may import more."""
 
 
 def python_files(root: Path) -> list[Path]:
@@ -177,7 +177,7 @@ def violations(root: Path) -> list[str]:
         modules[module] = ours
         found += [f"{where}: {what}" for other in sorted(ours) if (what := forbidden(own, other))]
         folders.setdefault(own, set()).update(folder_of(other) for other in ours if folder_of(other) != own)
-        if len(ours) > MAX_IMPORTED and own != "build":
+        if len(ours) > MAX_IMPORTED and own != "assembly":
             found.append(f"{where}: imports more than {MAX_IMPORTED} modules of ours: {len(ours)}")
         if (lines := len(text.splitlines())) > MAX_LINES:
             found.append(f"{where}: has more than {MAX_LINES} lines: {lines}")
@@ -296,7 +296,7 @@ def test_what_the_rule_allows_is_not_reported(tmp_path):
         "grpo_rl/run/run.py": "import torch\nfrom grpo_rl import __version__\nfrom grpo_rl.training import checkpoint",
         "grpo_rl/engines/vllm/engine.py": "import vllm\nfrom .. import base\nfrom grpo_rl.data.group import Group",
         "grpo_rl/losses/grpo.py": "import math\nimport torch\nfrom torchrl.objectives import LossModule",
-        "grpo_rl/build/parts.py": "def make_env(cfg: DictConfig): ...\n"
+        "grpo_rl/assembly/parts.py": "def make_env(cfg: DictConfig): ...\n"
         + "\n".join(f"import grpo_rl.data.d{i}" for i in range(13)),
         "grpo_rl/cli.py": "import grpo_rl.planner.plan",
         "envs/gsm8k.py": "import datasets\nfrom grpo_rl.envs.base import Task\nfrom grpo_rl.data import keys",

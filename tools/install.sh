@@ -71,7 +71,7 @@ case "${1:-}" in
     drop_torchvision
     .venv/bin/python -m grpo_rl.envs.ifeval.punkt
     # Compiled here, or processes that may not write it would do so at each start.
-    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import grpo_rl.build.run, grpo_rl.engines.vllm.engine' \
+    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import grpo_rl.assembly.run, grpo_rl.engines.vllm.engine' \
       >>.venv/install.log 2>&1 </dev/null || true
     ;;
   dev)

@@ -15,7 +15,7 @@ ORDER = [
     *(
         "cli",
         "settings",
-        "build",
+        "assembly",
         "run",
         "collectors",
         "agents",

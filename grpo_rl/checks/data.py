@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from grpo_rl.build.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.model_of_run import source_of

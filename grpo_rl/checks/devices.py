@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 from transformers import AutoConfig
 
-from grpo_rl.build.devices import check_devices
+from grpo_rl.assembly.devices import check_devices
 from grpo_rl.by_name import one_line
 from grpo_rl.checks.all_reduce import all_reduce
 from grpo_rl.checks.check import Case
@@ -54,7 +54,7 @@ def plan_of(case: Case) -> Devices:
         plan = allocate(settings, num_attention_heads=heads)
         check_devices(settings, plan)
         return plan
-    from grpo_rl.build.site import check_parallel, check_transfer  # Ray, which sync mode does without
+    from grpo_rl.assembly.site import check_parallel, check_transfer  # Ray, which sync mode does without
 
     check_parallel(settings)
     if case.cluster:

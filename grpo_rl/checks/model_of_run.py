@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.build.run import needed_room
+from grpo_rl.assembly.run import needed_room
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding, unfit
 from grpo_rl.checks.folder import folder_of, place_of

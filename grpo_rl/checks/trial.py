@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.build.devices import plan_devices
-from grpo_rl.build.sync import make_engine
-from grpo_rl.build.training import make_policy
+from grpo_rl.assembly.devices import plan_devices
+from grpo_rl.assembly.sync import make_engine
+from grpo_rl.assembly.training import make_policy
 from grpo_rl.checks.finding import Finding, Unfit, unfit
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group

@@ -7,8 +7,8 @@ Whoever finds a rank lost writes it into the store once, and all others read it 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import ctypes
 import datetime
 import json
 import os
@@ -26,24 +26,14 @@ from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, exi
 from grpo_rl.distributed.meeting import Member
 
 LONGEST_INTERVAL_S = 1.0
-ENDING_S = 30.0
+EXIT_MESSAGE_S = 30.0
 """Seconds after a rank has ended with an error of its own: the others, if they have the same error, end meanwhile."""
 BLOCKED_S = 2.0
 """Seconds that the main thread has to take notice; a thread that does not is inside of an exchange that never ends."""
 UNWINDING_S = 20.0
 """Seconds that the main thread then has to close logs and engines; torchrun gives 30."""
-
-
-_restorers: set[Callable[[], None]] = set()
-
-
-def _restore_in_child() -> None:
-    """Has a forked process handle SIGTERM by itself; it shares the pipe that would wake the rank's thread."""
-    for restore in [*_restorers]:
-        restore()
-
-
-os.register_at_fork(after_in_child=_restore_in_child)
+UNWINDS = signal.SIGUSR2
+"""The signal whose handler unwinds the main thread when a rank is lost; it is simulated, not sent."""
 
 
 class Watch:
@@ -75,20 +65,17 @@ class Watch:
         self._interval_s = min(LONGEST_INTERVAL_S, deadline_s / 10)
         store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s / 4)))
         self._exchange, self._count, self._entered, self._beat, self._did = "", 0, 0.0, 0, ""
-        self._bye: str | None = None
+        self._exit_message: str | None = None
         self._since, now = time.time(), time.monotonic()
         self._reached = self._looked = now
         self._heard = {member.rank: (0, now) for member in members}
-        self._ended: dict[int, float] = {}
+        self._failed_at: dict[int, float] = {}
         self._left, self._lost, self._unwinding = threading.Event(), threading.Event(), threading.Event()
         self.message = ""
-        self._main = threading.get_ident()
-        self._wake, self._waker = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._waker, False)
-        self._heard_before = -1
-        """The descriptor that Python wrote signals to before; it gets them still."""
-        self._restore = self._take_sigterm() if ends_on_sigterm else lambda: None
+        self._process, self._handled = os.getpid(), list[signal.Signals]()
+        self._handle(UNWINDS, self._on_lost)
+        if ends_on_sigterm:
+            self._handle(signal.SIGTERM, self._on_sigterm)
         self._tell()
         self._thread = threading.Thread(target=self._run, name="watch over ranks", daemon=True)
 
@@ -108,6 +95,8 @@ class Watch:
         if self._exchange:
             yield
             return
+        if self._lost.is_set():
+            raise RankLostError(self.message)
         self._count, self._entered, self._exchange = self._count + 1, time.time(), name
         try:
             yield
@@ -146,14 +135,14 @@ class Watch:
             if error is not None:
                 self.explain(error)
         finally:
-            self._bye = exit_message(error)
+            self._exit_message = exit_message(error)
             with contextlib.suppress(RuntimeError):
                 self._tell()
             self._left.set()
             self._unwinding.set()
-            self._restore()
-            with contextlib.suppress(OSError):
-                os.write(self._waker, b"\0")
+            for number in self._handled:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(number, signal.SIG_DFL)
             if not self._lost.is_set():  # otherwise the thread sees to it that the process ends
                 self._thread.join(5.0)
 
@@ -166,7 +155,6 @@ class Watch:
 
     def _run(self) -> None:
         poll, of = select.poll(), {}
-        poll.register(self._wake, select.POLLIN)
         ended: list[Member] = []
         for member in self._members if hasattr(os, "pidfd_open") else ():
             if member.rank != self.rank and member.machine == self._members[self.rank].machine:
@@ -179,22 +167,11 @@ class Watch:
                     break
         try:
             while not self._left.is_set():
-                events = [descriptor for descriptor, _ in poll.poll(self._interval_s * 1000)]
-                heard = os.read(self._wake, 64) if self._wake in events else b""
-                terminated = signal.SIGTERM in heard
-                if heard and self._heard_before != -1:
-                    with contextlib.suppress(OSError):
-                        os.write(self._heard_before, heard)
-                if self._left.is_set():
-                    return
-                for descriptor in of.keys() & set(events):
+                for descriptor, _ in poll.poll(self._interval_s * 1000):
                     poll.unregister(descriptor)
                     ended.append(of[descriptor])
-                lost = self._look(ended, terminated)
-                if lost is not None:
+                if not self._left.is_set() and (lost := self._look(ended)) is not None:
                     self._end(*lost)
-                elif terminated:
-                    self._exit(128 + signal.SIGTERM)
         finally:
             for descriptor in of:
                 os.close(descriptor)
@@ -206,14 +183,14 @@ class Watch:
         self._beat += 1
         said = {
             "beat": self._beat, "doing": self._did, "since": self._since, "exchange": self._exchange,
-            "entered": self._entered, "count": self._count, "bye": self._bye,
+            "entered": self._entered, "count": self._count, "exit_message": self._exit_message,
         }  # fmt: skip
         self.store.set(self._key(self.rank), json.dumps(said))
 
     def _key(self, rank: int | str) -> str:
         return f"{self.name}/{rank}"
 
-    def _look(self, ended: list[Member], terminated: bool) -> tuple[int, str] | None:
+    def _look(self, ended: list[Member]) -> tuple[int, str] | None:
         """The rank that is lost, and how that is said; None if none is."""
         now = time.monotonic()
         if now - self._looked > self._deadline_s / 2:  # this process was stopped itself: the others get their time anew
@@ -224,9 +201,6 @@ class Watch:
             if not self._left.is_set():
                 self._tell()
             found = self._find(ended, now)
-            if found is None and terminated:
-                time.sleep(0.2)  # a rank that was killed with this one may be known now
-                found = self._find(ended, now)
             self._reached = time.monotonic()
             return found
         except RuntimeError as error:
@@ -241,20 +215,20 @@ class Watch:
             return self._claimed(self.store.get(self._key("lost")))
         watched = self._members[1:] if self.rank == 0 else self._members[:1]
         said = self._said({member.rank: member for member in [*ended, *watched]})
-        if any(said[member.rank]["bye"] is None for member in ended):
+        if any(said[member.rank]["exit_message"] is None for member in ended):
             time.sleep(0.1)  # its last word may be on its way
             said = self._said(said)
         for member in [*ended]:
-            if said[member.rank]["bye"] is None:
+            if said[member.rank]["exit_message"] is None:
                 return self._claim(member.rank, f"{member} died {_at(said[member.rank])}")
             ended.remove(member)
         for member in watched:
             status = said[member.rank]
-            if status["bye"] == "":
+            if status["exit_message"] == "":
                 continue
-            if status["bye"]:
-                if now - self._ended.setdefault(member.rank, now) > ENDING_S:
-                    return self._claim(member.rank, f"{member} ended with {status['bye']}, {_at(status)}")
+            if status["exit_message"]:
+                if now - self._failed_at.setdefault(member.rank, now) > EXIT_MESSAGE_S:
+                    return self._claim(member.rank, f"{member} ended with {status['exit_message']}, {_at(status)}")
             elif status["beat"] != self._heard[member.rank][0]:
                 self._heard[member.rank] = status["beat"], now
             elif now - self._heard[member.rank][1] > self._deadline_s:
@@ -275,15 +249,19 @@ class Watch:
         said = self._said(everyone)
         for member in self._members:
             status = said[member.rank]
-            if status["beat"] == before[member.rank]["beat"] and status["bye"] is None and member.rank != self.rank:
+            if (
+                status["beat"] == before[member.rank]["beat"]
+                and status["exit_message"] is None
+                and member.rank != self.rank
+            ):
                 return member.rank, f"{member} is gone, and its connections with it; it was {_at(status)}"
         behind = [member for member in self._members if said[member.rank]["count"] < self._count]
         if not behind:
             return -1, f"ranks can't reach each other ({first_line(error)}), {_at(said[self.rank])}"
         last = min(behind, key=lambda member: said[member.rank]["count"])
         status = said[last.rank]
-        if status["bye"]:
-            return last.rank, f"{last} ended with {status['bye']}, {_at(status)}"
+        if status["exit_message"]:
+            return last.rank, f"{last} ended with {status['exit_message']}, {_at(status)}"
         where = f"to the exchange `{self._exchange}`, in which others have waited since {_clock(self._entered)}"
         return last.rank, f"{last} did not come {where}; it is {_at(status)}"
 
@@ -310,50 +288,33 @@ class Watch:
             advice = f" {self.advice}" if self.advice else ""
             _write_line(f"error: {text}. The others end, with exit code {LOST_CODE}.{advice}")
         self._lost.set()
-        unwinding = self._unwinding
-
-        class Told(RankLostError):
-            """Raised in the main thread, when that is next in Python's own code."""
-
-            def __init__(self, message: str = text) -> None:
-                super().__init__(message)
-                unwinding.set()
-
-        if not unwinding.wait(1.0):  # an exchange that fails is explained by itself
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(Told))
-        self._exit(LOST_CODE)
-
-    def _exit(self, code: int) -> None:
-        """Ends the process when the main thread has unwound, or can't."""
+        if not self._unwinding.wait(1.0) and UNWINDS in self._handled:  # an exchange that fails is explained by itself
+            _thread.interrupt_main(UNWINDS)
         if self._unwinding.wait(BLOCKED_S):
             time.sleep(UNWINDING_S)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        os._exit(LOST_CODE)
 
-    def _take_sigterm(self) -> Callable[[], None]:
-        """Has SIGTERM unwind the main thread, and wake this one even if the main thread is blocked; undoes it."""
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-        before = signal.getsignal(signal.SIGTERM)
-        if before is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._heard_before = descriptor = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+    def _handle(self, number: signal.Signals, handler: Callable[..., None]) -> None:
+        """Has the main thread handle a signal that nothing handles yet, until :meth:`leave`."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+            self._handled.append(number)
 
-        def restore() -> None:
-            _restorers.discard(restore)
-            with contextlib.suppress(ValueError):
-                signal.set_wakeup_fd(descriptor)
-                if before is signal.SIG_DFL:
-                    signal.signal(signal.SIGTERM, before)
+    def _on_lost(self, *_: object) -> None:
+        if self._lost.is_set() and not self._unwinding.is_set():
+            self._unwinding.set()
+            raise RankLostError(self.message)
 
-        _restorers.add(restore)
-        return restore
-
-    def _on_sigterm(self, *_: object) -> None:
+    def _on_sigterm(self, number: int, _: object) -> None:
+        if os.getpid() != self._process:  # a forked process ends as it would by default
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self._unwinding.set()
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(128 + number)
 
 
 def _clock(seconds: float) -> str:

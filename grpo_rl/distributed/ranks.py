@@ -41,7 +41,7 @@ from grpo_rl.distributed.liveness import Watch
 from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.policies.policy import CALL_WHOLE
 from grpo_rl.policies.shards import whole
-from grpo_rl.waits.registry import OTHER_RANKS, Wait, waiting
+from grpo_rl.waits.registry import Wait, waiting
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
@@ -219,7 +219,7 @@ class Ranks:
                 exchange.wait()
 
     def _waiting(self, what: str) -> Wait:
-        return waiting(OTHER_RANKS, what, self.told_after_s)
+        return waiting("the other ranks", what, self.told_after_s)
 
     # Who holds which weights.
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -74,11 +75,11 @@ class LineageLog:
     """Records what a collection is trained on, and writes it when the step is over.
 
     Args:
-        config: the run's whole config, as JSON.
+        config: the run's whole config.
     """
 
-    def __init__(self, run_dir: str | Path, config: str, loss: GRPOLoss) -> None:
-        self._run_dir, self._config, self._loss = Path(run_dir), json.loads(config), loss
+    def __init__(self, run_dir: str | Path, config: Mapping[str, Any], loss: GRPOLoss) -> None:
+        self._run_dir, self._config, self._loss = Path(run_dir), config, loss
         self._steps: list[_Step] = []
         self._visits: dict[int, int] = defaultdict(int)
 
@@ -117,7 +118,7 @@ class LineageLog:
                 took until then are all that is known.
             kl_coef: weight that the step was trained with, which ``policy.target_kl`` moves away from the config's.
         """
-        config = self._config | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
+        config = {**self._config} | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
         masked = config["loss"]["mask_truncated"]
         if groups is None:
             groups = list({group.group_id: group for trained in self._steps for group in trained.groups}.values())

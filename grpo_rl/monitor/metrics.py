@@ -6,7 +6,6 @@ there is none. Letters: G responses of a group, R response tokens of a group.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -275,14 +274,12 @@ class MetricsLog:
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def truncate(self, step: int, vouched: int | None = None, evaluation: str | None = None, gap: bool = False) -> int:
+    def truncate(self, step: int, readable: int | None = None) -> int:
         """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes.
 
         Args:
-            vouched: bytes at the beginning that are known to be as they were written: of the rest only the evaluation
-                stays, whatever step a line names. None: steps decide everywhere.
-            evaluation: SHA-256 of the last evaluation's line.
-            gap: lines that can't be read are dropped.
+            readable: bytes at the beginning whose lines can all be read, or are refused; lines after them that can't be
+                read are dropped. None: those of the whole file.
 
         Returns:
             The number of dropped lines that can't be read.
@@ -294,41 +291,26 @@ class MetricsLog:
         kept, end, unread = [], 0, 0
         for number, line in enumerate(lines, start=1):
             end += len(line) + 1
-            is_vouched = vouched is None or end <= vouched
             try:
-                of_step = _row(self.path, number, line)["step"] <= step
+                if _row(self.path, number, line)["step"] <= step:
+                    kept.append(line)
             except ValueError:
-                if is_vouched and not gap:
+                if readable is None or end <= readable:
                     raise
-                of_step, unread = False, unread + 1
-            if of_step and (is_vouched or (line_digest(line) == evaluation and line not in kept)):
-                kept.append(line)
+                unread += 1
         if len(kept) < len(lines):
             self._rewrite(kept)
         return unread
-
-    def has_line(self, digest: str) -> bool:
-        """Tells whether a line has this SHA-256."""
-        return any(line_digest(line) == digest for line in _whole_lines(self.path))
 
     def _rewrite(self, lines: Sequence[bytes]) -> None:
         write_whole(self.path, b"".join(line + b"\n" for line in lines))
 
 
-def line_digest(line: bytes) -> str:
-    """The SHA-256 of a line, without its line break."""
-    return hashlib.sha256(line).hexdigest()
-
-
-def last_line_digest(run_dir: Path) -> str | None:
-    """The SHA-256 of the last line of a run's metrics; None where there is none."""
-    path = run_dir / METRICS_FILE
-    lines = _whole_lines(path) if path.exists() else []
-    return line_digest(lines[-1]) if lines else None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, float]]:
+def read_metrics(path: str | Path, length: int | None = None) -> list[dict[str, float]]:
     """The lines of a ``metrics.jsonl`` (or of the one in a run folder), a torn last line left out.
+
+    Args:
+        length: bytes that are read; None: all.
 
     Raises:
         ValueError: a line is not one of metrics; names it.
@@ -336,12 +318,12 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    return [_row(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
+    return [_row(path, number, line) for number, line in enumerate(_whole_lines(path, length), start=1)]
 
 
-def _whole_lines(path: Path) -> list[bytes]:
+def _whole_lines(path: Path, length: int | None = None) -> list[bytes]:
     # What follows the last line break is empty, or a line that a killed run did not finish.
-    return path.read_bytes().split(b"\n")[:-1]
+    return path.read_bytes()[:length].split(b"\n")[:-1]
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, float]:

@@ -159,7 +159,7 @@ class Progress:
         before, self._wait = self._wait, None
         if before:
             before.__exit__()
-        self._wait = wait and wait.begin(None)
+        self._wait = wait and wait.__enter__()
 
     def goes_on(self) -> None:
         """Notes a sign of life in a long phase, such as a micro-batch that is done."""

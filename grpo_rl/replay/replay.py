@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.data.batching import by_group, groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, clipped_at_all

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
@@ -19,6 +21,7 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
+from grpo_rl.training.logged import last_logged
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Claim:
     notes: list[str] = field(default_factory=list)
 
 
-def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: int) -> Claim:
+def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any], frequency: int) -> Claim:
     """Locks the folder that a run writes to, and returns how the run starts there.
 
     ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint, or is finished and keeps none;
@@ -53,7 +56,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
     Args:
         own: the folder for a new run.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: the config of the run that starts, as JSON.
+        config: the config of the run that starts.
         frequency: steps between its checkpoints; 0: none before the end.
 
     Raises:
@@ -117,9 +120,7 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 def trained(folder: Path) -> bool:
     """Tells whether a run took a step there, or ended."""
-    return bool(
-        checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or checkpoint.last_logged(folder)
-    )
+    return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
 def _new(own: Path, place: Path | None = None) -> Claim:
@@ -169,7 +170,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
     if is_finished(place):
         return _over(place, lock)
     start, step = began_from(place) or (None, 0)
-    last, frequency = checkpoint.last_logged(place), _own_frequency(place, frequency)
+    last, frequency = last_logged(place), _own_frequency(place, frequency)
     # A step is logged before its checkpoint is written.
     if (frequency and last > (step // frequency + 1) * frequency) or (place / SUMMARY).exists():
         raise ValueError(
@@ -210,7 +211,7 @@ def set_logs_aside(folder: Path) -> None:
             path.rename(aside)
 
 
-def _newest(own: Path, outputs: Path, config: str) -> Claim:
+def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
     """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
 
     Raises:
@@ -256,16 +257,16 @@ def _runs(outputs: Path) -> list[Path]:
     return sorted(newest, key=lambda run: newest[run], reverse=True)
 
 
-def _differs(run: Path, config: str) -> str | None:
+def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
     """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
-            saved = checkpoint_file.read(path)["config"]
+            saved = json.loads(checkpoint_file.read(path)["config"])
             break
     try:
         if saved is None and (run / CONFIG).exists():
-            saved = json.dumps(read_yaml((run / CONFIG).read_text()))
+            saved = read_yaml((run / CONFIG).read_text())
         if saved is not None:
             checkpoint.check_config(saved, config)
     except (ValueError, TypeError, AttributeError) as error:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.collectors.base import Collector
-from grpo_rl.data.batching import MicroBatching
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.grpo import GRPOLoss
@@ -31,7 +29,8 @@ class CommonParts:
         env: the rows, and their texts; of GRPO the environment.
         engine: samples; of SFT none.
         collector: hands out the groups of each step.
-        micro_batching: how an optimizer step's groups are split and weighted.
+        within_memory: how groups are split into micro-batches: the one owner of their size, which shrinks if memory
+            runs out.
     """
 
     env: LLMEnv | Demonstrations
@@ -43,12 +42,7 @@ class CommonParts:
     collector: Collector
     schedules: Schedules
     loss: GRPOLoss | SFTLoss
-    micro_batching: MicroBatching
-
-    @cached_property
-    def within_memory(self) -> WithinMemory:
-        """Splits optimizer steps into micro-batches that memory has room for."""
-        return WithinMemory(self.policy, self.micro_batching, self.optimizer.clear_gradients)
+    within_memory: WithinMemory
 
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
         """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.

@@ -50,7 +50,7 @@ class RunDiagnosis:
             MismatchError: a fault was found, or the difference is above the bound.
         """
         parts, decode = self.parts, self.parts.env.tokenizer.decode
-        max_tokens = parts.micro_batching.max_tokens
+        max_tokens = parts.within_memory.max_tokens
         context = DiagnosisContext(
             parts.policy, parts.weights, parts.engine, self.sampling, max_tokens, self._describe, decode
         )
@@ -59,7 +59,8 @@ class RunDiagnosis:
     def locate_nonfinite(self, groups: Sequence[Group]) -> str:
         """Describes the first non-finite group of the optimizer step, and where in the model it becomes so."""
         parts = self.parts
-        return locate_nonfinite(parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe)
+        batching = parts.within_memory.batching
+        return locate_nonfinite(parts.policy, parts.loss, parts.optimizer, groups, batching, self._describe)
 
     def _describe(self, group: Group) -> str:
         prompt = " ".join(printable(self.parts.env.query(group.row)).split())

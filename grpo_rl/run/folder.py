@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
-from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
+from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
-from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
+from grpo_rl.run.summary import read_evaluation, try_write_report
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole
@@ -72,7 +72,7 @@ class RunFolder:
     Args:
         own: the folder of a new run; a resumed run continues in the folder of its checkpoint.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: the whole config as JSON; a checkpoint's config is compared with it.
+        config: the whole config; a checkpoint's config is compared with it.
         config_text: the same config as YAML, for people.
         ranks: the processes that train together. Rank zero's folder is kept; each other rank writes to a temporary
             folder, removed when it closes.
@@ -87,7 +87,7 @@ class RunFolder:
         self,
         own: str | Path,
         resume: str | None,
-        config: str,
+        config: Mapping[str, Any],
         config_text: str,
         room: Room,
         train: Train,
@@ -107,12 +107,12 @@ class RunFolder:
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
-        self._again = self._gap = False
+        self._again = False
         self._claimed: Claim | None = None
         self._is_new = False
         """True once a new run of one process has its first files here, which a refused start removes."""
         self._saved: tuple[int, Path] | None = None
-        self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
+        self._stack, self._writer = ExitStack(), Background()
         try:
             self._open(resume, room)
         except BaseException as error:
@@ -218,11 +218,12 @@ class RunFolder:
         if lacking := {"config", "ranks", "totals", "within_memory"} - state.keys():
             what = f"the checkpoint has no {', '.join(sorted(lacking))}"
             raise ValueError(f"{what}: another version wrote it; go on with that version, or begin a new run")
-        checkpoint.check_config(state["config"], self.config)
+        saved = json.loads(state["config"])
+        checkpoint.check_config(saved, self.config)
         self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
-        found = agreed(self._ranks, lambda: self._end_of_before(state) if self.rank_zero else (None, False))
+        found = agreed(self._ranks, lambda: self._end_of_before(saved) if self.rank_zero else (None, False))
         evaluated, over = self._ranks.broadcast(found) if self._ranks else found
         self.best = state.get("eval_best")
         if evaluated is not None:
@@ -250,17 +251,17 @@ class RunFolder:
             )
         self.notes.append(f"Trained by {before} ranks until step {state['step']}, and by {size} from there on")
 
-    def _end_of_before(self, state: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
+    def _end_of_before(self, saved: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
         If nothing is left, a missing report is written, and the user gets a message.
         """
         complete = self.collected >= self._train.total_dialog_turns
-        over = (complete or self._stopped_early(state)) and is_finished(self.path)
+        over = (complete or self._stopped_early(saved)) and is_finished(self.path)
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer, done = checkpoint.length_setting(json.loads(self.config)), self.collected
+            longer, done = checkpoint.length_setting(self.config), self.collected
             if longer == "train.epochs":
                 done = -(-done * self._train.epochs // self._train.total_dialog_turns)
             remedy = f"raise {longer} above {done} (with optimizer.schedule=constant)"
@@ -270,9 +271,9 @@ class RunFolder:
             )
         return read_evaluation(self.path, self.step), over
 
-    def _stopped_early(self, state: dict) -> bool:
-        """Tells whether the run was stopped early, and would be again: by the same patience with the same score."""
-        before, now = (json.loads(text).get("evaluate", {}) for text in (state["config"], self.config))
+    def _stopped_early(self, saved: dict) -> bool:
+        """True if the run was stopped early, and would be again: by the same patience with the same score."""
+        before, now = (config.get("evaluate", {}) for config in (saved, self.config))
         same = all(before.get(name) == now.get(name) for name in ("patience", "score", "tasks"))
         return same and bool(read_summary(self.path).get("stopped_early"))
 
@@ -322,9 +323,7 @@ class RunFolder:
             metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
 
             def write() -> None:
-                parts[logged.LOGS] = agreed(
-                    self._ranks, lambda: checkpoint.sync_logs(self.path, step, metrics_bytes, self._metrics)
-                )
+                parts[logged.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path, step, metrics_bytes))
                 checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
 
             if self._ranks:
@@ -379,20 +378,17 @@ class RunFolder:
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
         checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
         logged.truncate(self.path, last)
-        if self.restored:
-            named = self.restored[0]
-            agreed(self._ranks, lambda: checkpoint.vouch_again(self.path, named, last) if self._gap else None)
 
     def _truncate_metrics(self) -> bool:
-        """Drops the metrics of after the checkpoint, and tells whether those of the last evaluation are there."""
+        """Drops the metrics of after the checkpoint, and tells whether those of its step's evaluation are there."""
         assert self.restored
         path, state = self.restored
-        log, vouched, line = MetricsLog(self.path), None, None
-        if self.inside and self.rank_zero:
-            line = evaluation_line(self.path, self.step)
-            self._gap = checkpoint.damaged_logs(self.path, path) is not None  # a checkpoint that was named itself
-            vouched = None if self._gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
-        if unread := log.truncate(self.step, vouched, line, self._gap):
+        readable = None
+        if self.inside and self.rank_zero:  # lines of a checkpoint that was named itself may be damaged
+            is_damaged = checkpoint.damaged_logs(self.path, path) is not None
+            readable = 0 if is_damaged else state.get(logged.LOGS, {}).get(METRICS_FILE)
+        if unread := MetricsLog(self.path).truncate(self.step, readable):
             what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
             self.notes.append(f"{self.path / METRICS_FILE} had {what} be read: dropped")
-        return line is None or log.has_line(line)
+        of_step = (row for row in read_metrics(self.path) if row["step"] == self.step)
+        return any(name.startswith("eval/") for row in of_step for name in row)

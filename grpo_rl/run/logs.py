@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -29,7 +29,7 @@ class RunLogs:
     """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and loggers of a run; used as a context manager.
 
     Args:
-        config: the whole config as JSON.
+        config: the whole config.
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose advisories are not repeated.
         tokenizer: reads the tokens of recorded groups; None: none are recorded.
@@ -41,7 +41,7 @@ class RunLogs:
         self,
         folder: Path,
         logger: Logger,
-        config: str,
+        config: Mapping[str, Any],
         total_steps: int,
         step: int = 0,
         resumes: bool = False,
@@ -55,7 +55,7 @@ class RunLogs:
         self.records = None
         if tokenizer and rank_zero:
             self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
-        self.advisories = Advisories(facts_of(json.loads(config)))
+        self.advisories = Advisories(facts_of(config))
         self._advises = True
         self._text = TextLog(folder) if rank_zero else None
         record = self._text.write if self._text else lambda _: None
@@ -69,7 +69,7 @@ class RunLogs:
             self.loggers = open_loggers(
                 logger.backend,
                 folder,
-                json.loads(config),
+                config,
                 self.note,
                 logger.settings,
                 {"project": logger.project, "name": logger.name},

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import ModelCardData, try_to_load_from_cache
 
 from grpo_rl.envs.sources import HUB_PREFIX
 from grpo_rl.monitor.progress import duration
@@ -45,15 +44,15 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     path, data = env.get("path"), repository(env)
     if path and not path.startswith(HUB_PREFIX) and not summary.get("data_revision"):
         data = None  # it may be a folder of the machine that trained
-    head: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
-    if on_hub(base):
-        head["base_model"] = base
-    if found := base_license(base):
-        head["license"] = found
-    if data:
-        head["datasets"] = [data]
-    sft = config["mode"] == "sft"
-    head["tags"] = [*(["sft", "grpo_rl"] if sft else ["grpo", "grpo_rl", "reinforcement-learning"]), env["dataset"]]
+    found, sft = base_license(base), config["mode"] == "sft"
+    head = ModelCardData(
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base if on_hub(base) else None,
+        license=found,
+        datasets=[data] if data else None,
+        tags=[*(["sft", "grpo_rl"] if sft else ["grpo", "grpo_rl", "reinforcement-learning"]), env["dataset"]],
+    )
     shown = SHOWN_OF_SFT if sft else SHOWN
     added = "".join(f", plus `{key}`" for key in env.get("rewards", {}))
     taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
@@ -82,7 +81,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     ]
     if summary.get("command"):
         lines += ["", "```bash", _without_paths(str(summary["command"])), "```"]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+    return f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
 
 def _at(summary: Mapping[str, Any], key: str) -> str:
@@ -136,8 +135,6 @@ LOCAL = re.compile(r"(^|[\s,:=\[\]{}()'\"])(~|\.{0,2}/(?!$|\s)|\.\.$|file://|[A-
 """The beginning of a path of this machine, by itself or inside a list or a mapping."""
 PLACES = re.compile(r"(^|[._-])(path|dir|folder|file|files|out|resume|store|cache)$")
 """Keys whose values are places, also relative ones."""
-LONGEST_COMMAND = 50_000
-"""Characters: shlex takes the square of a word's length, minutes for a megabyte."""
 
 
 def _without_paths(command: str) -> str:
@@ -146,14 +143,8 @@ def _without_paths(command: str) -> str:
     >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k env.path=~/a=b.jsonl")
     'python sota/grpo.py model.name=m env.dataset=gsm8k'
     """
-    if len(command) > LONGEST_COMMAND:
-        return f"# a command of {len(command):,} characters; summary.json of the run has it"
-    try:
-        words = shlex.split(command)
-    except ValueError:  # in a summary.json that something else wrote
-        return "# a command with an unclosed quotation or escape; summary.json of the run has it"
     kept: list[str] = []
-    for word in words:
+    for word in shlex.split(command):
         key, equals, value = word.partition("=")
         path = Path(word)
         if not equals and path.suffix == ".py":

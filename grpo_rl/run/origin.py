@@ -21,11 +21,11 @@ PRIVATE = re.compile(r"[+~]{0,2}(logger\b|resume=)")
 """Overrides that are not repeated: they don't change what is computed; a logger's may hold a key or a password."""
 
 
-def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, str]:
+def origin(config: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The entries of ``summary.json`` on how to make the run again: command, git commit or version, hash of the config.
 
     Args:
-        config: the whole config as JSON.
+        config: the whole config.
         before: what this said before, where the run resumes. The command is that of the resume, whose settings hold
             from there on; that of the start comes as ``command_of_start`` where it is another.
     """
@@ -73,11 +73,11 @@ def _git(checkout: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def config_hash(config: str) -> str:
+def config_hash(config: Mapping[str, Any]) -> str:
     """Twelve digits that runs with the same settings share, wherever they log and whatever they resumed from.
 
-    >>> config_hash('{"a": 1, "resume": null}') == config_hash('{"resume": "x", "logger": {}, "a": 1}')
+    >>> config_hash({"a": 1, "resume": None}) == config_hash({"resume": "x", "logger": {}, "a": 1})
     True
     """
-    settings = {key: value for key, value in json.loads(config).items() if key not in ("resume", "logger")}
+    settings = {key: value for key, value in config.items() if key not in ("resume", "logger")}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ class Records:
     """Writes ``tokens.parquet``, ``sampling.parquet`` and, with a loss, the lineage.
 
     Args:
-        config: the whole config as JSON.
+        config: the whole config.
         token_groups: groups of a step that are recorded token by token; 0: none.
         loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
     """
@@ -28,7 +29,7 @@ class Records:
     def __init__(
         self,
         run_dir: Path,
-        config: str,
+        config: Mapping[str, Any],
         token_groups: int,
         tokenizer: PreTrainedTokenizerBase,
         loss: GRPOLoss | None = None,

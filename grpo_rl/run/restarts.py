@@ -7,8 +7,10 @@ folder there; when the ranks are started again they find it, whatever ``hydra.ru
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.run.origin import config_hash
@@ -30,7 +32,7 @@ class Restarts:
     reason: str = ""
 
     @classmethod
-    def find(cls, ranks: Ranks, config: str) -> Restarts:
+    def find(cls, ranks: Ranks, config: Mapping[str, Any]) -> Restarts:
         """The state that earlier starts with the same config left; every rank calls this."""
         found = cls()
         if ranks.rank == 0 and ranks.watch and ranks.watch.store.check([_key(config)]):
@@ -48,7 +50,7 @@ class Restarts:
         has_own = bool(checkpoint.checkpoints(self.folder / checkpoint.CHECKPOINTS))
         return self.folder, str(self.folder) if has_own or resume in (None, "auto") else resume
 
-    def leave(self, ranks: Ranks, config: str, folder: Path, before: int) -> None:
+    def leave(self, ranks: Ranks, config: Mapping[str, Any], folder: Path, before: int) -> None:
         """Leaves the run's folder to later starts; rank zero does.
 
         Args:
@@ -60,5 +62,5 @@ class Restarts:
             ranks.watch.store.set(_key(config), json.dumps(left))
 
 
-def _key(config: str) -> str:
+def _key(config: Mapping[str, Any]) -> str:
     return f"grpo_rl/run {config_hash(config)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -204,6 +205,11 @@ class Run(Generic[P]):
         """
         return self.parts.within_memory.micro_batches(batch, self._begin_again)
 
+    @property
+    def max_tokens(self) -> int:
+        """The tokens that are scored at a time; fewer than configured once memory has run out."""
+        return self.parts.within_memory.max_tokens
+
     def _begin_again(self, why: str) -> None:
         self.record.begin_again()
         self.logs.note(why)
@@ -308,7 +314,7 @@ class Run(Generic[P]):
         return {
             "step": self.step,
             "collected": self.collected,
-            "config": self.folder.config,
+            "config": json.dumps(self.folder.config, sort_keys=True),
             "eval_before": self._held_out.before,
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,

@@ -17,6 +17,7 @@ from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.held_out import Evaluated, HeldOut
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.training.within_memory import WithinMemory
 
 
 class SFTLogs(RunLogs):
@@ -51,9 +52,9 @@ class HeldOutDemonstrations:
     note: str | None = None
 
     def __init__(
-        self, policy: TrainPolicy, rows: Sequence[Group], max_tokens: int, before: Sequence[float] = ()
+        self, policy: TrainPolicy, rows: Sequence[Group], within_memory: WithinMemory, before: Sequence[float] = ()
     ) -> None:
-        self._policy, self.rows, self._max_tokens = policy, list(rows), max_tokens
+        self._policy, self.rows, self._within_memory = policy, list(rows), within_memory
         self._tokens = sum(len(group.response_ids) for group in rows)
         self.before, self.after = list(before), list[float]()
         self.evaluated_at: int | None = None
@@ -62,7 +63,7 @@ class HeldOutDemonstrations:
 
     def evaluate(self, step: int, *_engine: object) -> Evaluated:
         """Evaluates after a step; step 0 is the evaluation before training."""
-        scored = self._policy.add_log_probs(self.rows, self._max_tokens)
+        scored = self._policy.add_log_probs(self.rows, self._within_memory.max_tokens)
         self.evaluated_at, self.after = step, [-group.old_log_probs.sum().item() for group in scored]  # pyrefly: ignore[missing-attribute]
         if step == 0:
             self.before = self.after

@@ -41,7 +41,7 @@ def step_metrics(
     metrics |= memory_metrics(getattr(parts.engine, "held_gib", 0.0))
     if (ran_out := getattr(parts.engine, "out_of_memory", None)) is not None:  # vLLM looks after its own memory
         metrics["engine/out_of_memory"] = ran_out
-    batching = parts.micro_batching
+    batching = parts.within_memory.batching
     scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
     metrics["train/skipped_groups"] = len(groups) - len(scored)
     # Counted over the whole run, held-out responses included: failures are too rare for counts per step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.metrics import first_and_last, last_line_digest
+from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
@@ -21,24 +20,25 @@ from grpo_rl.run.model_card import model_card
 from grpo_rl.run.model_files import CARD, MODEL
 from grpo_rl.storage.whole_file import put_back, write_whole
 
-DIGEST = "sha256"
-"""The entry of ``evaluation.json`` with the SHA-256 of the others."""
-LINE = "line"
-"""The entry of ``evaluation.json`` with the SHA-256 of the evaluation's line in ``metrics.jsonl``."""
 BEST, BEST_MODEL = "best.json", "best_model"
 ENDS = "mean reward of all sampled responses, over the first and the last steps: a tenth, 5 at least, half at most"
 """The meaning of the training rewards in ``summary.json``."""
 
 
 def end_run(
-    logs: RunLogs, parts: CommonParts, summary: dict[str, object], checkpoint: Path | None, adapters: str, config: str
+    logs: RunLogs,
+    parts: CommonParts,
+    summary: dict[str, object],
+    checkpoint: Path | None,
+    adapters: str,
+    config: Mapping[str, Any],
 ) -> None:
     """Exports the model, its adapters ``merged`` or as ``adapter``, writes card, summary and report, and shows them."""
     model = logs.folder / MODEL
     export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)
     _complete(logs.folder, summary, checkpoint)
     if model.is_dir():  # rank zero's
-        write_whole(model / CARD, model_card(json.loads(config), summary))
+        write_whole(model / CARD, model_card(config, summary))
     report = _write(logs, summary)
     logs.last_words = [summary_panel(summary, checkpoint=checkpoint, model=model, report=report)]
     logs.last_words += ["To pass on:", *(f"  {line}" for line in summary_lines(summary))]
@@ -95,39 +95,19 @@ def write_evaluation(
     Args:
         best: state of the tracker of the best evaluation after this one: a checkpoint of the same step may be older.
     """
-    line = last_line_digest(folder)
-    more = ({"best": best} if best else {}) | ({LINE: line} if line else {})
-    stored = without_nan({"step": step, "rewards": list(rewards)} | more)
-    write_whole(folder / EVALUATION, json.dumps(stored | {DIGEST: _digest(stored)}, allow_nan=False) + "\n")
+    stored = without_nan({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
+    write_whole(folder / EVALUATION, json.dumps(stored, allow_nan=False) + "\n")
 
 
 def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any] | None] | None:
-    """The held-out rewards of a step and the tracker's state, if they were stored, and are as they were."""
-    if (stored := _stored_evaluation(folder, step)) is None:
-        return None
-    return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
-
-
-def evaluation_line(folder: Path, step: int) -> str | None:
-    """The SHA-256 of the line of metrics of a step's evaluation; None where none is stored."""
-    return (_stored_evaluation(folder, step) or {}).get(LINE)
-
-
-def _stored_evaluation(folder: Path, step: int) -> dict[str, Any] | None:
+    """The held-out rewards of a step and the tracker's state; None where they were not stored."""
     try:
         stored = json.loads((folder / EVALUATION).read_text())
-        digest = stored.pop(DIGEST)
-        known = stored.keys() <= {"step", "rewards", "best", LINE}
-        are_rewards = all(reward is None or isinstance(reward, int | float) for reward in stored["rewards"])
-        if known and are_rewards and stored["step"] == step and digest == _digest(stored):
-            return stored
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
-    return None
-
-
-def _digest(stored: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
+        if stored["step"] != step:
+            return None
+        return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def without_nan(value: Any) -> Any:

@@ -105,11 +105,15 @@ class Settings(Sections):
             changed = _with_value(changed, key.split("."), value)
         return changed
 
-    def as_json(self) -> str:
-        """The settings as JSON, as stored in checkpoints: without secrets.
+    def stored(self) -> dict[str, Any]:
+        """The settings as a run stores them, of JSON's types: without secrets.
 
         Masked texts are told apart, as a run must not go on with others; those of loggers may differ.
         """
+        return json.loads(self.as_json())
+
+    def as_json(self) -> str:
+        """The same as JSON, as checkpoints have it."""
         return json.dumps(self._without_secrets(), sort_keys=True)
 
     def as_text(self) -> str:

@@ -226,7 +226,7 @@ class Logger(Section):
     )
     wait_deadline_s: float = setting(
         1800,
-        "seconds after which a wait without a deadline of its own is told, with who waits for whom in waits.txt; it "
+        "seconds after which a wait without a deadline of its own is logged, with all waits in waits.txt; it "
         "ends nothing (docs/troubleshooting.md)",
         more_than=0,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from grpo_rl.distributed.sharded_checkpoint import (
     save_shards,
     set_aside,
 )
-from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder
@@ -164,24 +163,10 @@ def remove_all(folder: Path) -> None:
         remove(path)
 
 
-def sync_logs(
-    run: Path, step: int, metrics_bytes: int, metrics: logged.GrowingDigest | None = None
-) -> dict[str, list[int | str]]:
-    """Lengths and digests of what a run had logged by a step, for the checkpoint of it; see `grpo_rl.training.logged`.
-
-    All of it is on the disk when this returns.
-    """
+def sync_logs(run: Path, step: int, metrics_bytes: int) -> dict[str, int]:
+    """Lengths of what a run had logged by a step, once it is on the disk; see `grpo_rl.training.logged`."""
     before = [at for at in map(step_of, checkpoints(run / CHECKPOINTS)) if at < step]
-    return logged.sync_logs(run, max(before, default=-1), step, metrics_bytes, metrics or logged.GrowingDigest())
-
-
-def vouch_again(run: Path, path: Path, step: int) -> None:
-    """Has a checkpoint vouch for the logs that are there in the place of those that it was written with.
-
-    A run that went on from it with a gap then finds it when it is started again.
-    """
-    logs = sync_logs(run, step, logged.metrics_bytes(run))
-    checkpoint_file.write(path, {**checkpoint_file.read(path), LOGS: logs})
+    return logged.sync_logs(run, max(before, default=-1), step, metrics_bytes)
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -260,15 +245,6 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def last_logged(run: Path) -> int:
-    """The last step in a run's metrics; 0 where there is none.
-
-    Raises:
-        ValueError: a line is not one of metrics; names it.
-    """
-    return max((int(row["step"]) for row in read_metrics(run)), default=0) if (run / METRICS_FILE).exists() else 0
-
-
 def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
     """The checkpoint that a run goes on with, and its state; all ranks get the same one.
 
@@ -326,27 +302,13 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
 
 def damaged_logs(run: Path, path: Path) -> str | None:
     """Says which log of a checkpoint's run is not as it was when the checkpoint was written; None: all are."""
-    listed = None
+    listed, step = {}, step_of(path)
     # The checkpoint itself may be damaged, which is found out when it is loaded.
     with suppress(ValueError, TypeError, LookupError, AttributeError):
-        listed = {str(name): [int(size), str(digest)] for name, (size, digest) in _listed(path).items()}
-    if listed is not None:
-        if METRICS_FILE not in listed and step_of(path) > 0:
+        listed = {str(name): int(length) for name, length in checkpoint_file.read(path)[LOGS].items()}
+        if METRICS_FILE not in listed and step > 0:
             return f"it was written without {METRICS_FILE}, as where its run's folder is moved or removed"
-        return logged.damaged(run, listed)
-    try:
-        last = last_logged(run)
-    except ValueError as error:  # names the line
-        return str(error)
-    except OSError as error:
-        return f"{run / METRICS_FILE} can't be read ({error.strerror})"
-    if last < step_of(path):
-        return f"{run}/{METRICS_FILE} ends at step {last}, and it is of step {step_of(path)}: the rest is lost"
-    return None
-
-
-def _listed(path: Path) -> Mapping[str, list]:
-    return checkpoint_file.read(path)[LOGS]
+    return logged.damaged(run, listed, step)
 
 
 def length_setting(config: Mapping[str, object]) -> str:
@@ -358,17 +320,17 @@ def length_setting(config: Mapping[str, object]) -> str:
     return "train.epochs" if config.get("mode") == "sft" else "train.total_dialog_turns"
 
 
-def check_config(saved: str, current: str) -> None:
+def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of another config, except for keys that do not touch what is computed.
 
     Args:
-        saved: the checkpoint's config as JSON.
+        saved: the checkpoint's config.
         current: this run's.
 
     Raises:
         ValueError: names each key with both values.
     """
-    before, now = (flat(json.loads(config)) for config in (saved, current))
+    before, now = flat(saved), flat(current)
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))
     different = [

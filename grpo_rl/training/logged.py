@@ -1,19 +1,18 @@
-"""The logs of a run, as a checkpoint vouches for them: on the disk before the checkpoint is, and known by digest.
+"""The logs of a run that lead to a checkpoint: on the disk before the checkpoint is, and known by their lengths.
 
 A checkpoint lists ``metrics.jsonl`` as far as it goes, and the files of the steps since the checkpoint before; earlier
-files are older checkpoints' to vouch for.
+files are listed by older checkpoints.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
-from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.storage.whole_file import sync
 
@@ -21,26 +20,8 @@ LOGS = "logs"
 """The entry of a checkpoint's state with what :func:`sync_logs` returned."""
 
 
-class GrowingDigest:
-    """The SHA-256 of a file that only grows, of which each byte is read once."""
-
-    def __init__(self) -> None:
-        self._sha256, self._length = hashlib.sha256(), 0
-
-    def until(self, path: Path, length: int) -> list[int | str]:
-        """Length and SHA-256 of the file's first bytes, which are no fewer than those of the call before."""
-        with path.open("rb") as file:
-            file.seek(self._length)
-            content = file.read(length - self._length)
-        self._sha256.update(content)
-        self._length += len(content)
-        return [self._length, self._sha256.hexdigest()]
-
-
-def sync_logs(
-    run: Path, last: int, step: int, metrics_bytes: int, metrics: GrowingDigest
-) -> dict[str, list[int | str]]:
-    """Length and SHA-256 of what a run had logged by a step, by the path in its folder, once it is on the disk.
+def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, int]:
+    """The lengths of what a run had logged by a step, by the path in its folder, once it is on the disk.
 
     A checkpoint must not outlive the steps that led to it. The run may log later steps meanwhile: they are left out.
 
@@ -48,26 +29,20 @@ def sync_logs(
         run: the run's folder.
         last: step of the checkpoint before; files of steps until then are on the disk since then.
         metrics_bytes: length of ``metrics.jsonl`` at the end of the step.
-        metrics: digest of ``metrics.jsonl``, kept from one checkpoint of a run to the next.
     """
-    logs: dict[str, list[int | str]] = {}
+    logs: dict[str, int] = {}
     for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
         written = sorted(path for path in (run / name).glob("[!.]*.parquet") if last < step_of(path) <= step)
         for path in written:
             sync(path)
-            logs[f"{name}/{path.name}"] = _digest(path)
+            logs[f"{name}/{path.name}"] = path.stat().st_size
         if written:
             sync(run / name)
     if (run / METRICS_FILE).exists():
         sync(run / METRICS_FILE)
-        logs[METRICS_FILE] = metrics.until(run / METRICS_FILE, metrics_bytes)
+        logs[METRICS_FILE] = metrics_bytes
     sync(run)
     return logs
-
-
-def _digest(path: Path, length: int | None = None) -> list[int | str]:
-    content = path.read_bytes()[:length]
-    return [len(content), hashlib.sha256(content).hexdigest()]
 
 
 def metrics_bytes(run: Path) -> int:
@@ -75,34 +50,40 @@ def metrics_bytes(run: Path) -> int:
     return (run / METRICS_FILE).stat().st_size if (run / METRICS_FILE).exists() else 0
 
 
-def vouched_bytes(logs: Mapping[str, list]) -> int | None:
-    """Bytes of ``metrics.jsonl`` that a checkpoint vouches for; None where it was written without metrics."""
-    return logs[METRICS_FILE][0] if METRICS_FILE in logs else None
+def last_logged(run: Path, length: int | None = None) -> int:
+    """The last step in a run's metrics, or in so many bytes of them; 0 where there is none.
 
-
-def damaged(run: Path, logs: Mapping[str, list]) -> str | None:
-    """Says which log is not as a checkpoint lists it; None if all are. Metrics of later steps may follow.
-
-    Folders that were removed as a whole are nobody's damage.
+    Raises:
+        ValueError: a line is not one of metrics; names it.
     """
-    for name, (length, digest) in logs.items():
-        try:
-            if found := _damage_of(run / name, length, digest, grows=name == METRICS_FILE):
-                return found
-        except OSError as error:
-            return f"{run / name} can't be read ({error.strerror})"
+    exists = (run / METRICS_FILE).exists()
+    return max((int(row["step"]) for row in read_metrics(run, length)), default=0) if exists else 0
+
+
+def damaged(run: Path, logs: Mapping[str, int], step: int) -> str | None:
+    """Says which log lacks something of what a checkpoint of this step lists; None if none does.
+
+    Metrics of later steps may follow, and folders of logs may be removed as a whole.
+    """
+    path, length = run / METRICS_FILE, logs.get(METRICS_FILE)
+    try:
+        if (found := metrics_bytes(run)) < (length or 0):
+            return f"{path} ends after {found} of {length} bytes: the rest is lost"
+        if (last := last_logged(run, length)) < step:
+            return f"{path} ends at step {last}, and it is of step {step}: the rest is lost"
+        for name, length in logs.items():
+            path = run / name
+            if name == METRICS_FILE or not path.parent.exists():
+                continue
+            if not path.exists():
+                return f"{path} is gone"
+            if (found := path.stat().st_size) != length:
+                return f"{path} has {found} bytes, and had {length} when it was written"
+    except ValueError as error:  # names the line
+        return str(error)
+    except OSError as error:
+        return f"{path} can't be read ({error.strerror})"
     return None
-
-
-def _damage_of(path: Path, length: int, digest: str, grows: bool) -> str | None:
-    if not path.exists():
-        return f"{path} is gone" if grows or path.parent.exists() else None
-    if not grows and path.stat().st_size != length:
-        return f"{path} has {path.stat().st_size} bytes, and had {length} when it was written"
-    found = _digest(path, length)
-    if found[0] < length:
-        return f"{path} ends after {found[0]} of {length} bytes: the rest is lost"
-    return f"{path} is not as it was written (another SHA-256)" if found[1] != digest else None
 
 
 def truncate(run: Path, step: int) -> None:

@@ -51,6 +51,11 @@ class WithinMemory:
         self._policy, self._discard = policy, discard
         self._why = ""
 
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of a micro-batch as used now."""
+        return self.batching.max_tokens
+
     def state(self) -> dict[str, Any]:
         """The sizes as configured and as used now, for a checkpoint."""
         return {name: [of.max_tokens, of.count] for name, of in (("set", self._configured), ("used", self.batching))}

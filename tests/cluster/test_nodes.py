@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from grpo_rl.cluster.nodes import _init, _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
 from grpo_rl.settings.config import RunIsOver  # noqa: E402
-from grpo_rl.waits.watcher import watching  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +40,13 @@ def test_every_node_that_joined_is_asked(two_nodes):
 
 
 def test_room_is_taken_for_all_at_once_and_given_back(two_nodes):
-    said = []
     with places([{"slot": 2}, {"slot": 4}]) as taken:
         assert taken.bundle_count == 2
         with pytest.raises(ValueError, match="Ray found no place for 1 bundles within 1 s, of {'slot': 1}"):
             begun = time.monotonic()
-            with watching(600.0) as watcher, watcher.saying(said.append), places([{"slot": 1}], deadline_s=1):
+            with places([{"slot": 1}], deadline_s=1):
                 pass
     assert time.monotonic() - begun < 1 + 30
-    assert len(said) == 1
-    assert re.match(
-        r"Warning\. trainer has waited \S+ s for places in the cluster \(1 bundles\) before it ended", said[0]
-    )
     with places([{"slot": 1}]):
         pass
 
@@ -117,6 +110,6 @@ def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_someb
 @pytest.mark.nightly
 def test_ray_asks_for_a_token_whichever_part_of_a_run_is_imported_first():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    code = "import os, grpo_rl.build.asynchronous; print(os.environ['RAY_AUTH_MODE'])"
+    code = "import os, grpo_rl.assembly.asynchronous; print(os.environ['RAY_AUTH_MODE'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "token"

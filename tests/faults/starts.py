@@ -271,7 +271,7 @@ def _sample_in_this_process() -> None:
     """Gives the async script engines of this process in the place of Ray's actors."""
     from transformers import AutoConfig
 
-    from grpo_rl.build import asynchronous, site
+    from grpo_rl.assembly import asynchronous, site
     from grpo_rl.cluster.fleet import Fleet
     from grpo_rl.cluster.fleet_engine import FleetEngine
     from grpo_rl.engines.loop_thread import LoopThread

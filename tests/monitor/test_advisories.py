@@ -265,7 +265,7 @@ def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch,
     monkeypatch.setitem(RULES, "unstable", (broken, "x"))
     logger = Logger()
     MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-    with RunLogs(tmp_path, logger, "{}", 9, resumes=True) as logs:
+    with RunLogs(tmp_path, logger, {}, 9, resumes=True) as logs:
         for step in (2, 3):
             logs.log(step, {"reward/mean": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]

@@ -43,7 +43,7 @@ def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **sett
     """Plays a collection's optimizer steps, each on the groups given, and writes it."""
     loss, batching = loss or GRPOLoss(), MicroBatching(8, skip_zero_advantage=True, **settings)
     config = {"loss": {"mask_truncated": settings.get("mask_truncated", False)}, "policy": {}}
-    log = LineageLog(run_dir, json.dumps(config), loss)
+    log = LineageLog(run_dir, config, loss)
     for batch in updates or [groups]:
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, batching):

@@ -24,7 +24,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.build import training as build
+from grpo_rl.assembly import training as build
 from grpo_rl.planner.scenario import config_source
 from grpo_rl.policies import hub as models
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_finite, resolve_model

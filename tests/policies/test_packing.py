@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
 
-from grpo_rl.build import devices as build
+from grpo_rl.assembly import devices as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.probe import Band, Chunks, trial_calls
@@ -224,10 +224,10 @@ def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_clus
     refusal = "MixtralForCausalLM cannot be trained here: output_router_logits"
     with pytest.raises(ValueError, match=refusal):
         build.plan_devices(Settings.read(cfg), tmp_path)
-    build_async = pytest.importorskip("grpo_rl.build.site")
-    monkeypatch.setattr(build_async, "cluster", None)
-    monkeypatch.setattr(build_async, "resolve_model", lambda name: tmp_path)
-    with pytest.raises(ValueError, match=refusal), build_async.make_site(Settings.read(cfg)):
+    async_site = pytest.importorskip("grpo_rl.assembly.site")
+    monkeypatch.setattr(async_site, "cluster", None)
+    monkeypatch.setattr(async_site, "resolve_model", lambda name: tmp_path)
+    with pytest.raises(ValueError, match=refusal), async_site.make_site(Settings.read(cfg)):
         pass
 
 

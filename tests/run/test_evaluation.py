@@ -79,7 +79,7 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
     assert "Stopped early: 2 evaluations" in " ".join(capsys.readouterr().out.split())
     written = (folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_rl.build.training.make_policy", lambda *_: pytest.fail("a model is loaded"))
+        patch.setattr("grpo_rl.assembly.training.make_policy", lambda *_: pytest.fail("a model is loaded"))
         run([*still, "evaluate.keep_best=false", f"resume={folder}"], tmp_path / "unused")
     assert "nothing is left to do; to go on, set evaluate.patience=0" in " ".join(capsys.readouterr().out.split())
     assert ((folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns) == written

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from grpo_rl.build.devices import plan_devices
+from grpo_rl.assembly.devices import plan_devices
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts, headline
 from grpo_rl.settings.compose import compose_config

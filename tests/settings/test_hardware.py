@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_rl.build.training import note_on_dtype
+from grpo_rl.assembly.training import note_on_dtype
 from grpo_rl.cli import main
 from grpo_rl.settings import hardware
 from grpo_rl.settings.compose import compose_config

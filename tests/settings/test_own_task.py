@@ -12,7 +12,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
-from grpo_rl.build.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.envs.base import Reward, Task
 from grpo_rl.settings.compose import check_overrides, choosing_configs, compose_config, dataset_of
 from grpo_rl.settings.config import main

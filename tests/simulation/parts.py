@@ -16,6 +16,7 @@ from grpo_rl.collectors import asynchronous
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.run.parts import Parts
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.weights import push, shared_memory
 from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
 from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
@@ -59,7 +60,7 @@ def simulated_ray(world: World) -> Iterator[None]:
 
 @contextmanager
 def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, asynchronous.AsyncCollector]]:
-    """The parts of a run, and its collector itself, as `grpo_rl.build.run` builds them.
+    """The parts of a run, and its collector itself, as `grpo_rl.assembly.run` builds them.
 
     Args:
         collected: responses that were sampled before, when the run is resumed.
@@ -99,13 +100,14 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
             drops_zero_variance=setup.drops_zero_variance,
         )
         stack.callback(collector.close)
+        policy, optimizer = cast(Any, SimpleNamespace(model=model)), cast(Any, Optimizer(model))
         yield (
             Parts(
                 env=cast(Any, env),
                 tokenizer=cast(Any, None),
-                policy=cast(Any, SimpleNamespace(model=model)),
+                policy=policy,
                 reference=None,
-                optimizer=cast(Any, Optimizer(model)),
+                optimizer=optimizer,
                 engine=engine,
                 weights=weights,
                 collector=BroadcastCollector(collector, weights.on_rank_zero, collected),
@@ -113,7 +115,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 loss=cast(Any, None),
                 compute_advantages=cast(Any, None),
                 buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),
-                micro_batching=MICRO_BATCHING,
+                within_memory=WithinMemory(policy, MICRO_BATCHING, optimizer.clear_gradients),
                 needs_old_log_probs=False,
             ),
             collector,

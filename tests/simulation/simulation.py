@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import tempfile
 from collections import Counter
@@ -149,11 +150,12 @@ def _train(world: World, invariants: Invariants) -> None:
     """A run in the folder, from its beginning or from its newest checkpoint, as ``sota/grpo_async.py`` has it."""
     process, setup = world.process, world.setup
     assert process is not None
-    root, config = world.disk.root, config_of(world)
+    root, text = world.disk.root, config_of(world)
+    config = json.loads(text)
     expected = invariants.expected()
     train = Train(total_dialog_turns=setup.responses, checkpoint_frequency=setup.checkpoint_frequency, seed=world.seed)
     resume = str(root) if any(root.iterdir()) else None
-    with RunFolder(root, resume, config, config, Room(3, 1e4, 1e4), train) as folder:
+    with RunFolder(root, resume, config, text, Room(3, 1e4, 1e4), train) as folder:
         folder.prepare()
         invariants.opened(folder, expected)
         with simulated_parts(world, folder.collected) as (parts, collector):

@@ -198,7 +198,9 @@ class Schedules:
 class Logs:
     """All that a real run stores of its steps, and nothing for people; see :class:`grpo_rl.run.logs.RunLogs`."""
 
-    def __init__(self, folder: Path, config: str, note: Callable[[str], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], note: Callable[[str], None], now: Callable[[], float]
+    ) -> None:
         self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
         # No token of a group is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
         self.records = Records(folder, config, 0, cast(Any, None), cast(Any, "a loss"))

@@ -106,7 +106,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def claimed(resume, outputs, config=None, frequency=20):
     """The checkpoint that a start with this `resume` takes; its lock is released."""
-    taken = claim(outputs / "new", resume, outputs, json.dumps(config or {}), frequency)
+    taken = claim(outputs / "new", resume, outputs, config or {}, frequency)
     taken.lock.close()
     return taken
 
@@ -308,9 +308,9 @@ def test_another_config_is_refused_with_the_keys_that_differ():
     saved = {"optimizer": {"lr": 1e-5}, "logger": {"mode": "online"}, "resume": None}
     current = {"optimizer": {"lr": 1e-4}, "logger": {"mode": "offline"}, "resume": "auto"}
     with pytest.raises(ValueError, match=r"optimizer\.lr: 1e-05 in the checkpoint, 0\.0001 here") as error:
-        checkpoint.check_config(json.dumps(saved), json.dumps(current))
+        checkpoint.check_config(saved, current)
     assert "logger" not in str(error.value)
-    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"resume": "auto"}))
+    checkpoint.check_config(saved, saved | {"resume": "auto"})
 
 
 def test_what_a_run_that_lacks_memory_is_told_to_set_may_be_set():
@@ -320,15 +320,15 @@ def test_what_a_run_that_lacks_memory_is_told_to_set_may_be_set():
         "train_model": {"gradient_checkpointing": True},
         "inference_model": {"gpu_memory_utilization": 0.3},
     }
-    checkpoint.check_config(json.dumps(saved), json.dumps(saved | told))
+    checkpoint.check_config(saved, saved | told)
     with pytest.raises(ValueError, match=r"policy\.kl_coef"):
-        checkpoint.check_config(json.dumps(saved), json.dumps(told))
+        checkpoint.check_config(saved, told)
 
 
 def test_another_text_that_is_masked_is_another_config(tmp_path):
     def settings(text, password="p"):
         values = {"env": {"key_column": text}, "logger": {"settings": {"api_key": text}}, "db": f"x://me:{password}@h"}
-        return json.dumps({name: masked(value, name, told_apart=name != "logger") for name, value in values.items()})
+        return {name: masked(value, name, told_apart=name != "logger") for name, value in values.items()}
 
     checkpoint.check_config(settings("a"), settings("a", "q"))
     with pytest.raises(ValueError, match=r"env\.key_column: \*\*\*\w{3} in the checkpoint, \*\*\*\w{3} here$"):
@@ -337,13 +337,13 @@ def test_another_text_that_is_masked_is_another_config(tmp_path):
 
 def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():
     saved = {"optimizer": {"lr": 1e-5}, "mismatch": {"bound": 0.2, "first_tokens": 256}}
-    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"mismatch": {"bound": None, "first_tokens": 256}}))
+    checkpoint.check_config(saved, saved | {"mismatch": {"bound": None, "first_tokens": 256}})
 
 
 def test_a_checkpoint_from_before_the_settings_of_scoring_goes_on_with_them():
     saved = {"optimizer": {"lr": 1e-5}, "env": {"repeats": 4}}
     scoring = {"env": {"repeats": 4, "isolated": None, "score_timeout_s": 60}}
-    checkpoint.check_config(json.dumps(saved), json.dumps(saved | scoring))
+    checkpoint.check_config(saved, saved | scoring)
 
 
 def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):

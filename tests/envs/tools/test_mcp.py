@@ -22,7 +22,7 @@ pytest.importorskip("mcp")
 
 from transformers import AutoTokenizer
 
-from grpo_rl.build.environment import make_env
+from grpo_rl.assembly.environment import make_env
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.gsm8k import GSM8K

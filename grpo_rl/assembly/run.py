@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from grpo_rl.build import devices, sync, training
-from grpo_rl.build.agents import make_agent
-from grpo_rl.build.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly import devices, sync, training
+from grpo_rl.assembly.agents import make_agent
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.broadcast import BroadcastCollector
@@ -40,6 +40,7 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
@@ -152,7 +153,7 @@ def build_run(
             loss=loss,
             compute_advantages=advantages,
             buffer=buffer,
-            micro_batching=batching,
+            within_memory=WithinMemory(policy, batching, optimizer.clear_gradients),
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
@@ -196,7 +197,7 @@ def open_folder(
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
     room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
-    config = settings.as_json()
+    config = settings.stored()
     restarts = Restarts.find(ranks, config) if ranks else Restarts()
     own, resume = restarts.place(own, settings.resume)
     folder = RunFolder(own, resume, config, settings.as_text(), room, train, ranks)

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("ray")
 
-from grpo_rl.build import asynchronous, shared_gpu, site
-from grpo_rl.build.shared_gpu import GIB, check_shares, kept_bytes
-from grpo_rl.build.sync import vllm_options
+from grpo_rl.assembly import asynchronous, shared_gpu, site
+from grpo_rl.assembly.shared_gpu import GIB, check_shares, kept_bytes
+from grpo_rl.assembly.sync import vllm_options
 from grpo_rl.planner.memory import Shape, Training, kept_state
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import compose_config

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.programs import Function, Program
 from grpo_rl.agents.recorder import Limits
-from grpo_rl.build.environment import tool_parser_of
+from grpo_rl.assembly.environment import tool_parser_of
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.settings.schema import Settings
 

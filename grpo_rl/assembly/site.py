@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo_rl.build.shared_gpu import divide_memory
+from grpo_rl.assembly.shared_gpu import divide_memory
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model

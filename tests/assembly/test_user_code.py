@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.build.environment import make_env
+from grpo_rl.assembly.environment import make_env
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings

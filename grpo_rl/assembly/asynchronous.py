@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.build.devices import make_ranks
-from grpo_rl.build.run import build_run
-from grpo_rl.build.site import Site, check_transfer
-from grpo_rl.build.sync import make_has_no_signal, vllm_options
+from grpo_rl.assembly.devices import make_ranks
+from grpo_rl.assembly.run import build_run
+from grpo_rl.assembly.site import Site, check_transfer
+from grpo_rl.assembly.sync import make_has_no_signal, vllm_options
 from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
@@ -42,7 +42,7 @@ from grpo_rl.weights.shared_memory import GPU_BYTES, SharedMemoryTransport
 
 
 def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:
-    """A run whose engines sample while it trains; see `grpo_rl.build.run.sync_run`."""
+    """A run whose engines sample while it trains; see `grpo_rl.assembly.run.sync_run`."""
     model = resolve_model(settings.model.name)
     ranks = partial(make_ranks, settings, site.devices, site.rendezvous)
     engine = partial(make_engine, settings, model, site)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.build import devices, training
-from grpo_rl.build.environment import held_out_rows, make_demonstrations
-from grpo_rl.build.run import open_folder, origin_of, tell_watch
+from grpo_rl.assembly import devices, training
+from grpo_rl.assembly.environment import held_out_rows, make_demonstrations
+from grpo_rl.assembly.run import open_folder, origin_of, tell_watch
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -32,6 +32,7 @@ from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_me
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
@@ -78,6 +79,8 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         stack.callback(optimizer.close)
         nowhere = NullTransport(getattr(torch, dtype(settings)), takes_adapters=False)
         max_tokens, count = settings.train.micro_batch_tokens, settings.train.gradient_accumulation_steps
+        batching = MicroBatching(max_tokens, count, aggregate="token_mean")
+        within_memory = WithinMemory(policy, batching, optimizer.clear_gradients)
         parts = CommonParts(
             env=rows,
             tokenizer=tokenizer,
@@ -88,14 +91,14 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             collector=DemonstrationCollector(rows, batch, total, folder.collected),
             schedules=Schedules(GroupSizes(2), AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
             loss=SFTLoss(),
-            micro_batching=MicroBatching(max_tokens, count, aggregate="token_mean"),
+            within_memory=within_memory,
         )
         with Run(
             folder,
             logs,
             parts,
             SFTDiagnosis(parts, Mismatch(), Sampling(), alone=ranks is None),
-            HeldOutDemonstrations(policy, held_out, max_tokens, folder.eval_before),
+            HeldOutDemonstrations(policy, held_out, within_memory, folder.eval_before),
             sft_metrics,
             interrupt,
             RunOptions(
