@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
-from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
 from grpo_rl.settings.own_task import task_section
@@ -55,8 +55,8 @@ class Settings(Sections):
         check_relations(settings)
         check_mixture(settings)
         check_agent(settings)
-        for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
-            raise misfit
+        for error in indivisible_batches(settings) if divides and settings.mode != "sft" else ():
+            raise error
         return settings
 
     @classmethod

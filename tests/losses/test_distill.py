@@ -75,7 +75,7 @@ def test_without_a_teacher_there_is_nothing_to_train_on():
         (["ref_model.name=same", "model.name=same"], "the policy's own model, same, to which the KL begins at 0"),
         (["train_model.lora.rank=8"], "the policy without its adapters.*train_model.lora.rank=0"),
         (["ref_model.refresh=average"], "ref_model.refresh=average would renew the teacher"),
-        (["train.max_refills=3"], "train.max_refills=3 resamples zero-variance groups.*teach as much as others"),
+        (["train.max_resamples=3"], "train.max_resamples=3 resamples zero-variance groups.*teach as much as others"),
         (["loss.ratio=sequence"], "loss.ratio=sequence means nothing with loss.surrogate=none"),
         (["loss.clip_high=0.3"], "loss.clip_high=0.3 means nothing"),
         (["loss.advantage=no_std"], "loss.advantage=no_std means nothing"),

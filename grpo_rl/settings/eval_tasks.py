@@ -28,7 +28,7 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
         where = f"evaluate.tasks[{i}]"
         if wrong := sorted(task.keys() - set(KEYS)):
             raise ValueError(f"{where} has {', '.join(wrong)}; it takes {', '.join(KEYS)}")
-        names.append(name_beside(task.get("task"), where))
+        names.append(eval_task_name(task.get("task"), where))
         for name, least in (("rows", 2), ("samples", 0)):
             value = task.get(name, least)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -72,7 +72,7 @@ def _check_own(task: Mapping[str, Any], where: str) -> None:
             raise ValueError(line)
 
 
-def name_beside(task: object, where: str) -> str:
+def eval_task_name(task: object, where: str) -> str:
     """The name in metrics of a task that a run of another task evaluates.
 
     Args:
@@ -82,7 +82,7 @@ def name_beside(task: object, where: str) -> str:
     Raises:
         ValueError: there is no such task.
 
-    >>> name_beside("math500", "evaluate.tasks[0]"), name_beside("my_tasks:Rhyme", "evaluate.tasks[1]")
+    >>> eval_task_name("math500", "evaluate.tasks[0]"), eval_task_name("my_tasks:Rhyme", "evaluate.tasks[1]")
     ('math500', 'Rhyme')
     """
     names = SINGLE
