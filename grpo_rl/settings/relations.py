@@ -9,7 +9,7 @@ from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
-from grpo_rl.settings.eval_tasks import check_tasks
+from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
@@ -74,7 +74,7 @@ def _check_evaluate(settings: Sections) -> None:
         raise ValueError(
             f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
         )
-    check_tasks(evaluate.tasks)
+    read_tasks(evaluate.tasks)
 
 
 def _check_sampling(settings: Sections) -> None:
