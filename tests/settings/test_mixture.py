@@ -73,7 +73,7 @@ def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
     ("overrides", "told"),
     [
         (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k\.weight is 0"),
-        (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks its weight"),
+        (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks weight"),
         (["env.mixture={gsm8k: {weight: 1, scale: 0}}"], r"env\.mixture\.gsm8k\.scale is 0; it must be"),
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
         (["env.mixture={mixture: 1}"], r"env\.mixture\.mixture: unknown task 'mixture'"),
@@ -101,9 +101,9 @@ def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("prompt_response: 1", r"env\.mixture\.prompt_response: env\.reward must be set: prompt_response can't do without"),
+        ("prompt_response: 1", r"env\.mixture\.prompt_response: env\.reward must be set"),
         ("gsm8k: {weight: 1, sytem_prompt: x}", r"env\.mixture\.gsm8k: .*sytem_prompt; did you mean env\.system"),
-        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k: env\.reward\.correctness is 'x'; it must"),
+        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k: env\.reward\.correctness is 'x'"),
     ],
 )  # fmt: skip
 def test_a_tasks_own_settings_are_checked_under_their_names_in_the_mixture(entry, told):
