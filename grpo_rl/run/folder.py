@@ -13,19 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
-from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
-from grpo_rl.settings.command_line import overrides
+from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
-from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.whole_file import remove_left, write_whole
 from grpo_rl.training import checkpoint, logged
 
@@ -364,8 +360,7 @@ class RunFolder:
         if self.rank_zero:
             self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
             write_whole(self.path / CONFIG, self._config_text)
-            words = [masked_override(word) for word in overrides()]
-            write_whole(self.path / OVERRIDES, yaml.safe_dump(words, allow_unicode=True))
+            write_overrides(self.path)
         if not self.resumes:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.
