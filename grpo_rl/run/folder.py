@@ -16,7 +16,7 @@ from typing import Any
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
 from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report, write_overrides
