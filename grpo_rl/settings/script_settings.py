@@ -56,7 +56,7 @@ def _with_place(message: str, hydra: DictConfig) -> str:
     key = re.match(r"(?:unknown config key )?([\w.]+)", message)
     if not key or any(word.lstrip("+").startswith(f"{key[1]}=") for word in hydra.overrides.task):
         return message
-    line = re.compile(rf"^\s*{key[1].rpartition('.')[2]}\s*:", re.MULTILINE)
+    line = re.compile(rf"\b{key[1].rpartition('.')[2]}\s*:")
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
         path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
