@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
 from grpo_rl.envs.rewards.combined import share_budgets
-from grpo_rl.envs.shares import check_positive, shares
+from grpo_rl.envs.shares import shares
 from grpo_rl.envs.task import plays_turns
 
 TASK, ROW = "task", "row"
@@ -291,11 +291,8 @@ class MixtureEnv(LLMEnv):
         scales: Mapping[str, float] = {},
         seed: int = 0,
     ) -> None:
-        shares(weights)
-        for name, scale in scales.items():
-            check_positive(f"{name}.scale", scale)
-            if name not in envs:
-                raise ValueError(f"the scale of {name} is of no task of the mixture, which has {', '.join(envs)}")
+        if wrong := sorted(scales.keys() - envs.keys()):
+            raise ValueError(f"the scale of {wrong[0]} is of no task of the mixture, which has {', '.join(envs)}")
         share_budgets(env.task for env in envs.values())
         turns = {name: env for name, env in envs.items() if plays_turns(env.task)}
         made = (MixtureInTurns if turns else Mixture)({name: env.task for name, env in envs.items()}, scales)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SAY = {
     r"rewarded.alike": "zero variance",
-    r"\brefills?\b": "resample; dynamic sampling",
+    r"(?<![a-z])refill": "resample; dynamic sampling",
     r"\bannotate": "add_log_probs",
     r"\bledger": "staleness manager",
     r"\bhaving\(": "with_overrides",
@@ -42,4 +42,4 @@ def test_the_words_are_those_of_the_field(folder):
 
 
 def test_a_strange_word_is_told_with_its_line():
-    assert strange_words("fine\nThe ledger\ntrain.max_refills") == ["2: 'ledger'; say staleness manager"]
+    assert strange_words("fine\nThe ledger\ntrain.max_resamples") == ["2: 'ledger'; say staleness manager"]

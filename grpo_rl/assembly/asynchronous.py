@@ -159,7 +159,7 @@ def make_collector(
         weights,
         train.max_staleness,
         collected,
-        drops_zero_variance=train.max_refills > 0,
+        drops_zero_variance=train.max_resamples > 0,
         has_no_signal=make_has_no_signal(settings),
         agents=AgentGroups(env, agent, sampling, longest) if agent else None,
     )

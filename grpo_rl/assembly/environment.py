@@ -20,11 +20,11 @@ from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
-from grpo_rl.settings.evaluation import beside_training
+from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.mixture import Entry, entries
-from grpo_rl.settings.mixture_tasks import named, settings_of_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
+from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
 
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
@@ -91,11 +91,11 @@ def _mixture(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry], tries: bool
 ) -> MixtureEnv:
     envs: dict[str, LLMEnv] = {}
-    for name, own in settings_of_tasks(settings).items():
+    for name, own in settings_of_mixture(settings).items():
         try:
             envs[name] = make_env(own, tokenizer, tries)
         except ValueError as error:
-            raise ValueError(named(name, error)) from error
+            raise ValueError(f"env.mixture.{name}: {error}") from error
     return MixtureEnv(
         envs,
         {name: entry.weight for name, entry in found.items()},
@@ -158,11 +158,10 @@ def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_tra
             name of ``evaluate.score``.
     """
     wanted, tasks = settings.evaluate, []
-    for i, given in enumerate(wanted.tasks):
-        name, rows = given["task"], given["rows"]
+    for given, own in zip(read_tasks(wanted.tasks), settings_of_eval_tasks(settings), strict=True):
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
-        env = make_eval_env(beside_training(settings, i), tokenizer, rows, remedy)
-        tasks.append(HeldOutTask(short_name(name), env, env.task.rows, given.get("samples", 0)))
+        env = make_eval_env(own, tokenizer, given.rows, remedy)
+        tasks.append(HeldOutTask(short_name(given.task), env, env.task.rows, given.samples))
     _check_score(wanted, env_of_training, tasks)
     return Plan(
         wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
@@ -228,11 +227,11 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
             ``env.eval_path`` or ``env.eval_split``.
     """
     rows: list[dict] = []
-    for name, own in settings_of_tasks(settings).items():
+    for name, own in settings_of_mixture(settings).items():
         try:
             rows += [{TASK: name, ROW: row} for row in held_out_rows(own, env.members[name].task)]
         except ValueError as error:
-            raise ValueError(named(name, error)) from error
+            raise ValueError(f"env.mixture.{name}: {error}") from error
     rows = rows if env.members else held_out_rows(settings, env.task)
     for i, row in enumerate(rows):
         _check_prompt(env, row, i, "raise inference_model.max_model_len or lower evaluate.rows")

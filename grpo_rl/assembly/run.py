@@ -165,7 +165,7 @@ def build_run(
             parts,
             RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
             held_out,
-            partial(step_metrics, mismatch, roofline, settings.train.max_refills > 0),
+            partial(step_metrics, mismatch, roofline, settings.train.max_resamples > 0),
             interrupt,
             RunOptions(
                 settings.train,

@@ -88,7 +88,7 @@ def make_collector(
     if agent is not None:
         agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
     return SyncCollector(
-        env, engine, sampling, train.total_dialog_turns, collected, train.max_refills, has_no_signal, agents
+        env, engine, sampling, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents
     )
 
 

@@ -51,7 +51,7 @@ class SyncCollector:
         agents: SteppedGroups | None = None,
     ) -> None:
         if max_resamples < 0:
-            raise ValueError(f"train.max_refills={max_resamples}; it must be 0, which samples once, or more")
+            raise ValueError(f"train.max_resamples={max_resamples}; it must be 0, which samples once, or more")
         self._env, self._engine, self._sampling = env, engine, sampling
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
         self.collected, self._agents = collected, agents

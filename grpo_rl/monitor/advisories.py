@@ -31,7 +31,7 @@ FACTS = (
     "sampling.temperature",
     "train.epochs",
     "train.gradient_accumulation_steps",
-    "train.max_refills",
+    "train.max_resamples",
     "train.max_staleness",
     "train.micro_batch_tokens",
     "train.optim_batch_size",

@@ -1,7 +1,7 @@
 """The batch plan of a config: how prompts, responses, optimizer steps, micro-batches and devices fit together.
 
 Nothing is loaded: lengths are assumed, everything else is counted by the functions that a run uses itself. What does
-not divide is a `Misfit`, which the checks of a config raise and which `grpo-rl batches` draws.
+not divide is an `IndivisibleBatchError`, which the checks of a config raise and which `grpo-rl batches` draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
-from grpo_rl.settings.misfits import Misfit, Where, misfits
+from grpo_rl.settings.divisibility import IndivisibleBatchError, Where, indivisible_batches
 from grpo_rl.settings.sections import Sections
 
 PROMPT_TOKENS = 128
@@ -55,7 +55,7 @@ class BatchPlan:
     needs_old_log_probs: bool
     skips_zero_variance: bool
     devices: Devices
-    misfits: tuple[Misfit, ...] = ()
+    errors: tuple[IndivisibleBatchError, ...] = ()
 
     @property
     def responses(self) -> int:
@@ -112,9 +112,9 @@ class BatchPlan:
         batch = (group * self.group_size + response) // self.batch_responses
         return batch if batch < self.batches else None
 
-    def misfit(self, *where: Where) -> Misfit | None:
-        """The misfit in one of these places."""
-        return next((misfit for misfit in self.misfits if misfit.where in where), None)
+    def error_in(self, *where: Where) -> IndivisibleBatchError | None:
+        """The first error in one of these places."""
+        return next((error for error in self.errors if error.where in where), None)
 
 
 def plan_batches(
@@ -152,7 +152,7 @@ def plan_batches(
         prompts=settings.env.num_envs,
         group_size=size,
         sizes=tuple((start, sizes.at(start)) for start in starts),
-        max_resamples=settings.train.max_refills,
+        max_resamples=settings.train.max_resamples,
         batch_responses=settings.train.optim_batch_size,
         epochs=settings.train.epochs,
         collections=collections,
@@ -167,7 +167,7 @@ def plan_batches(
         needs_old_log_probs=needs_old_log_probs(settings),
         skips_zero_variance=batching.skip_zero_advantage,
         devices=allocate(settings, visible=gpus),
-        misfits=tuple(misfits(settings)),
+        errors=tuple(indivisible_batches(settings)),
     )
 
 

@@ -76,7 +76,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Console(highlight=False).print(picture(plan, title))
     if options.svg:
         options.svg.write_text(svg(plan, title))
-    return int(bool(plan.misfits))
+    return int(bool(plan.errors))
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

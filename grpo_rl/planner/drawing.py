@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from grpo_rl.planner.batches import BatchPlan, Misfit
+from grpo_rl.planner.batches import BatchPlan, IndivisibleBatchError
 
 COLUMNS = 79
 """Width of the drawing: one less than the narrowest terminal that is still common."""
@@ -57,8 +57,10 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
     body.add_column(style="bold", no_wrap=True)
     body.add_column(width=COLUMNS - 11)
 
-    def row(heading: str, says: str, settings: str, misfit: Misfit | None = None, drawn: Text | None = None) -> None:
-        said = Text(f"{misfit.what}. Use {misfit.remedy}.", style="bold red") if misfit else Text(says)
+    def row(
+        heading: str, says: str, settings: str, error: IndivisibleBatchError | None = None, drawn: Text | None = None
+    ) -> None:
+        said = Text(f"{error.what}. Use {error.remedy}.", style="bold red") if error else Text(says)
         body.add_row(heading, Group(said, Text(settings, style="dim"), *([drawn] if drawn else [])))
         body.add_row()
 
@@ -68,7 +70,7 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         f"{_count(plan.batches, 'optimizer step')} of {plan.batch_responses:,} responses "
         f"({_count(plan.batch_groups, 'group')})" + (f", in each of {plan.epochs} epochs" * (plan.epochs > 1)),
         f"train.optim_batch_size={plan.batch_responses} train.epochs={plan.epochs}",
-        plan.misfit("cut", "left_over"),
+        plan.error_in("cut", "left_over"),
     )
     count = _count(len(plan.micro_batches), "micro-batch", "micro-batches")
     limit = f"train.micro_batch_tokens={plan.max_tokens}"
@@ -78,7 +80,7 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         "3 Compute",
         f"{'exactly' if plan.accumulation else 'about'} {count} a step; a prompt is computed once",
         limit,
-        plan.misfit("micro_batches"),
+        plan.error_in("micro_batches"),
         _micro_batches(plan),
     )
     run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
@@ -88,7 +90,7 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
         run += f", {plan.all_responses:,} responses{rounded}"
     stages = Text(" → ".join(cycle(plan)))
-    row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.misfit("run"), stages)
+    row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.error_in("run"), stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))
     notes = (
         "A group is a prompt and its responses; which groups meet in a step is drawn at random. "
@@ -109,7 +111,7 @@ def _sampled(plan: BatchPlan) -> tuple[str, str]:
         said += "; group size changes " + ", ".join(f"to {size} at step {step}" for step, size in changes)
         settings += f" train.repeats_schedule={[list(change) for change in changes]}".replace(", ", ",")
     if plan.max_resamples:
-        settings += f" train.max_refills={plan.max_resamples}"
+        settings += f" train.max_resamples={plan.max_resamples}"
     return said, settings
 
 
@@ -177,7 +179,7 @@ def _micro_batches(plan: BatchPlan) -> Text:
         over = budget is not None and plan.loads[row] > budget
         label = f" {_count(plan.micro_batches[row], 'group')}, {plan.loads[row]:,} tokens"
         picture.append(label, "bold red" if over else "")
-    if plan.misfit("micro_batches"):
+    if plan.error_in("micro_batches"):
         missing = _count((plan.accumulation or 0) - len(plan.loads), "micro-batch", "micro-batches")
         picture.append(f"\nno group is left for {missing}", "bold red")
     if plan.over_budget:

@@ -32,7 +32,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    chosen = loss_config(overrides)
+    loss_config(overrides)  # wrong words before the imports
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
 
@@ -43,7 +43,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
     _check_imports(stored.config, [*options.imports, *(word.partition("=")[2] for word in overrides)])
     settings = Settings.restored(stored.config)
-    result = replay(stored, settings, with_loss(settings, overrides, chosen), options.top)
+    result = replay(stored, settings, with_loss(settings, overrides), options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0

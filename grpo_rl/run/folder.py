@@ -19,7 +19,7 @@ from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
-from grpo_rl.run.summary import read_evaluation, try_write_report
+from grpo_rl.run.summary import read_evaluation, try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole
@@ -358,11 +358,8 @@ class RunFolder:
             set_logs_aside(self.path)
         if self.rank_zero:
             self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
-            # A copy of what the run was started with: a later start that is refused overwrites Hydra's own.
             write_whole(self.path / CONFIG, self._config_text)
-            overrides = self._own / ".hydra" / OVERRIDES
-            if overrides.exists():
-                write_whole(self.path / OVERRIDES, overrides.read_bytes())
+            write_overrides(self.path)
         if not self.resumes:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.

@@ -9,15 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
-from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
+from grpo_rl.report.files import EVALUATION, OVERRIDES, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.model_card import model_card
 from grpo_rl.run.model_files import CARD, MODEL
+from grpo_rl.settings.command_line import overrides
+from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.whole_file import put_back, write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"
@@ -133,3 +137,9 @@ def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
             f"is fixed: grpo-rl report {folder}"
         )
         return None
+
+
+def write_overrides(run_dir: Path) -> None:
+    """Writes the overrides that a run is started with, without secrets."""
+    words = [masked_override(word) for word in overrides()]
+    write_whole(run_dir / OVERRIDES, yaml.safe_dump(words, allow_unicode=True))

@@ -25,11 +25,10 @@ from tqdm import tqdm
 
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.command_line import arranged, program, typed
-from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
-from grpo_rl.settings.composing_errors import OF_COMPOSING, explained
+from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained, folders
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.script_settings import fixed_folder, mask_hydras_files, mask_refused_sweep, script_settings
+from grpo_rl.settings.script_settings import fixed_folder, script_settings
 from grpo_rl.storage.masking import shown
 from grpo_rl.storage.streams import replace_unwritable
 from grpo_rl.waits.watcher import watching
@@ -43,17 +42,6 @@ REFUSED = (ValueError, SystemExit, KeyboardInterrupt)
 
 class RunIsOver(SystemExit):
     """Ends a script without an error: the run to resume has nothing left to do, which was reported."""
-
-
-def _show(text: str) -> None:
-    """Prints to a reader that may close before the end, such as ``head``."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would tell of the same error.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def objective(summary: object) -> float | None:
@@ -82,12 +70,11 @@ def leaving_nothing() -> Iterator[None]:
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            unused = {path.name for path in folder.iterdir()} <= {".hydra", log, ".lock"}
+            unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}
             if unused and os.environ.get("RANK", "0") == "0":
                 for handler in logging.getLogger().handlers[:]:
                     if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
                         logging.getLogger().removeHandler(handler)
-                shutil.rmtree(folder / ".hydra")
                 (folder / log).unlink(missing_ok=True)
                 if not fixed_folder():  # else it may be the user's, and another start may wait for its lock
                     shutil.rmtree(folder)
@@ -109,7 +96,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
-            mask_hydras_files()
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                typed[:] = [*program(mode), *HydraConfig.get().overrides.task]
             try:
                 with leaving_nothing():
                     settings = script_settings(cfg, mode)
@@ -136,18 +124,15 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
             replace_unwritable()
-            # Ranks may share a folder, and would write and mask the same files at the same time.
-            beside = ["hydra.output_subdir=null"] if os.environ.get("RANK", "0") != "0" else []
-            try:
-                sys.argv[1:] = arguments = arranged(choosing_configs([*sys.argv[1:], *beside]))
-                dataset, where = dataset_of(arguments, config_name), folders(arguments)
-                if (about := topic(arguments)) is not None:
-                    says = function.__globals__["__doc__"] or ""
-                    _show(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
-                    return
-                check_overrides(arguments, dataset)
-            except ValueError as error:
-                raise SystemExit(f"error: {shown(str(error))}") from None
+            sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
+            where = folders(arguments)
+            if (about := topic(arguments)) is not None:
+                says = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
+                try:
+                    print(help_text(about, says, config_name, where, dataset_of(arguments, config_name), mode))
+                except ValueError as error:
+                    raise SystemExit(f"error: {shown(str(error))}") from None
+                return
             # Otherwise Hydra shortens every traceback, even those of bugs.
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
@@ -156,7 +141,6 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 print("stopped by Ctrl-C", file=sys.stderr)
                 raise SystemExit(130) from None
             except OF_COMPOSING as error:
-                mask_refused_sweep()
                 raise SystemExit(f"error: {explained(error, where)}") from error
             except ValueError as error:  # of a job of a sweep, or of options that exclude each other
                 raise SystemExit(f"error: {shown(str(error))}") from error

@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -34,7 +34,7 @@ def _fits(value: Any, hint: Any) -> bool:
         item, rest = get_args(hint)
         return isinstance(value, list) and all(_fits(part, item) for part in value) and (rest is ... or len(value) == 2)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     return isinstance(value, get_origin(hint) or hint) and (hint is bool or not isinstance(value, bool))
 
 
@@ -57,8 +57,6 @@ KINDS = {
     object: "any value",
 }
 """The types that a setting can have, in words."""
-SMALLEST, LARGEST = -(1 << 63), (1 << 63) - 1
-"""The whole numbers that settings take, in 64 bits: what computes with them has no larger ones."""
 BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
 """The comparison of a value with each bound that a setting can have."""
 
@@ -129,11 +127,9 @@ class Setting:
         return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
-        """Says what is wrong with the type of a plain value, or the size of a whole number in it; None: nothing."""
+        """The line about a plain value of the wrong type; None: it is right."""
         if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             return f"{key} is {value!r}; it must be text{', or null' * self.null}; quoted it is: {key}=\"'{value}'\""
-        if line := _too_large(key, value):
-            return line
         if self.kind == Mapping[str, float] and isinstance(value, Mapping):
             weight = dataclasses.replace(self, kind=float, null=False)
             wrong = [weight.wrong_type(f"{key}.{name}", item) for name, item in value.items()]
@@ -144,8 +140,17 @@ class Setting:
         is_number = self.kind is float and isinstance(value, float)
         return wrong + "; neither infinity nor NaN is taken" * is_number
 
+    def check(self, key: str, value: Any) -> None:
+        """Refuses a plain value of a wrong type or out of range.
+
+        Raises:
+            ValueError: with the key, the value and what it can be.
+        """
+        if line := self.wrong_type(key, value) or self.wrong_value(key, value):
+            raise ValueError(line)
+
     def wrong_value(self, key: str, value: Any) -> str | None:
-        """Says what is wrong with a value of the right type; None: nothing."""
+        """The line about a wrong value of the right type; None: it is right."""
         if value is None:
             return None
         if self.choices and value not in self.choices and not (self.named and is_name(value)):
@@ -161,21 +166,20 @@ class Setting:
         return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null + reason
 
 
-def _too_large(key: str, value: Any) -> str | None:
-    """Says which whole number in a plain value has more than 64 bits, which no setting takes; None: none.
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The line about a name that does not exist.
 
-    >>> _too_large("env", {"seed": 1 << 62, "mixture": [0.5, -(10**20)]})
-    'env.mixture[1] is -100000000000000000000; whole numbers go from -9223372036854775808 to 9223372036854775807'
+    >>> unknown("loss", "drgrpo", ["dapo", "dr_grpo"])
+    "unknown loss 'drgrpo'; did you mean dr_grpo? (all: dapo, dr_grpo)"
+    >>> unknown("recipe", "x", [])
+    "unknown recipe 'x'; there is none"
     """
-    if isinstance(value, int):
-        shown = value if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
-        beyond = not SMALLEST <= value <= LARGEST
-        return f"{key} is {shown}; whole numbers go from {SMALLEST} to {LARGEST}" if beyond else None
-    if isinstance(value, Mapping):
-        inner = [(f"{key}.{name}", item) for name, item in value.items()]
-    else:
-        inner = [(f"{key}[{place}]", item) for place, item in enumerate(value)] if isinstance(value, list) else []
-    return next(filter(None, (_too_large(name, item) for name, item in inner)), None)
+    known = list(known)
+    if not known:
+        return f"unknown {kind} {name!r}; there is none"
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {close[0]}? (all: {', '.join(known)})" if close else f"choose one of {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {guess}"
 
 
 def setting(default: Any, meaning: str, **constraints: Any) -> Any:
@@ -237,6 +241,26 @@ def build(section: type[S], values: Mapping[str, Any], **more: Any) -> S:
     return section(**read, **more)
 
 
+def read_section(section: type[S], values: Mapping[str, Any], where: str) -> S:
+    """A section of settings without others in it, from those that are given and its defaults.
+
+    Args:
+        where: the place of the values, for messages.
+
+    Raises:
+        ValueError: an unknown setting, one that is missing, or a wrong value.
+    """
+    known = declared(section)
+    if wrong := [key for key in values if key not in known]:
+        raise ValueError(f"{where}: {unknown('setting', str(wrong[0]), known)}")
+    found = {key: plain(values.get(key, setting.default)) for key, setting in known.items()}
+    for key, setting in known.items():
+        if found[key] is REQUIRED:
+            raise ValueError(f"{where} lacks {key}, {setting.meaning}")
+        setting.check(f"{where}.{key}", found[key])
+    return build(section, found)
+
+
 def plain(value: Any) -> Any:
     """A value without sections and tuples.
 
@@ -259,15 +283,3 @@ def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
             return default
         values = values[name]
     return values
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of a nested mapping's leaves; lists and empty mappings are leaves.
-
-    >>> leaves({"env": {"repeats": 8, "examples": [], "rewards": {}}})
-    ['env.repeats', 'env.examples', 'env.rewards']
-    """
-    names = []
-    for key, value in values.items():
-        names += leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [f"{prefix}{key}"]
-    return names

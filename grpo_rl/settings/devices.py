@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.settings.misfits import divisors
+from grpo_rl.settings.divisibility import divisors
 from grpo_rl.settings.sections import Sections
 
 if TYPE_CHECKING:

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from grpo_rl.by_name import is_name, short_name
-from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.composing_errors import explained, unknown
-from grpo_rl.settings.declaration import Section, build, declared, plain, setting
+from grpo_rl.settings.compose import explained
+from grpo_rl.settings.declaration import Section, declared, setting, unknown
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import ALIASES, SINGLE
+from grpo_rl.settings.task_settings import settings_for_task
+from grpo_rl.settings.tasks import SINGLE
 
 URL = re.compile(r"https?://")
 """The beginning of an endpoint's name."""
@@ -68,9 +67,8 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     >>> own.tasks, own.path, rest
     (('gsm8k', 'math500'), {'gsm8k': 'a.jsonl'}, ['env.reward.correctness=1'])
     """
-    known, values, rest = declared(EvalSettings), {}, []
-    values = {name: list(s.default) if isinstance(s.default, tuple) else s.default for name, s in known.items()}
-    values["path"] = {}
+    known, rest = declared(EvalSettings), []
+    values: dict[str, Any] = {"path": {}}
     for word in words:
         try:
             override = OverridesParser.create().parse_overrides([word])[0]
@@ -83,19 +81,15 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
             rest.append(word)
         elif key.startswith("path."):
             values["path"][key.removeprefix("path.")] = override.value()
-        elif key in known:
-            values[key] = override.value()
         else:
-            raise ValueError(
-                f"unknown setting {key}; eval takes {', '.join(known)} and those of training's sections "
-                f"{', '.join(PASSED_ON)}"
-            )
-    if isinstance(values["tasks"], str):
-        values["tasks"] = [values["tasks"]]
-    for key, declaration in known.items():
-        if line := declaration.wrong_type(key, values[key]) or declaration.wrong_value(key, values[key]):
-            raise ValueError(line)
-    own = build(EvalSettings, values)
+            values[key] = override.value()
+    if isinstance(tasks := values.get("tasks"), str):
+        values["tasks"] = [tasks]
+    if wrong := [key for key in values if key not in known]:
+        raise ValueError(f"{unknown('setting', wrong[0], known)}, and those of {', '.join(PASSED_ON)}")
+    for key, value in values.items():
+        known[key].check(key, value)
+    own = EvalSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     names, given = SINGLE, {short_name(name) for name in own.tasks if is_name(name)}
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
@@ -116,10 +110,7 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
     Raises:
         ValueError: settings are wrong, or contradict each other.
     """
-    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}", *rest])
     path = own.path.get(short_name(name))
-    if path and cfg.env.path is None:
-        cfg.env.path = path  # nothing else is read: env.subset and env.revision are of these rows
     values = {
         "env.eval_path": path,
         "sampling.max_new_tokens": own.max_new_tokens,
@@ -129,37 +120,6 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
         "train.seed": own.seed,
         "mode": "sync",
     }
-    for key, value in values.items():
-        OmegaConf.update(cfg, key, value)
-    return Settings.read(cfg, divides=False)
-
-
-def beside_training(settings: Settings, i: int) -> Settings:
-    """The settings of another task that a run evaluates: its own, with the run's sampling, context and engine.
-
-    Args:
-        i: the index of its entry in ``evaluate.tasks``: the task, its path, and under ``env`` its settings that differ
-            from the defaults.
-
-    Raises:
-        ValueError: the settings contradict each other, told under the names that they have in the entry.
-    """
-    given, where = settings.evaluate.tasks[i], f"evaluate.tasks[{i}]"
-    name, path = given["task"], given.get("path")
-    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])
-    for section in ("sampling", "inference_model", "model"):
-        OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
-    values = {"env.eval_path": path, "train.seed": settings.train.seed, "mode": settings.mode}
-    values["evaluate.rows"] = settings.evaluate.rows
-    OmegaConf.update(cfg, "env", given.get("env", {}), merge=True, force_add=True)
-    if is_name(name):
-        values["env.path"] = path  # no rows of its own are known, and none are trained on
-    for key, value in values.items():
-        OmegaConf.update(cfg, key, value)
-    try:
-        return Settings.read(cfg, divides=False)
-    except ValueError as error:
-        told = re.sub(
-            r"(?<![\w.])env\.", f"{where}.env.", re.sub(r"(?<![\w.])env\.eval_path\b", f"{where}.path", str(error))
-        )
-        raise ValueError(told if where in told else f"{where}: {told}") from error
+    if path and not any(word.lstrip("+").startswith("env.path=") for word in rest):
+        values["env.path"] = path  # nothing else is read: env.subset and env.revision are of these rows
+    return settings_for_task(name, values, overrides=rest)

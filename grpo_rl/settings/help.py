@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from grpo_rl.settings.command_line import program
-from grpo_rl.settings.composing_errors import OWN, unknown
-from grpo_rl.settings.declaration import REQUIRED, Setting, plain
+from grpo_rl.settings.compose import FOLDER, OWN
+from grpo_rl.settings.declaration import REQUIRED, Setting, plain, unknown
 from grpo_rl.settings.imitation import is_read
+from grpo_rl.settings.schema import UNSET
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.storage.dotted import flat
-from grpo_rl.storage.yaml_text import read_yaml
 
 FLAGS = ("--help", "-h")
 FIRST = (
@@ -104,7 +106,7 @@ def help_text(
     Raises:
         ValueError: there is no such section or key; with the nearest.
     """
-    lines = _settings(about, dataset, folders) if about else _overview(says, config_name, folders, mode)
+    lines = _settings(about, dataset) if about else _overview(says, config_name, folders, mode)
     return "\n".join(lines)
 
 
@@ -126,7 +128,7 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     yield from _block("More:", MORE.items())
 
 
-def _settings(about: str, dataset: str | None, folders: Sequence[Path]) -> Iterator[str]:
+def _settings(about: str, dataset: str | None) -> Iterator[str]:
     known = declarations(dataset)
     keys = [key for key in known if key == about or key.startswith(f"{about}.")]
     if not keys:
@@ -138,20 +140,14 @@ def _settings(about: str, dataset: str | None, folders: Sequence[Path]) -> Itera
     elif about in SECTIONS:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)
         yield from textwrap.wrap(f"{about}: {SECTIONS[about]}", width, break_on_hyphens=False)
-    yield from _block("", _pairs(keys, known, _of_task(dataset, folders)), 40)
+    yield from _block("", _pairs(keys, known, _of_task(dataset)), 40)
 
 
-def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
-    """The defaults that a task's config has, by dotted name, without those too long for a line."""
-    named = [(folder / "env" / f"{dataset}.yaml").resolve() for folder in folders]
-    path = next(filter(Path.is_file, named), None)  # Hydra, too, reads the first
-    if path is None:
-        return {}
-    try:
-        values = flat({"env": read_yaml(path.read_text(encoding="utf-8"))})
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return {key: value for key, value in values.items() if value != "???" and len(str(value)) <= LONGEST_DEFAULT}
+def _of_task(dataset: str | None) -> dict[str, Any]:
+    """The defaults in the config of one of the project's tasks, by dotted name, without those too long for a line."""
+    path = FOLDER / "env" / f"{dataset}.yaml"
+    values = flat({"env": OmegaConf.to_container(OmegaConf.load(path))}) if path.is_file() else {}
+    return {key: value for key, value in values.items() if value != UNSET and len(str(value)) <= LONGEST_DEFAULT}
 
 
 def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -8,9 +8,7 @@ from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import read_bounds
-from grpo_rl.envs.shares import check_positive, shares
-from grpo_rl.settings.composing_errors import unknown
-from grpo_rl.settings.declaration import plain
+from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting, unknown
 from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS
 
@@ -27,6 +25,14 @@ ALONE = (MIXTURE, "agent")
 """Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
 OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
+
+
+class Draws(Section):
+    """The settings of an entry that are not its task's."""
+
+    task: str | None = setting(None, "the task, where the entry has another name")
+    weight: float = setting(REQUIRED, "the share of prompts that are drawn from it", more_than=0)
+    scale: float = setting(1.0, "factor of its rewards", more_than=0)
 
 
 @dataclass(frozen=True)
@@ -52,42 +58,33 @@ def entries(settings: Sections) -> dict[str, Entry]:
     Raises:
         ValueError: an entry names no task, or has a weight or scale that makes no sense.
     """
-    if settings.env.dataset != MIXTURE:
-        return {}
     found: dict[str, Entry] = {}
-    for key, value in settings.env.task["mixture"].items():
-        if not isinstance(key, str):
-            raise ValueError(f"env.mixture.{key}: the name {key!r} is no text; name the task, and give it its weight")
-        given = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        dataset, name = given.pop("task", key), short_name(key)
+    for key, value in settings.env.task.get(MIXTURE, {}).items():
+        name = short_name(str(key))
         where = f"env.mixture.{name}"
-        if name in found:
-            raise ValueError(f"env.mixture has two tasks {name}; name one otherwise: {{other: {{task: {key}, ...}}}}")
-        if "/" in name:
-            raise ValueError(f"{where}: metrics have the name before a slash, so that it can't have one itself")
-        if name in TAKEN:
+        env = dict(value) if isinstance(value, Mapping) else {"weight": value}
+        draws = read_section(Draws, {key: env.pop(key) for key in declared(Draws) if key in env}, where)
+        dataset = draws.task or str(key)
+        if name in found or "/" in name or name in TAKEN:
             raise ValueError(
-                f"{where}: metrics have {', '.join(TAKEN)} in the place of a task's name; name it otherwise"
+                f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
         if not is_name(dataset) and (dataset not in TASKS or dataset in ALONE):
             known = [*(task for task in TASKS if task not in ALONE), "package.module:Class"]
-            raise ValueError(f"{where}: {unknown('task', str(dataset), known)}")
-        if "weight" not in given:
-            raise ValueError(f"{where} lacks its weight, the share of prompts that are drawn from it")
-        scale = given.pop("scale", 1.0)
-        check_positive(f"{name}.scale", scale)
-        if taken := [name for name in OF_ALL if name in given]:
+            raise ValueError(f"{where}: {unknown('task', dataset, known)}")
+        if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
-        model = given.get("rewards", {}).get("model") if isinstance(given.get("rewards", {}), Mapping) else None
+        model = select(env, "rewards.model", {})
         if isinstance(model, Mapping) and (model.get("num_devices") or model.get("devices")):
             raise ValueError(f"{where}.rewards.model asks for a device; all tasks share it: set env.rewards.model")
-        found[name] = Entry(dataset, given.pop("weight"), float(scale), given)
-    shares({name: entry.weight for name, entry in found.items()})
+        found[name] = Entry(dataset, draws.weight, float(draws.scale), env)
+    if settings.env.dataset == MIXTURE and not found:
+        raise ValueError("env.mixture is empty; give at least one task with its weight: {gsm8k: 0.5, ifeval: 0.5}")
     return found
 
 
 def check_mixture(settings: Sections) -> None:
-    """Refuses a senseless curriculum or mixture, and settings beside it that each of its tasks has its own of.
+    """Refuses a senseless curriculum or mixture, and settings that each of its tasks has its own of.
 
     Raises:
         ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.

@@ -7,9 +7,9 @@ from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.choices import check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
-from grpo_rl.settings.beside import check_tasks
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
+from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
@@ -30,7 +30,7 @@ BY_ADVANTAGES = (
 
 
 def check_relations(settings: Sections) -> None:
-    """Refuses settings that contradict each other; `grpo_rl.settings.misfits` checks divisibility.
+    """Refuses settings that contradict each other; `grpo_rl.settings.divisibility` checks divisibility.
 
     Raises:
         ValueError: settings contradict each other; with the numbers and the remedy.
@@ -74,7 +74,7 @@ def _check_evaluate(settings: Sections) -> None:
         raise ValueError(
             f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
         )
-    check_tasks(evaluate.tasks)
+    read_tasks(evaluate.tasks)
 
 
 def _check_sampling(settings: Sections) -> None:
@@ -194,9 +194,9 @@ def _check_distillation(settings: Sections) -> None:
             f"{what}, and ref_model.refresh={reference.refresh} would renew the teacher from the policy; set it to "
             "never"
         )
-    if settings.train.max_refills:
+    if settings.train.max_resamples:
         raise ValueError(
-            f"train.max_refills={settings.train.max_refills} resamples zero-variance groups, and with "
+            f"train.max_resamples={settings.train.max_resamples} resamples zero-variance groups, and with "
             "loss.surrogate=none they teach as much as others; set it to 0"
         )
     for key, setting in declarations(settings.env.dataset).items():

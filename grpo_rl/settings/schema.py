@@ -14,23 +14,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.agents import check_agent
-from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
-from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.declaration import Section, Setting, build, declared, plain, select
+from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.mixture import check_mixture
-from grpo_rl.settings.other_names import COUNTS, ours
+from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
 from grpo_rl.settings.tasks import TASKS
+from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
 
 ABSENT = object()
-REFUSED = dict.fromkeys(
-    ("sampling.repetition_penalty", "sampling.presence_penalty", "sampling.frequency_penalty"),
-    "a penalty moves each token's logits by what stands before it in prompt and response, and the trainer scores the "
-    "model's own: ratios on fresh weights would not be 1. Use a reward instead; env.rewards has repetition_penalty",
-)
-"""Keys that other trainers have, and why there are none of them here."""
 UNSET = "???"
 """OmegaConf's marker of a value that must be given."""
 
@@ -55,8 +50,8 @@ class Settings(Sections):
         check_relations(settings)
         check_mixture(settings)
         check_agent(settings)
-        for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
-            raise misfit
+        for error in indivisible_batches(settings) if divides and settings.mode != "sft" else ():
+            raise error
         return settings
 
     @classmethod
@@ -74,9 +69,8 @@ class Settings(Sections):
         if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         values = _with_own_defaults(values, dataset)
-        known, names = declarations(dataset), leaves(values)
-        _check_sections(values, known)
-        check_keys(names, dataset)
+        known = declarations(dataset)
+        check_keys(flat(values), dataset)
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
             what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
             if all(key.startswith("loss.") for key in missing):
@@ -141,21 +135,11 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     return dataclasses.replace(section, **{name: inner}) if isinstance(section, Section) else {**section, name: inner}
 
 
-def _check_sections(values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses a value in the place of a section, whose keys would all be missing."""
-    for key in known:
-        names = key.split(".")
-        for section in (".".join(names[:depth]) for depth in range(1, len(names))):
-            value = select(values, section, ABSENT)
-            if value is not ABSENT and not isinstance(value, Mapping):
-                raise ValueError(f"{section} is {value!r}, and it is a section; set its keys, such as {key}")
-
-
 def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     """Refuses keys that nothing reads; without a dataset those of any task will do.
 
     Raises:
-        ValueError: names each unknown key and the nearest known one, or says why there is none.
+        ValueError: names each unknown key and the nearest known one.
 
     >>> check_keys(["optimizer.lrr"])
     Traceback (most recent call last):
@@ -165,9 +149,6 @@ def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     known = declarations(dataset)
     sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
     free = tuple(f"{key}." for key, setting in known.items() if setting.free)
-    names = list(names)
-    if refused := [name for name in names if name in REFUSED]:
-        raise ValueError(f"{refused[0]} is no setting: {REFUSED[refused[0]]}")
     unknown = [name for name in names if name not in known and name not in sections and not name.startswith(free)]
     if unknown:
         raise ValueError("\n".join(f"unknown config key {name}{_nearest(name, known)}" for name in unknown))
@@ -177,6 +158,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     # The right name in the wrong section is the likeliest slip of all, and then another trainer's name.
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = sorted(key for key in known if key.rsplit(".", 1)[-1] == leaf)
-    elsewhere = [f"{key}, which counts {COUNTS[key]}" if key in COUNTS else key for key in ours(leaf, known)]
+    elsewhere = [SAME[leaf]] if SAME.get(leaf) in known else []
     best = same_leaf or elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(best)}?" if best else "; `--cfg job` prints every key"

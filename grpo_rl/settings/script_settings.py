@@ -1,7 +1,8 @@
-"""Settings of a script that Hydra runs: checked for it and this machine, and without secrets in Hydra's own files."""
+"""Settings of a script that Hydra runs, checked for it and this machine."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,12 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.machine import check_machine
-from grpo_rl.settings.own_files import check_own_files, own_files
 from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import TASKS
-from grpo_rl.storage.masking import mask_files
+from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
+from grpo_rl.storage.masking import masked, masked_override
 
 
 def fixed_folder() -> str | None:
@@ -42,34 +41,38 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
         raise ValueError(f"this script is of mode={mode}{other}")
     if cfg.resume == "auto" and (folder := fixed_folder()):
         cfg.resume = folder
-    dataset = OmegaConf.select(cfg, "env.dataset", throw_on_missing=False)
-    known = isinstance(dataset, str) and (dataset in TASKS or is_name(dataset))
-    check_own_files(own_files(HydraConfig.get(), FOLDER), dataset if known else None)
-    settings = Settings.read(cfg)
+    try:
+        settings = Settings.read(cfg)
+        settings_of_mixture(settings)
+        settings_of_eval_tasks(settings)
+    except ValueError as error:
+        raise ValueError(_with_place(str(error), HydraConfig.get())) from error
     check_machine(settings, mode)
     return settings
 
 
-class NotedSweep(Callback):
-    """Hydra's callback (see ``config/grpo.yaml``) that notes where a sweep writes its settings."""
+def _with_place(message: str, hydra: DictConfig) -> str:
+    """An error about a setting, with the line of the user's own file that has it."""
+    key = re.match(r"(?:unknown config key )?([\w.]+)", message)
+    if not key or any(word.lstrip("+").startswith(f"{key[1]}=") for word in hydra.overrides.task):
+        return message
+    line = re.compile(rf"\b{key[1].rpartition('.')[2]}\s*:")
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
+        path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
+        if path and not path.is_relative_to(FOLDER) and (found := line.search(text := path.read_text("utf-8"))):
+            return f"{path}, line {text[: found.end()].count(chr(10)) + 1}: {message}"
+    return message
 
-    folder: Path | None = None
+
+class MaskedSweep(Callback):
+    """Masks the secrets in the config that a sweep writes (see ``config/grpo.yaml``); its jobs compose their own."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        NotedSweep.folder = Path(config.hydra.sweep.dir)
-
-
-def mask_refused_sweep() -> None:
-    """Masks secrets in the settings of a sweep that Hydra refuses, none of whose jobs could do so."""
-    if NotedSweep.folder:
-        mask_files(NotedSweep.folder.glob("multirun.yaml"))
-
-
-def mask_hydras_files() -> None:
-    """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
-    hydra_cfg = HydraConfig.get()
-    subdir = hydra_cfg.output_subdir  # None: it has written none of the job
-    files = [*(Path(hydra_cfg.runtime.output_dir) / subdir).glob("*.yaml")] if subdir else []
-    if hydra_cfg.mode == RunMode.MULTIRUN:
-        files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
-    mask_files(files)
+        """Masks the config, which the sweeper stores as multirun.yaml."""
+        values = OmegaConf.to_container(config, resolve=False)
+        assert isinstance(values, dict)
+        for name in values.keys() - {"hydra"}:
+            OmegaConf.update(config, str(name), masked(values[name], str(name)), merge=False)
+        config.hydra.overrides.task = [masked_override(word) for word in config.hydra.overrides.task]
+        config.hydra.job.override_dirname = ""

@@ -99,7 +99,7 @@ class Train(Section):
     )
     epochs: int = setting(1, "passes over each collection", at_least=1)
     max_staleness: int = setting(2, "policy versions that a trained token may be behind", at_least=0, mode="async")
-    max_refills: int = setting(
+    max_resamples: int = setting(
         0,
         "dynamic sampling: zero-variance groups are replaced, in at most so many further samplings (in mode=async as "
         "many as needed); 0: they stay. total_dialog_turns counts all sampled responses, so the run has fewer steps",
@@ -139,7 +139,7 @@ class Optimizer(Section):
     betas: tuple[float, ...] = setting((0.9, 0.95), "betas of adamw")
     warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "decay over the optimizer steps of the run, as many as without max_refills"
+        "constant", "decay over the optimizer steps of the run, as many as without max_resamples"
     )
     min_lr_fraction: float = setting(0.0, "share of lr at which the decay ends", at_least=0, at_most=1)
     clip_grad_norm: float = setting(1.0, "largest norm of the gradient", more_than=0)

@@ -198,7 +198,7 @@ def test_the_group_size_may_change_between_collections(env, engine):
 
 
 def test_resamples_are_none_or_more(env, engine):
-    with pytest.raises(ValueError, match=r"train\.max_refills=-1"):
+    with pytest.raises(ValueError, match=r"train\.max_resamples=-1"):
         SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)
 
 

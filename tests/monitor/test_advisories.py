@@ -28,7 +28,7 @@ SETTINGS = {
     "train": {
         "epochs": 1,
         "gradient_accumulation_steps": None,
-        "max_refills": 0,
+        "max_resamples": 0,
         "max_staleness": 2,
         "micro_batch_tokens": 8192,
         "optim_batch_size": 128,
@@ -136,13 +136,13 @@ SICK = {
     ),
     "no_variance of most groups": (
         plant(1, reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.94)),
-        {}, 1, "train.max_refills=5 (now 0)",
+        {}, 1, "train.max_resamples=5 (now 0)",
     ),
     "no_variance since the reward rose": (
         plant(
             steps=FROM + 6, reward__mean=noisy(0.9), reward__std=noisy(0.3), reward__zero_std_fraction=noisy(0.98, 0.02)
         ),
-        {}, FROM, "train.max_refills=5 (now 0)",
+        {}, FROM, "train.max_resamples=5 (now 0)",
     ),
     "no_variance at a collapsed entropy": (
         plant(

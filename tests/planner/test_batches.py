@@ -12,7 +12,7 @@ from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import COLUMNS, picture, svg
 from grpo_rl.settings.compose import FOLDER, compose_config
-from grpo_rl.settings.misfits import Misfit, misfits
+from grpo_rl.settings.divisibility import IndivisibleBatchError, indivisible_batches
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
@@ -85,10 +85,10 @@ def test_the_largest_group_of_the_run_has_to_fit_into_a_micro_batch():
     assert "32 responses take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
 
 
-def test_with_refills_the_numbers_of_the_run_are_bounds():
-    text = " ".join(drawn(plan_of("train.max_refills=2")).split())
+def test_with_dynamic_sampling_the_numbers_of_the_run_are_bounds():
+    text = " ".join(drawn(plan_of("train.max_resamples=2")).split())
     assert "at most 3,125 collections, 3,125 optimizer steps: 100,000 responses or a few more" in text
-    assert "train.max_refills=2" in text and "sample 32 or more → step 1" in text
+    assert "train.max_resamples=2" in text and "sample 32 or more → step 1" in text
 
 
 def test_that_the_policy_scores_a_collection_first_is_drawn():
@@ -113,7 +113,7 @@ def test_every_config_is_drawn_within_eighty_columns(name):
         "grpo_prompt_response": ["env.reward=grpo_rl.envs.rewards.examples:reward_len"],
     }
     plan = plan_batches(Settings.read(compose_config(name, of_ones_own.get(name, []))), gpus=8)
-    assert not plan.misfits
+    assert not plan.errors
     assert max(map(len, drawn(plan).splitlines())) <= COLUMNS < 80
     ET.fromstring(svg(plan, name))
 
@@ -146,13 +146,13 @@ WRONG = {
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("overrides", "fits"), WRONG.values(), ids=WRONG)
 def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
-    (misfit,) = misfits(config(*overrides))
-    assert misfit.fits == fits
-    assert misfit.remedy in " ".join(drawn(plan_of(*overrides)).split())
-    with pytest.raises(Misfit) as raised:
+    (error,) = indivisible_batches(config(*overrides))
+    assert error.fits == fits
+    assert error.remedy in " ".join(drawn(plan_of(*overrides)).split())
+    with pytest.raises(IndivisibleBatchError) as raised:
         Settings.read(compose_config("grpo_gsm8k", overrides))
-    assert str(raised.value) == str(misfit) and misfit.remedy in str(misfit)
-    for key, values in misfit.fits.items():
+    assert str(raised.value) == str(error) and error.remedy in str(error)
+    for key, values in error.fits.items():
         for value in values:
             others = [word for word in overrides if not word.startswith(f"{key}=")]
             Settings.read(compose_config("grpo_gsm8k", [*others, f"{key}={value}"]))

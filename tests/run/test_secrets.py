@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
-from grpo_rl.storage.masking import mask_files
 from grpo_rl.testing import run_script
 
 SCRIPTS = Path(__file__).parents[2] / "sota"
@@ -86,9 +84,9 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     # They were there to be found, and reached the logger.
     assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"].startswith("planted-password")
     names = {path.name for path, _ in contents(folder)}
-    assert {"config.yaml", "overrides.yaml", "summary.json", "report.html", "README.md", "hydra.yaml"} <= names
+    assert {"config.yaml", "overrides.yaml", "summary.json", "report.html", "README.md"} <= names
     assert any(name.startswith("checkpoint_") for name in names)
-    assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
+    assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / "overrides.yaml").read_text()
 
 
 @pytest.mark.cases(2)
@@ -125,28 +123,6 @@ def test_a_sweep_that_is_refused_leaves_no_secret_behind(words, refused, tiny_ru
     assert "api_key: '***'" in (tmp_path / "multirun.yaml").read_text() and found_in(tmp_path) == []
 
 
-def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(
-    tiny_run, tmp_path, own_cache, monkeypatch
-):
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match="error: .*env.num_envs"):
-        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
-    assert list(tmp_path.rglob("*.yaml")) == []
-
-
 def test_the_search_finds_what_is_planted(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\xffplanted-api-key\0")
     assert found_in(tmp_path, "a planted-password") == [("x.bin", IN_SETTINGS[0]), ("printed", IN_SETTINGS[1])]
-
-
-def test_hydras_files_keep_all_but_the_secrets(tmp_path):
-    overrides = ["a.api_key=s3cr3t, 4nd more", "a.api_keys=[s3cr3t,4nd]", "b=${now:%H}"]
-    job = {"override_dirname": ",".join(sorted(overrides))}
-    (path := tmp_path / "hydra.yaml").write_text(
-        yaml.safe_dump({"hydra": {"overrides": {"task": overrides}, "job": job, "x": {"token": "s3cr3t"}}})
-    )
-    mask_files([path])
-    kept = ["a.api_key=***", "a.api_keys=***", "b=${now:%H}"]
-    assert yaml.safe_load(path.read_text()) == {
-        "hydra": {"overrides": {"task": kept}, "job": {"override_dirname": ",".join(kept)}, "x": {"token": "***"}}
-    }

@@ -20,13 +20,12 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
-from grpo_rl.settings.declaration import leaves, plain, select
-from grpo_rl.settings.other_names import OTHERS, SAME
-from grpo_rl.settings.own_files import check_own_files
-from grpo_rl.settings.schema import Settings, check_keys
+from grpo_rl.settings.compose import FOLDER, compose_config, with_loss
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.settings.tasks import GSM8K, TASKS
+from grpo_rl.storage.dotted import flat
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,53 +64,13 @@ def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_r
         ("train.batch_size=8", r"did you mean train\.optim_batch_size\?"),
         ("num_generations=8", r"did you mean env\.repeats\?"),
         ("loss.beta=0.1", r"did you mean policy\.kl_coef\?"),
-        ("loss.epsilon=0.2", r"did you mean loss\.clip_low or loss\.clip_high\?"),
-        ("loss.clip_ratio=0.2", r"did you mean loss\.clip_low or loss\.clip_high\?"),
-        ("train.max_steps=9", r"did you mean train\.total_dialog_turns, which counts responses\?"),
-        ("train.micro_batch_size=9", r"did you mean train\.micro_batch_tokens, which counts tokens\?"),
-        ("optimizer.warmup_ratio=0.1", r"did you mean optimizer\.warmup_steps, which counts optimizer steps\?"),
         ("env.num_env=4", r"did you mean env\.num_envs\?"),
-        ("+sampling.repetition_penalty=1.1", r"sampling\.repetition_penalty is no setting: .*env\.rewards has"),
-        ("sampling.presence_penalty=0.5", r"sampling\.presence_penalty is no setting: a penalty moves each token"),
         ("zzz=1", r"--cfg job"),
     ],
 )
 def test_an_unknown_override_is_refused_with_the_nearest_name(override, message):
     with pytest.raises(ValueError, match=message):
-        check_overrides([override], "gsm8k")
-
-
-def test_groups_hydras_own_keys_and_sections_are_let_through():
-    check_overrides(
-        [
-            "loss=grpo",
-            "+experiment=quickstart",
-            "hydra.run.dir=x",
-            "env.repeats=4",
-            "--multirun",
-            "~env.path",
-            "hydra/job_logging=disabled",
-            "loss=glob(d*)",
-            "loss=choice(dapo,'3')",
-            "loss=[grpo,'3']",
-            "loss={clip_high: 0.25},{clip_high: 0.3}",
-            "loss=${env}",
-            "+loss@x=dapo",
-            "~loss=null",
-            "~loss=dapo",
-            "hydra/launcher=shuffle(a,b)",
-        ]
-    )
-    check_keys(["env", "env.reward"])
-
-
-def test_a_file_of_a_section_may_have_keys_of_the_top_levels_names(tmp_path):
-    path = tmp_path / "offline.yaml"
-    path.write_text("# @package logger.settings.wandb\nmode: offline\n")
-    check_own_files([(path, "logger.settings.wandb.")], "gsm8k")
-    path.write_text("optimizer: {lrr: 1}\n")
-    with pytest.raises(ValueError, match=r"optimizer\.lrr is read as experiment\.optimizer\.lrr; begin the file"):
-        check_own_files([(path, "experiment.")], "gsm8k")
+        Settings.read(compose_config("grpo_gsm8k", [override]))
 
 
 def test_an_unknown_key_from_a_file_is_refused_too():
@@ -191,7 +150,7 @@ def values_of(dataset):
     values = {key: value for key, value in shared.items() if key not in ("defaults", "hydra")}
     values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     values["env"] |= OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
-    return {key: select(values, key) for key in leaves(values)}
+    return {key: select(values, key) for key in flat(values)}
 
 
 @pytest.mark.cases(3)
@@ -239,12 +198,6 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
         ("env.examples=[1]", "env.examples is [1]; it must be a list of mappings"),
         ("resume=7", "resume is 7; it must be text, or null"),
         ("logger.name=20250101", "it must be text, or null; quoted it is: logger.name=\"'20250101'\""),
-        (f"optimizer.lr={10**400}", "optimizer.lr is a number of 1329 bits; whole numbers go from"),
-        (f"env.repeats={2**63}", f"env.repeats is {2**63}; whole numbers go from {-(2**63)} to {2**63 - 1}"),
-        (f"model.name={10**40}", f"it must be text; quoted it is: model.name=\"'{10**40}'\""),
-        (f"++env.curriculum={{high: {10**400}}}", "env.curriculum.high is a number of 1329 bits"),
-        (f"optimizer.betas=[0.9,{-(10**20)}]", f"optimizer.betas[1] is {-(10**20)}; whole numbers go from"),
-        (f"++env.rewards.cosine.max_len={10**400}", "env.rewards.cosine.max_len is a number"),
         ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number; neither infinity nor NaN is taken"),
         ("optimizer.betas=[0.9,nan]", "optimizer.betas is [0.9, nan]; it must be a list of numbers"),
         ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
@@ -298,8 +251,6 @@ def test_naming_a_task_chooses_its_config():
     cfg = config("env=ifeval")
     Settings.read(cfg)
     assert cfg.env.dataset == "ifeval" and "loose" in cfg.env.reward and "reasoning_pattern" not in cfg.env.reward
-    with pytest.raises(ValueError, match=r"env\.reward\.correctness"):
-        check_overrides(["env.reward.correctness=1"], "ifeval")
     with pytest.raises(ValueError, match=r"env\.reward must be set"):
         Settings.read(config("env=prompt_response"))
 
@@ -426,15 +377,6 @@ def test_no_dataset_is_told_by_the_choices_there_are():
         Settings.read(values)
 
 
-def test_other_names_of_settings_are_names_of_none_and_lead_to_one_that_exists():
-    known = declarations(None)
-    assert OTHERS.keys() <= known.keys()
-    last = {key.rpartition(".")[2] for key in known}
-    names = {name for of_key in OTHERS.values() for name in of_key}
-    assert not names & last  # the setting of that name would be suggested
-    assert names & SAME.keys() == {"epsilon"}  # one home for a name; TRL's epsilon is both clips
-
-
 AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]
 
 
@@ -457,5 +399,5 @@ def test_settings_of_an_agent_that_make_no_sense_are_refused(overrides, message)
     with pytest.raises(ValueError, match=re.escape(message)):
         Settings.read(config("env=agent", *overrides))
     Settings.read(config("env=agent", *AGENT))
-    with pytest.raises(ValueError, match="is agent, which evaluate.tasks can't have: evaluate.rows evaluates"):
+    with pytest.raises(ValueError, match="is agent, which is evaluated where"):
         Settings.read(config("evaluate.rows=5", "evaluate.tasks=[{task: agent, rows: 5}]"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from grpo_rl.envs import math
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.derived import eval_source
-from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.task_settings import settings_of_eval_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -26,38 +24,18 @@ pytestmark = pytest.mark.slow
             ["evaluate.rows=9", "evaluate.tasks=[{task: maths, rows: 5}]"],
             "task: unknown task 'maths'; did you mean math",
         ),
-        (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 1}]"], "rows is 1; it must be a whole number, 2"),
-        (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, k: 2}]"], "has k; it takes task, rows, samples"),
+        (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 1}]"], r"tasks\[0\].rows is 1; it must be 2 or more"),
+        (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, k: 2}]"], "unknown setting 'k'"),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5}, {task: math, rows: 6}]"], "names math twice"),
         (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: prompt_response, rows: 5, path: p.jsonl}]"],
-            r"tasks\[0\].env lacks reward",
-        ),
-        (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: prompt_response, rows: 5, env: {reward: 'a:b'}}]"],
-            r"tasks\[0\] lacks path",
-        ),
-        (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: search_qa, rows: 5, path: rows.jsonl}]"],
-            r"tasks\[0\].env lacks corpus",
-        ),
-        (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: ifeval, rows: 5}, {task: search_qa, rows: 5, env: {form: a}}]"],
-            r"^evaluate.tasks\[1\].env.form is 'a'; it can be line, json",
-        ),
-        (
             ["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, env: {reward: {corectness: 1}}}]"],
-            r"^evaluate.tasks\[0\].env: .*'reward.corectness'; did you mean reward.correctness",
-        ),
-        (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, env: {reward: 1}}]"],
-            r"^evaluate.tasks\[0\].env.reward is 1, and it is a section",
+            r"^evaluate.tasks\[0\]: .*corectness; did you mean env.reward.correctness",
         ),
     ],
 )
 def test_settings_of_evaluation_that_make_no_sense_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("grpo_gsm8k", words))
+        settings_of_eval_tasks(Settings.read(compose_config("grpo_gsm8k", words)))
 
 
 @pytest.mark.parametrize(
@@ -71,22 +49,9 @@ def test_settings_of_evaluation_that_make_no_sense_are_refused(words, message):
 )
 def test_any_task_may_be_evaluated_beside_another_with_settings_of_its_own(entry, own):
     run = Settings.read(compose_config("grpo_gsm8k", ["evaluate.rows=9", f"evaluate.tasks=[{entry}]"]))
-    beside = beside_training(run, 0)
-    assert {key: plain(beside.env[key]) for key in own} == own
-    assert eval_source(beside).path == run.evaluate.tasks[0].get("path")
-
-
-def test_what_contradicts_itself_in_a_task_beside_is_told_by_the_names_of_its_entry(monkeypatch):
-    tasks = "evaluate.tasks=[{task: ifeval, rows: 5}, {task: math, rows: 5}]"
-    run = Settings.read(compose_config("grpo_gsm8k", ["evaluate.rows=9", tasks]))
-
-    def refuse(cfg, divides):
-        raise ValueError("env.eval_path=x needs env.corpus; see my_env.x")
-
-    monkeypatch.setattr(Settings, "read", refuse)
-    told = "evaluate.tasks[1].path=x needs evaluate.tasks[1].env.corpus; see my_env.x"
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-        beside_training(run, 1)
+    [extra] = settings_of_eval_tasks(run)
+    assert {key: plain(extra.env[key]) for key in own} == own
+    assert eval_source(extra).path == run.evaluate.tasks[0].get("path")
 
 
 def source(*words):

@@ -6,8 +6,8 @@ import pytest
 
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.mixture import entries
-from grpo_rl.settings.mixture_tasks import settings_of_tasks
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.task_settings import settings_of_mixture
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
     )
     found = entries(settings)
     assert [(e.dataset, e.weight, e.scale) for e in found.values()] == [("gsm8k", 0.5, 1.0), ("countdown", 3, 2.0)]
-    own = settings_of_tasks(settings)
+    own = settings_of_mixture(settings)
     assert own["easy"].env.dataset == "countdown" and own["easy"].env["puzzles"]["sizes"] == [3]
     assert own["easy"].env["puzzles"]["max_number"] == 99 and own["gsm8k"].env["reward"]["correctness"] == 2.0
     assert all(of_task.env.repeats == 16 and of_task.env.score_timeout_s == 7 for of_task in own.values())
@@ -32,7 +32,7 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
 
 def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
     settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
-    own = settings_of_tasks(settings)
+    own = settings_of_mixture(settings)
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
     with pytest.raises(ValueError, match=r"env\.curriculum has no setting hihg"):
@@ -41,7 +41,7 @@ def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
 
 def test_an_entry_has_its_own_of_what_the_tasks_share():
     settings = read("env.mixture={gsm8k: {weight: 1, score_timeout_s: 5, path: a.jsonl}, math: 1}")
-    own = settings_of_tasks(settings)
+    own = settings_of_mixture(settings)
     assert (own["gsm8k"].env.score_timeout_s, own["math"].env.score_timeout_s) == (5, 60)
     assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
 
@@ -52,7 +52,7 @@ def test_an_entrys_own_rewards_and_curriculum_take_the_place_of_the_mixtures():
         "+env.rewards={format: 0.5}",
         "env.curriculum={high: 0.8}",
     )
-    own = settings_of_tasks(settings)
+    own = settings_of_mixture(settings)
     assert (own["gsm8k"].env.rewards, own["math"].env.rewards) == ({"cosine": 1}, {"format": 0.5})
     assert (own["gsm8k"].env.curriculum, own["math"].env.curriculum) == ({}, {"high": 0.8})
 
@@ -63,7 +63,7 @@ def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
         "env.tool_parser=hermes",
         "env.mcp=[server]",
     )
-    own = {name: of_task.env for name, of_task in settings_of_tasks(settings).items()}
+    own = {name: of_task.env for name, of_task in settings_of_mixture(settings).items()}
     assert own["calculator"].task["form"] == "function"
     assert (own["calculator"].tool_parser, own["math"].tool_parser) == ("hermes", "llama3_json")
     assert (list(own["calculator"].mcp), list(own["math"].mcp)) == ([], ["server"])
@@ -73,14 +73,12 @@ def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
     ("overrides", "told"),
     [
         (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k\.weight is 0"),
-        (["env.mixture={gsm8k: 1, math: -1}"], r"env\.mixture\.math\.weight is -1"),
-        (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks its weight"),
+        (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks weight"),
         (["env.mixture={gsm8k: {weight: 1, scale: 0}}"], r"env\.mixture\.gsm8k\.scale is 0; it must be"),
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
         (["env.mixture={mixture: 1}"], r"env\.mixture\.mixture: unknown task 'mixture'"),
         (["env.mixture={}"], r"env\.mixture is empty"),
-        (["env.mixture={error: {task: gsm8k, weight: 1}}"], r"env\.mixture\.error: metrics have error, timeout"),
-        (["env.mixture={1: 0.5}"], r"env\.mixture\.1: the name 1 is no text"),
+        (["env.mixture={error: {task: gsm8k, weight: 1}}"], r"env\.mixture\.error: metrics have this name"),
         (["env.mixture={gsm8k: {weight: 1, repeats: 4}}"], r"env\.mixture\.gsm8k\.repeats: all tasks .* set env\.rep"),
         (
             ["env.mixture={gsm8k: 1}", "env.path=x.jsonl"],
@@ -103,11 +101,11 @@ def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("prompt_response: 1", r"env\.mixture\.prompt_response\.reward must be set: prompt_response can't do without"),
-        ("gsm8k: {weight: 1, sytem_prompt: x}", r"env\.mixture\.gsm8k\.sytem_prompt; did you mean env\.mix"),
-        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k\.reward\.correctness is 'x'; it must"),
+        ("prompt_response: 1", r"env\.mixture\.prompt_response: env\.reward must be set"),
+        ("gsm8k: {weight: 1, sytem_prompt: x}", r"env\.mixture\.gsm8k: .*sytem_prompt; did you mean env\.system"),
+        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k: env\.reward\.correctness is 'x'"),
     ],
 )  # fmt: skip
 def test_a_tasks_own_settings_are_checked_under_their_names_in_the_mixture(entry, told):
     with pytest.raises(ValueError, match=told):
-        settings_of_tasks(read(f"env.mixture={{{entry}}}"))
+        settings_of_mixture(read(f"env.mixture={{{entry}}}"))

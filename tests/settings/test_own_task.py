@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.envs.base import Reward, Task
-from grpo_rl.settings.compose import check_overrides, choosing_configs, compose_config, dataset_of
+from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings
@@ -193,17 +193,6 @@ def test_a_stored_run_with_the_task_is_read_again(folder):
     assert Settings.restored(json.loads(run.as_json())) == run
 
 
-def test_a_sweep_over_a_setting_of_the_task_is_let_through(folder):
-    words = choosing_configs(["--multirun", "env.task=own_tasks:Echo", "env.weight=1,2"])
-    check_overrides(words, dataset_of(words, "grpo_gsm8k"))
-    assert words == ["--multirun", "env=own", "env.dataset=own_tasks:Echo", "++env.weight=1,2"]
-
-
-def test_a_name_that_is_no_class_is_told_what_to_give(folder):
-    with pytest.raises(ValueError, match=r"env\.task=gsm8k is no package\.module:Class"):
-        choosing_configs(["env.task=gsm8k"])
-
-
 def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_class(folder, tokenizer):
     tasks = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl}, {task: 'own_tasks:Made', rows: 3}]"
     given = settings("evaluate.rows=2", tasks)
@@ -215,14 +204,6 @@ def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_cl
     given = settings("evaluate.rows=2", differs)
     [echo] = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
     assert (echo.env.task.weight, echo.env.task.tags) == (3.0, ["b"]) and given.env["weight"] == 1.0
-    for wrong, message in (
-        ("{wieght: 3}", "env: unknown setting of own_tasks:Echo 'wieght'; did you mean weight?"),
-        ("{num_envs: 3}", "env: unknown setting of own_tasks:Echo 'num_envs'; choose one of weight, ask"),
-        ("3", "env is 3; it must be a mapping"),
-        ("{weight: much}", "env.weight is 'much'; it must be a number"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"evaluate.tasks[0].{message}")):
-            settings("evaluate.rows=2", differs.replace("{weight: 3, tags: [b]}", wrong))
     with pytest.raises(ValueError, match="evaluate.tasks names Echo twice"):
         settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")
 
@@ -306,26 +287,6 @@ def test_a_sweep_over_two_tasks_takes_a_setting_of_both(folder, monkeypatch):
     ]
     got = started(monkeypatch, *words, "+env.tags=[x]")
     assert [(env.dataset, env.task["weight"]) for env in got] == [("own_tasks:Echo", 9), ("own_tasks:Made", 9)]
-
-
-@pytest.mark.parametrize("name", ["own-tasks:Echo", "tasks/own.py:Echo"])
-def test_a_name_that_no_module_can_have_is_refused_with_the_reason(in_a_file, monkeypatch, name):
-    with pytest.raises(SystemExit, match=f"line 2: env.dataset is '{name}'; .* of your own, names joined by dots"):
-        started(monkeypatch, *in_a_file(f"{{dataset: '{name}'}}"))
-    with pytest.raises(SystemExit, match=f"env.dataset={name} is no package.module:Class, names joined by dots"):
-        started(monkeypatch, f"env.dataset={name}")
-    for key in ("loss.surrogate", "logger.backend"):
-        with pytest.raises(SystemExit, match="package.module:"):
-            started(monkeypatch, *in_a_file(ECHO), f"{key}='{name}'")
-
-
-def test_a_mapping_in_the_place_of_the_tasks_name_is_refused(in_a_file, monkeypatch):
-    cfg = compose_config("grpo_gsm8k", [])
-    cfg.env.dataset = {"a": 1}
-    with pytest.raises(ValueError, match=r"env\.dataset is {'a': 1}; it can be gsm8k"):
-        Settings.read(cfg)
-    with pytest.raises(SystemExit, match=r"line 2: env\.dataset is {'a': 1}; it must be text"):
-        started(monkeypatch, *in_a_file("{dataset: {a: 1}}"))
 
 
 class Numbered(Typed):

@@ -107,7 +107,7 @@ def no_variance(history: History, facts: Facts) -> Finding | None:
         return None  # few groups are enough as long as the reward rises by them
     seen = f"in {share:.0%} of the groups of the last {len(steps)} steps all responses earn the same"
     seen += f" (mean reward {mean(rewards):.3g})"
-    remedies = [change(facts, "train.max_refills", 5)] if not facts.get("train.max_refills") else []
+    remedies = [change(facts, "train.max_resamples", 5)] if not facts.get("train.max_resamples") else []
     remedies.append(times(facts, "env.repeats", 2))
     entropies = history.values("entropy", EARLY)
     if entropies and mean(entropies) <= COLLAPSED:

@@ -9,13 +9,13 @@ from typing import Literal
 from grpo_rl.settings.sections import Sections
 
 Where = Literal["cut", "left_over", "micro_batches", "run"]
-"""The thing that a misfit breaks: a group, a collection, an optimizer step, the run."""
+"""The thing that a error breaks: a group, a collection, an optimizer step, the run."""
 
 
-class Misfit(ValueError):
+class IndivisibleBatchError(ValueError):
     """A batch size that does not divide evenly; ``fits`` has the nearest values that do, each a remedy.
 
-    >>> print(Misfit("16 in 3 halls", "cut", {"halls": [2, 4], "seats": [8]}))
+    >>> print(IndivisibleBatchError("16 in 3 halls", "cut", {"halls": [2, 4], "seats": [8]}))
     16 in 3 halls; use halls=2 or 4, or seats=8
     """
 
@@ -30,7 +30,7 @@ class Misfit(ValueError):
         return ", or ".join(f"{key}={' or '.join(map(str, values))}" for key, values in self.fits.items())
 
 
-def misfits(settings: Sections) -> Iterator[Misfit]:
+def indivisible_batches(settings: Sections) -> Iterator[IndivisibleBatchError]:
     """Every batch size of the settings that does not divide evenly."""
     train, prompts, size = settings.train, settings.env.num_envs, settings.env.repeats
     batch, turns, steps = train.optim_batch_size, train.total_dialog_turns, train.gradient_accumulation_steps
@@ -38,28 +38,28 @@ def misfits(settings: Sections) -> Iterator[Misfit]:
     batches = [size * divisor for divisor in divisors(prompts)]
     if batch % size:
         sizes = [divisor for divisor in divisors(batch) if divisor > 1 and prompts * divisor % batch == 0]
-        yield Misfit(
+        yield IndivisibleBatchError(
             f"train.optim_batch_size={batch} is not a multiple of env.repeats={size}: a group would be cut",
             "cut",
             {"train.optim_batch_size": _nearest(batch, batches), "env.repeats": _nearest(size, sizes)},
         )
     elif collected % batch:
         multiples = [prompts // groups * groups, (prompts // groups + 1) * groups]
-        yield Misfit(
+        yield IndivisibleBatchError(
             f"env.num_envs x env.repeats = {prompts} x {size} = {collected} responses a collection do not divide "
             f"into batches of train.optim_batch_size={batch}",
             "left_over",
             {"train.optim_batch_size": _nearest(batch, batches), "env.num_envs": _nearest(prompts, multiples)},
         )
     if steps is not None and steps > groups:
-        yield Misfit(
+        yield IndivisibleBatchError(
             f"train.gradient_accumulation_steps={steps} micro-batches cannot be made of the {groups} groups of an "
             "optimizer step",
             "micro_batches",
             {"train.gradient_accumulation_steps": [groups]},
         )
     if turns < collected:
-        yield Misfit(
+        yield IndivisibleBatchError(
             f"train.total_dialog_turns={turns} is less than one collection, {collected} responses",
             "run",
             {"train.total_dialog_turns": [collected]},

@@ -1,0 +1,39 @@
+"""The extra held-out tasks that a run evaluates, ``evaluate.tasks``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_rl.by_name import is_name, short_name
+from grpo_rl.settings.declaration import REQUIRED, Section, read_section, setting, unknown
+from grpo_rl.settings.tasks import SINGLE
+
+
+class EvalTask(Section):
+    """An entry of ``evaluate.tasks``."""
+
+    task: str = setting(REQUIRED, "the task")
+    rows: int = setting(REQUIRED, "the number of its held-out rows", at_least=2)
+    samples: int = setting(0, "responses to each row beside the greedy one", at_least=0)
+    path: str | None = setting(None, "its held-out data")
+    env: Mapping[str, Any] = setting({}, "its own settings that differ from the defaults")
+
+
+def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
+    """The entries; their own settings are not checked.
+
+    Raises:
+        ValueError: an entry names no such task, has an unknown key or a wrong value; or two have one name.
+    """
+    found = [read_section(EvalTask, task, f"evaluate.tasks[{i}]") for i, task in enumerate(tasks)]
+    for i, task in enumerate(found):
+        if task.task not in SINGLE and not is_name(task.task):
+            known = [*SINGLE, "package.module:Class"]
+            raise ValueError(f"evaluate.tasks[{i}].task: {unknown('task', task.task, known)}")
+        if task.task == "agent":
+            raise ValueError(f"evaluate.tasks[{i}] is agent, which is evaluated where it is trained; name its scorer")
+    names = [short_name(task.task) for task in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"evaluate.tasks names {twice[0]} twice")
+    return found
