@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_rl.monitor import lineage
-from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.storage.whole_file import sync
@@ -51,7 +49,7 @@ def sync_logs(
         metrics: digest of ``metrics.jsonl``, kept from one checkpoint of a run to the next.
     """
     logs: dict[str, list[int | str]] = {}
-    for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
+    for name in STEP_FOLDERS:
         written = sorted(path for path in (run / name).glob("[!.]*.parquet") if last < step_of(path) <= step)
         for path in written:
             sync(path)
@@ -109,7 +107,6 @@ def truncate(run: Path, step: int) -> None:
     """Drops the files of steps after ``step``, and what a killed run left half written."""
     for name in STEP_FOLDERS:
         StepParts(run / name).truncate(step)
-    lineage.truncate(run, step)
 
 
 def step_of(path: Path) -> int:

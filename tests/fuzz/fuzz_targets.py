@@ -378,44 +378,30 @@ def _of_numbers(rows: list[dict]) -> None:
     assert all(isinstance(row["step"], int) and isinstance(row, dict) for row in rows)
 
 
-def _lineage_folder(folder: Path) -> Path:
+def _stored_step(folder: Path) -> Path:
+    """The log of tokens of a run's only step."""
     import torch
 
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.monitor.lineage import LineageLog
+    from grpo_rl.monitor.token_log import TokenLog
     from grpo_rl.testing import random_group
 
-    run = folder / "lineage_run"
-    if not run.exists():
+    path = folder / "stored_run" / "tokens.parquet" / "part-00000001.parquet"
+    if not path.exists():
         group = random_group(lengths=[2, 3]).with_advantages(torch.tensor([1.0, -1.0]))
         config = {"policy": {"kl_coef": 0.0}, "loss": {"mask_truncated": False}}
-        LineageLog(run, json.dumps(config), GRPOLoss()).write(1, [group], 0.0)
-    return run
+        TokenLog(path.parents[1], json.dumps(config), 0, lambda ids: [], GRPOLoss()).write(1, [group], 0.0)
+    return path
 
 
-def _lineage_seeds(part: str) -> Callable[[Path], list[bytes]]:
-    return lambda folder: [(_lineage_folder(folder) / part / "step_000001.parquet").read_bytes()]
+def _write_step(data: bytes, folder: Path) -> Path:
+    path = _stored_step(folder / "fuzzed")
+    path.write_bytes(data)
+    return path.parents[1]
 
 
-def _lineage(part: str) -> Callable[[bytes, Path], Path]:
-    def write(data: bytes, folder: Path) -> Path:
-        run = _lineage_folder(folder)
-        for name, content in _whole_lineage(run).items():
-            (run / name / "step_000001.parquet").write_bytes(data if name == part else content)
-        return run
-
-    return write
-
-
-@cache
-def _whole_lineage(run: Path) -> dict[str, bytes]:
-    from grpo_rl.monitor.lineage import RESPONSES, TOKENS
-
-    return {name: (run / name / "step_000001.parquet").read_bytes() for name in (TOKENS, RESPONSES)}
-
-
-def _read_lineage(run: Path) -> Any:
-    from grpo_rl.monitor.lineage_reader import read_step
+def _read_stored(run: Path) -> Any:
+    from grpo_rl.replay.stored import read_step
 
     return read_step(run, 1)
 
@@ -588,10 +574,7 @@ TARGETS = [
     Target("checkpoint", _file("fuzzed.pt"), _checkpoint, _checkpoints),
     Target("unchecked checkpoint", _file("fuzzed.pt"), _unchecked_checkpoint, _checkpoints),
     Target("metrics", _file("metrics.jsonl"), _metrics, _corpus("metrics"), _of_numbers),
-    *(
-        Target(f"{part} files", _lineage(part), _read_lineage, _lineage_seeds(part), examples=40)
-        for part in ("lineage", "lineage_answers")
-    ),
+    Target("token files", _write_step, _read_stored, lambda folder: [_stored_step(folder).read_bytes()], examples=80),
     Target("status", _run_folder, _status, _corpus("report"), examples=60),
     Target("report", _run_folder, _page, _corpus("report"), _no_foreign_markup, deadline_s=DEAR_S, examples=60),
     Target("report responses", _completions, _page_of_responses, _corpus("responses"), _no_foreign_markup,

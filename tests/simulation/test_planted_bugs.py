@@ -19,9 +19,9 @@ from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import EngineDeadError, EngineLostError
-from grpo_rl.monitor import lineage
+from grpo_rl.monitor import token_log
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.step_parts import StepParts
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.weights import remote
@@ -323,27 +323,25 @@ def new_prompts_come_before_groups_that_were_in_flight(patch):
 
 
 def completions_of_after_the_checkpoint_stay(patch):
-    patch.setattr(StepParts, "truncate", lambda *_: None)
+    truncate = StepParts.truncate
+    folder = COMPLETIONS_FOLDER
+    patch.setattr(StepParts, "truncate", lambda parts, step: parts.folder.name == folder or truncate(parts, step))
 
 
-def responses_of_after_the_checkpoint_stay_in_the_lineage(patch):
-    truncate = lineage.truncate
-
-    def tokens_alone(run_dir, step):
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(lineage, "RESPONSES", lineage.TOKENS)
-            truncate(run_dir, step)
-
-    patch.setattr(lineage, "truncate", tokens_alone)
+def tokens_of_after_the_checkpoint_stay(patch):
+    truncate = StepParts.truncate
+    patch.setattr(
+        StepParts, "truncate", lambda parts, step: parts.folder.name == TOKENS_FOLDER or truncate(parts, step)
+    )
 
 
-def the_lineage_has_one_version_for_all_tokens_of_a_group(patch):
-    token_rows = lineage._token_rows
+def all_tokens_of_a_group_are_logged_with_one_version(patch):
+    rows = token_log._rows
 
     def of_its_first(group, *rest):
-        return token_rows(replace(group, versions=group.versions[:1].expand_as(group.versions)), *rest)
+        return rows(replace(group, versions=group.versions[:1].expand_as(group.versions)), *rest)
 
-    patch.setattr(lineage, "_token_rows", of_its_first)
+    patch.setattr(token_log, "_rows", of_its_first)
 
 
 def a_sampling_that_was_lost_is_not_recorded(patch):
@@ -398,8 +396,8 @@ FOUND_AT = {
     complete_groups_are_as_new_after_a_resume: (10, "the groups in flight after a resume"),
     new_prompts_come_before_groups_that_were_in_flight: (10, "groups wait to be sampled again"),
     completions_of_after_the_checkpoint_stay: (17, "the steps of completions.parquet"),
-    responses_of_after_the_checkpoint_stay_in_the_lineage: (17, "the steps of lineage_answers"),
-    the_lineage_has_one_version_for_all_tokens_of_a_group: (21, "the rows of lineage/"),
+    tokens_of_after_the_checkpoint_stay: (17, "the steps of tokens.parquet"),
+    all_tokens_of_a_group_are_logged_with_one_version: (21, "the rows of tokens.parquet/"),
     a_sampling_that_was_lost_is_not_recorded: (23, "how often group .* was sampled"),
 }
 """The first seed that finds each bug, and what is said of it. Another may be the first when the simulation changes."""
