@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.advisories import Advisories, Advisory, facts_of
+from grpo_rl.monitor.advisories import Advisories, Advisory
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
@@ -55,7 +55,7 @@ class RunLogs:
         self.records = None
         if tokenizer and rank_zero:
             self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
-        self.advisories = Advisories(facts_of(json.loads(config)))
+        self.advisories = Advisories(json.loads(config))
         self._advises = True
         self._text = TextLog(folder) if rank_zero else None
         record = self._text.write if self._text else lambda _: None
