@@ -376,7 +376,7 @@ FOUND_AT = {
     a_full_disk_is_taken_for_a_saved_checkpoint: (42, "was to be saved, and is not there"),
     logs_are_not_synced_before_a_checkpoint: (71, r"the checkpoint of step \d was safe, and there is none"),
     a_checkpoint_is_renamed_before_it_is_synced: (13, "has its name and is not whole"),
-    what_came_after_the_checkpoint_stays_in_the_metrics: (17, "the steps in metrics.jsonl"),
+    what_came_after_the_checkpoint_stays_in_the_metrics: (10, "the steps in metrics.jsonl"),
     the_first_dead_engine_ends_the_run: (1, "the run ended with 1 faults of crash of an engine"),
     old_checkpoints_are_removed_before_the_new_one_is_safe: (
         72,
@@ -395,8 +395,8 @@ FOUND_AT = {
     groups_are_taken_by_their_numbers: (59, "the versions and numbers of the groups that are trained on next"),
     complete_groups_are_as_new_after_a_resume: (10, "the groups in flight after a resume"),
     new_prompts_come_before_groups_that_were_in_flight: (10, "groups wait to be sampled again"),
-    completions_of_after_the_checkpoint_stay: (17, "the steps of completions.parquet"),
-    tokens_of_after_the_checkpoint_stay: (17, "the steps of tokens.parquet"),
+    completions_of_after_the_checkpoint_stay: (10, "the steps of completions.parquet"),
+    tokens_of_after_the_checkpoint_stay: (10, "the steps of tokens.parquet"),
     all_tokens_of_a_group_are_logged_with_one_version: (21, "the rows of tokens.parquet/"),
     a_sampling_that_was_lost_is_not_recorded: (23, "how often group .* was sampled"),
 }
