@@ -5,7 +5,7 @@ Both scripts run at the commit and in this tree, with the same overrides, seed, 
 
 - `metrics.jsonl`: the names of all metrics, and all values but measurements of time and memory;
 - the weights it exported, tensor by tensor, and the last evaluation;
-- `completions.parquet`, `lineage/` and `lineage_answers/`: every column of every row, so every sampled token, its
+- `completions.parquet` and `tokens.parquet`: every column of every row, so every sampled token, its
   policy version, its log-probabilities, its advantage and what the loss made of it.
 
 In an asynchronous run vLLM draws tokens in the order in which requests reach it, which differs between two runs of one
@@ -71,26 +71,26 @@ def table(name: str) -> Callable[[Path], Any]:
         if not (run / name).exists():
             return []
         columns = pq.read_table(run / name).to_pylist()
-        return sorted(columns, key=lambda row: [str(row.get(key)) for key in ("step", "group_id", "answer")])
+        return sorted(columns, key=lambda row: [str(row.get(key)) for key in ("step", "group_id", "response")])
 
     return read
 
 
 DECIDED = ("step", "policy_version", "staleness/", "groups/", "engines/", "lr", "train/optimizer_steps")
 """Beginnings of metrics that do not depend on what was sampled."""
-ORIGIN = ("step", "epoch", "optimizer_step", "group_id", "answer", "row", "policy_version")
-"""Columns of the lineage that do not."""
+ORIGIN = ("step", "epoch", "optimizer_step", "group_id", "response", "row", "policy_version")
+"""Columns of the tokens that do not."""
 VIEWS: dict[str, Callable[[Path], Any]] = {
     "names of metrics": lambda run: [sorted(row) for row in rows(run)],
     "metrics": lambda run: [without_clocks(row) for row in rows(run)],
     "weights": lambda run: {str(path.name): load_file(path) for path in sorted(run.glob("model/*.safetensors"))},
     "evaluation": lambda run: [json.loads(path.read_text())["rewards"] for path in run.glob("evaluation.json")],
-    **{name: table(name) for name in ("completions.parquet", "lineage", "lineage_answers")},
+    **{name: table(name) for name in ("completions.parquet", "tokens.parquet")},
 }
 ASYNC_VIEWS: dict[str, Callable[[Path], Any]] = {
     "names of metrics": lambda run: sorted({name for row in rows(run) for name in row}),
     "metrics": lambda run: [{k: v for k, v in row.items() if k.startswith(DECIDED)} for row in rows(run)],
-    "lineage": lambda run: sorted({tuple(row[name] for name in ORIGIN) for row in table("lineage")(run)}),
+    "tokens": lambda run: sorted({tuple(row[name] for name in ORIGIN) for row in table("tokens.parquet")(run)}),
 }
 
 

@@ -80,7 +80,7 @@ def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypat
 
 
 def test_every_column_of_the_lineage_is_explained():
-    from grpo_rl.monitor.lineage import MASK_REASONS, SCHEMA
+    from grpo_rl.monitor.token_log import MASK_REASONS, SCHEMA
 
     named = set(re.findall(r"`([a-z_]+)`", (DOCS / "lineage.md").read_text()))
     assert {*SCHEMA.names, *MASK_REASONS} <= named

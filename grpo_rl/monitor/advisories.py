@@ -1,84 +1,24 @@
 """Advisories: what goes wrong in a run, since when, and which setting to change.
 
-`docs/troubleshooting.md` has a section for each, with the reasons.
+`docs/troubleshooting.md` has a section for each, with the reasons; the conditions are `advisory_table.RULES`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_rl.monitor.advice import drift, hacking, learning, machine
-from grpo_rl.monitor.advice.history import EARLY, Facts, Finding, History, Row, Rule, is_training_step
+from grpo_rl.monitor.advisory_history import EARLY, WINDOW, History, Row, fall_of_reward, is_training_step, span
+from grpo_rl.monitor.advisory_table import EVALUATION, RULES, Rule
+from grpo_rl.storage.dotted import flat
 
-FACTS = (
-    "env.num_envs",
-    "env.repeats",
-    "env.score_timeout_s",
-    "inference_model.engine",
-    "inference_model.gpu_memory_utilization",
-    "inference_model.max_model_len",
-    "inference_model.num_devices",
-    "loss.mask_truncated",
-    "loss.surrogate",
-    "optimizer.lr",
-    "policy.entropy_coef",
-    "policy.kl_coef",
-    "policy.target_kl",
-    "sampling.ignore_eos",
-    "sampling.max_new_tokens",
-    "sampling.temperature",
-    "train.epochs",
-    "train.gradient_accumulation_steps",
-    "train.max_resamples",
-    "train.max_staleness",
-    "train.micro_batch_tokens",
-    "train.optim_batch_size",
-    "train.reward_clip",
-    "train_model.dtype",
-    "train_model.gradient_checkpointing",
-)
-"""The settings that advisories go by, or name with their values."""
-RULES: dict[str, tuple[Rule, str]] = {
-    "unstable": (learning.unstable, "training-is-unstable"),
-    "bad_steps": (learning.bad_steps, "nan-and-infinity"),
-    "scorers_fail": (machine.scorers_fail, "scorers-fail"),
-    "cut_off": (learning.cut_off, "responses-are-cut-off"),
-    "zero_rewards": (learning.zero_rewards, "all-rewards-are-equal-and-nothing-is-learned"),
-    "entropy_collapse": (learning.entropy_collapse, "entropy-collapses"),
-    "no_variance": (learning.no_variance, "all-rewards-are-equal-and-nothing-is-learned"),
-    "no_gradient": (learning.no_gradient, "the-gradient-is-0-though-rewards-differ"),
-    "held_out_loss_rises": (learning.held_out_loss_rises, "the-held-out-loss-of-demonstrations-rises"),
-    "held_out_falls": (hacking.held_out_falls, "the-reward-rises-and-the-responses-get-worse"),
-    "paid_for_length": (hacking.paid_for_length, "the-reward-rises-and-the-responses-get-worse"),
-    "repetition": (hacking.repetition, "the-reward-rises-and-the-responses-get-worse"),
-    "length_limit": (learning.length_limit, "responses-grow-or-shrink"),
-    "length_collapse": (learning.length_collapse, "responses-grow-or-shrink"),
-    "kl_runaway": (drift.kl_runaway, "the-kl-to-the-reference-runs-away"),
-    "mismatch_rises": (drift.mismatch_rises, "mismatchmean-is-high-or-the-run-stops-for-it"),
-    "off_policy": (drift.off_policy, "the-policy-is-far-from-the-one-that-sampled"),
-    "trainer_waits": (machine.trainer_waits, "time-goes-to-waiting-and-sampling"),
-    "sampling_dominates": (machine.sampling_dominates, "time-goes-to-waiting-and-sampling"),
-    "small_micro_batches": (machine.small_micro_batches, "micro-batches-are-small"),
-    "memory_full": (machine.memory_full, "memory-is-nearly-full"),
-}
-"""Each advisory's condition and section, causes before what follows from them."""
-CAUSES = {
-    "cut_off": ("unstable",),
-    "zero_rewards": ("unstable", "scorers_fail", "cut_off"),
-    "no_variance": ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"),
-    "entropy_collapse": ("unstable",),
-    "repetition": ("unstable",),
-    "length_limit": ("unstable", "cut_off", "paid_for_length"),
-    "length_collapse": ("unstable", "zero_rewards"),
-    "kl_runaway": ("unstable",),
-    "off_policy": ("unstable",),
-}
-"""The causes of an advisory that is not told while one of them is the case: one cause, one advisory."""
 OF_ADVANTAGES = ("zero_rewards", "no_variance", "no_gradient", "entropy_collapse")
 """Advisories that distillation, ``loss.surrogate=none``, does without: groups teach without variance in rewards."""
 PAGE = "docs/troubleshooting.md"
+SETTING = re.compile(r"\b([a-z_]+\.[a-z_]+)(?:([*+?=-])([\w.]+))?")
+"""A setting in a remedy, and what to do with its value."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +52,22 @@ class Advisories:
 
     It ends when the condition has not held for ``EARLY`` steps. One that comes back goes on, and is not raised again.
 
-    >>> advisories = Advisories({"env.num_envs": 16, "sampling.max_new_tokens": 24})
+    >>> advisories = Advisories({"env": {"num_envs": 16}, "sampling": {"max_new_tokens": 24}})
     >>> for step in range(1, 11):
     ...     row = {"step": step, "reward/mean": 0.5, "response/truncated_fraction": 0.97}
     ...     for advisory in advisories.update(row):
     ...         print(advisory.name, advisory.seen, advisory.setting, sep="; ")  # doctest: +NORMALIZE_WHITESPACE
-    cut_off; 97% of the responses of the last 5 steps are cut off at 24 tokens; sampling.max_new_tokens=48 (now 24), or
-    ask for shorter responses (env.system_prompt, env.examples)
+    cut_off; 97% of the responses are cut off; sampling.max_new_tokens=48 (now 24), or shorter responses
+    (env.system_prompt, env.examples)
 
     Args:
-        facts: settings by their dotted names, as of :func:`facts_of`; those that are missing are not named.
+        config: the run's config; settings that are missing are named without their values.
     """
 
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
-        self._history = History()
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._history = History(flat(config))
         self._raised: dict[str, Advisory] = {}
-        self._found: dict[str, Finding] = {}
+        self._last: dict[str, int] = {}
         self._quiet: dict[str, int] = {}
 
     @property
@@ -138,21 +77,22 @@ class Advisories:
 
     def update(self, row: Row) -> list[Advisory]:
         """Takes a line of metrics, and returns the advisories that are due now for the first time."""
-        self._history.add(row)
+        history = self._history
+        history.add(row)
         new = []
-        for name, (rule, section) in RULES.items():
-            if self._facts.get("loss.surrogate") == "none" and name in OF_ADVANTAGES:
+        for name, rule in RULES.items():
+            if history.facts.get("loss.surrogate") == "none" and name in OF_ADVANTAGES:
                 continue
-            finding = rule(self._history, self._facts)
-            if finding is None:
+            if not rule.holds(history):
                 self._fade(name, row)
-            elif name in self._raised:
-                self._found[name], self._quiet[name] = finding, 0
+                continue
+            first, self._last[name] = _since(rule, history)
+            self._quiet[name] = 0
+            if name in self._raised:
                 self._raised[name] = replace(self._raised[name], until=None)
-            elif not any(self._lasts(cause) for cause in CAUSES.get(name, ())):
-                self._found[name], self._quiet[name] = finding, 0
-                page = f"{PAGE}#{section}"
-                new.append(Advisory(name, finding.seen, finding.first, None, finding.setting, page))
+            elif not any(map(self._lasts, rule.causes)):
+                page = f"{PAGE}#{rule.section}"
+                new.append(Advisory(name, _seen(rule, history), first, None, remedy(rule.remedy, history), page))
                 self._raised[name] = new[-1]
         return new
 
@@ -164,29 +104,82 @@ class Advisories:
             return
         self._quiet[name] += 1
         if self._quiet[name] >= EARLY:
-            self._raised[name] = replace(self._raised[name], until=self._found[name].last)
+            self._raised[name] = replace(self._raised[name], until=self._last[name])
 
 
-def advisories_of(rows: Iterable[Row], facts: Facts) -> list[Advisory]:
+def advisories_of(rows: Iterable[Row], config: Mapping[str, Any]) -> list[Advisory]:
     """The advisories of a run, from its lines of metrics, in the order in which they were raised."""
-    advisories = Advisories(facts)
+    advisories = Advisories(config)
     for row in rows:
         advisories.update(row)
     return advisories.raised
 
 
-def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``FACTS`` by their dotted names, from a config as a run folder keeps it.
+def _since(rule: Rule, history: History) -> tuple[int, int]:
+    """The first and the last step that show what a rule is about."""
+    if rule.metric == EVALUATION:
+        return (int(history.evaluations[1]["step"]),) * 2
+    if history.alike and rule is RULES["unstable"]:
+        return history.alike[0], int(history.row["step"])
+    if not (shows := rule.shows):
+        grown = history.growth(rule.metric)
+        return grown[0][0], grown[-1][0]
+    return span(history.last(rule.metric), lambda value: shows(value, history))
 
-    What the config lacks is left out.
 
-    >>> facts_of({"env": {"num_envs": 4, "path": "x"}, "optimizer": {"lr": 0.1}})
-    {'env.num_envs': 4, 'optimizer.lr': 0.1}
+def _seen(rule: Rule, history: History) -> str:
+    steps = min(WINDOW, len(history.last(rule.metric)))
+    best, newest = history.evaluations if len(history.evaluations) > 1 else ({}, {})
+    return rule.seen.format(
+        now=history.mean(rule.metric, steps),
+        first=history.first(rule.metric),
+        before=history.before(rule.metric),
+        fall=fall_of_reward(history) or "all responses to all prompts earn the same from one step to the next",
+        best=best,
+        newest=newest,
+    )
+
+
+def remedy(text: str, history: History) -> str:
+    """The alternatives of a rule's remedy for a run, with the values that settings have now.
+
+    >>> remedy("optimizer.lr*0.1|policy.kl_coef?0.01", History({"optimizer.lr": 0.01, "policy.kl_coef": 0.5}))
+    'optimizer.lr=0.001 (now 0.01)'
+    >>> remedy("optimizer.lr*0.1|policy.kl_coef?0.01", History({}))
+    'a lower optimizer.lr, or policy.kl_coef=0.01'
     """
-    sections = {name: config.get(name.split(".")[0]) for name in FACTS}
-    keys = {name: name.split(".")[1] for name in FACTS}
-    return {
-        name: section[keys[name]]
-        for name, section in sections.items()
-        if isinstance(section, Mapping) and keys[name] in section
-    }
+    found = []
+    for alternative in text.split("|"):
+        metric, _, rest = alternative.rpartition(": ")
+        if "/" in metric and metric not in history.row:
+            continue
+        alternative = rest if "/" in metric else alternative
+        settings = [match.groups() for match in SETTING.finditer(alternative)]
+        if any(_is_done(history.facts, *setting) for setting in settings):
+            continue
+        found.append(SETTING.sub(lambda match: _change(history.facts, *match.groups()), alternative))
+    return ", or ".join(found)
+
+
+def _is_done(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> bool:
+    """True if a setting has the value of a remedy already."""
+    return (what == "?" and bool(facts.get(name))) or (what == "=" and name in facts and _text(facts[name]) == value)
+
+
+def _change(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> str:
+    """The value to try for a setting, and the one it has now."""
+    if what is None or value is None:
+        return name
+    now = facts.get(name)
+    if what in ("?", "="):
+        return f"{name}={value}" + (f" (now {_text(now)})" if name in facts else "")
+    if not isinstance(now, int | float) or isinstance(now, bool) or (what == "*" and not now):
+        return f"a {'lower' if what == '-' or value.startswith('0.') else 'higher'} {name}"
+    new = now * float(value) if what == "*" else max(now + int(f"{what}{value}"), 0)
+    return f"{name}={_text(round(new) if isinstance(now, int) and new >= 1 else new)} (now {_text(now)})"
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,180 +1,249 @@
-"""A few groups of each step token by token, as a Parquet dataset: what was said, and how sure sampler and trainer were.
+"""The log of tokens, ``tokens.parquet`` (`grpo_rl.monitor.step_parts`): where each came from, and what became of it.
 
-``tokens.parquet`` is for people who look at a run (`grpo_rl.monitor.step_parts`); ``train.lineage=true`` stores every
-token with what the loss made of it (`grpo_rl.monitor.lineage`).
+Of each step there are a few groups, for people who look at the run; with ``train.lineage=true`` there are all, a row
+for each token and epoch with what the loss made of it, and a step can be read back and replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts, encodable
 
+MASK_REASONS = ("tool", "truncated", "zero_advantage_group", "low_entropy", "correction")
+"""Reasons to leave a token out of the policy gradient; the first that applies is stored."""
+KEY = b"grpo_rl"
+"""Key in the metadata of a file that has all groups: JSON with config, responses, and each optimizer step's losses."""
+OF_GROUP = {
+    "sampler_log_prob": "log_probs",
+    "old_log_prob": "old_log_probs",
+    "old_entropy": "old_entropies",
+    "ref_log_prob": "ref_log_probs",
+}
+"""Columns, and the group's entries that they hold."""
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
+        ("epoch", pa.int16()),
+        ("optimizer_step", pa.int16()),
         ("group_id", pa.int64()),
         ("response", pa.int16()),
+        ("row", pa.int64()),
         ("position", pa.int32()),
         ("token_id", pa.int32()),
         ("text", pa.string()),
         ("special", pa.bool_()),
+        ("turn", pa.int16()),
         ("trainable", pa.bool_()),
         ("policy_version", pa.int32()),
-        ("sampler_log_prob", pa.float32()),
-        ("log_prob", pa.float32()),
-        ("entropy", pa.float32()),
+        *((name, pa.float32()) for name in OF_GROUP),
+        *((name, pa.float32()) for name in ("log_prob", "entropy", "advantage", "ratio", "correction", "weight")),
+        ("clipped", pa.bool_()),
+        ("mask_reason", pa.dictionary(pa.int8(), pa.string())),
+        ("prompt_ids", pa.list_(pa.int32())),
     ]
 )
-UNFINISHED = "\ufffd"
-"""Stands in decoded text for bytes that are only a part of a character."""
-MOST_BYTES = 4
-"""Bytes of a character in UTF-8, and so the most tokens that it takes."""
+Pieces = Callable[[Sequence[int]], list[tuple[str, bool]]]
+"""The text of each token, and whether it is special."""
 
 
-class TokenPieces:
-    """Cuts the text of a response into the pieces of its tokens.
+@dataclass
+class _Update:
+    """An optimizer step: its groups, the epoch of each, and what the loss was given and returned."""
 
-    Pieces of tokens that are not special, one after the other, are the decoded response. A character that several
-    tokens make up is the piece of the last of them. A special token's piece is its name.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._alone: dict[int, tuple[str, bool]] = {}
-
-    def __call__(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        """The piece of each token, and whether it is special."""
-        self._learn(set(ids))
-        found = [self._alone[token] for token in ids]
-        plain = [i for i, (_, special) in enumerate(found) if not special]
-        pieces = self._joined([ids[i] for i in plain], [found[i][0] for i in plain])
-        for i, piece in zip(plain, pieces, strict=True):
-            found[i] = piece, False
-        return found
-
-    def _learn(self, ids: set[int]) -> None:
-        """Decodes each of the ids by itself, once."""
-        new = sorted(ids - self._alone.keys())
-        if not new:
-            return
-        texts = self._decode([[token] for token in new])
-        names = self._tokenizer.batch_decode([[token] for token in new], clean_up_tokenization_spaces=False)
-        for token, text, name in zip(new, texts, names, strict=True):
-            special = not text and bool(name)
-            self._alone[token] = (name if special else text, special)
-
-    def _joined(self, ids: list[int], alone: list[str]) -> list[str]:
-        """The pieces of tokens that are not special, from what each is by itself."""
-        if not ids:
-            return []
-        whole = self._decode([ids])[0]
-        if "".join(alone) == whole:
-            return alone
-        # Bytes of one character are decoded together, and behind the token before, which may change how a word begins.
-        starts = [i for i in range(len(ids)) if i == 0 or UNFINISHED not in (alone[i - 1][-1:] + alone[i][:1])]
-        ends = [*starts[1:], len(ids)]
-        befores = [starts[max(n - 1, 0)] for n in range(len(starts))]
-        with_before = self._decode([ids[before:end] for before, end in zip(befores, ends, strict=True)])
-        before_alone = self._decode([ids[before:start] for before, start in zip(befores, starts, strict=True)])
-        pieces = [""] * len(ids)
-        for start, end, both, first in zip(starts, ends, with_before, before_alone, strict=True):
-            text = both[len(first) :]
-            parts = self._characters(ids[start:end], alone[start:end]) if end - start > 1 else [text]
-            # Python and a tokenizer's own decoder may disagree on how many characters broken bytes are.
-            pieces[start:end] = parts if "".join(parts) == text else [*[""] * (end - start - 1), text]
-        # A tokenizer that needs more context than one unit before: then each token stands as it reads alone.
-        return pieces if "".join(pieces) == whole else alone
-
-    def _characters(self, ids: list[int], alone: list[str]) -> list[str]:
-        """The pieces of tokens whose bytes may form characters together, each character at its last token."""
-        pieces, start = [], 0
-        while start < len(ids):
-            spans = range(start + 1, min(start + MOST_BYTES, len(ids)) + 1)
-            texts = self._decode([ids[start:end] for end in spans])
-            whole = next(((end, text) for end, text in zip(spans, texts, strict=True) if UNFINISHED not in text), None)
-            end, text = whole or (start + 1, alone[start])  # bytes that are no character
-            pieces += [*[""] * (end - start - 1), text]
-            start = end
-        return pieces
-
-    def _decode(self, many: list[list[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(many, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    groups: Sequence[Group]
+    epochs: dict[int, int]
+    scored: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    recorded: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
 
 
 class TokenLog:
-    """Writes ``tokens.parquet/part-<step>.parquet``, a row a token of the recorded groups.
-
-    Recorded are groups of the first micro-batches, when sampler and trainer had the same weights unless the group is
-    stale; then groups that were not scored, such as zero-variance groups, with null for the trainer's numbers.
+    """Records what a collection is trained on, and writes ``tokens.parquet/part-<step>.parquet`` when the step is over.
 
     Args:
-        groups: how many groups of a step are recorded.
+        config: the run's whole config.
+        groups: how many groups of a step have their text stored: those that are scored first, when sampler and trainer
+            had the same weights unless the group is stale; then groups that are not scored, such as zero-variance ones.
+        pieces: the text of tokens.
+        loss: gives each token's terms, and has all groups stored; None: only those with text are.
     """
 
-    def __init__(self, run_dir: str | Path, groups: int, pieces: Callable[[Sequence[int]], list[tuple[str, bool]]]):
-        self._parts, self._groups, self._pieces = StepParts(Path(run_dir) / TOKENS_FOLDER), groups, pieces
-        self._scored: dict[int, Tensor] = {}
+    def __init__(
+        self, run_dir: str | Path, config: Mapping[str, Any], groups: int, pieces: Pieces, loss: GRPOLoss | None = None
+    ) -> None:
+        self._parts, self._config = StepParts(Path(run_dir) / TOKENS_FOLDER), config
+        self._groups, self._pieces, self._loss = groups, pieces, loss
+        self._updates: list[_Update] = []
+        self._visits: dict[int, int] = defaultdict(int)
 
-    def add(self, tokens: TensorDictBase) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given."""
-        if len(self._scored) >= self._groups:
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Begins an optimizer step on these groups."""
+        self._updates.append(_Update(groups, {group.group_id: self._visits[group.group_id] for group in groups}))
+        for group in groups:
+            self._visits[group.group_id] += 1
+
+    @torch.no_grad()
+    def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
+        if not self._loss and len(self._scored_ids()) >= self._groups:
             return  # a step has many micro-batches, and few groups are recorded
-        values = torch.stack([tokens["log_prob"].detach().float(), tokens["entropy"].detach().float()])
-        for group_id, piece in by_group(tokens, values).items():
-            self._scored.setdefault(group_id, piece)
+        update, columns = self._updates[-1], {name: tokens[name].float() for name in ("log_prob", "entropy")}
+        if self._loss:
+            terms = self._loss.terms(tokens)
+            columns |= {name: tokens[name] for name in ("advantage", "weight")}
+            columns |= {name: terms[name] for name in ("ratio", "correction", "corrected")}
+            columns |= {"old_log_prob": tokens["old_log_prob"]} if "old_log_prob" in tokens.keys() else {}
+            columns["clipped"] = clipped_at_all(terms)
+            for name in LOSSES:
+                update.recorded[name] += float(losses[name].detach())
+        for name, values in columns.items():
+            for group_id, piece in by_group(tokens, values).items():
+                update.scored[group_id][name] = piece
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the step's part, from its groups and what was added since the last one.
+    def end(self, grad_norm: float, lr: float, skipped: bool) -> None:
+        """Ends the optimizer step, with what the optimizer returned."""
+        self._updates[-1].recorded |= {"grad_norm": grad_norm, "lr": lr, "skipped": skipped}
+
+    def write(self, step: int, groups: Sequence[Group] | None, kl_coef: float) -> None:
+        """Writes the step's part.
+
+        Args:
+            groups: the whole collection, with advantages; None: the step was cut short, and is written only where all
+                groups are: those that optimizer steps took until then.
+            kl_coef: weight that the step was trained with, which ``policy.target_kl`` moves away from the config's.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
-        scored, self._scored = self._scored, {}
-        chosen = sorted(groups, key=lambda group: group.group_id not in scored)[: self._groups]
-        tables = [_rows(step, group, scored.get(group.group_id), self._pieces) for group in chosen]
-        self._parts.write(step, pa.concat_tables(tables))
+        config = {**self._config} | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
+        if groups is None:
+            taken = [group for update in self._updates for group in update.groups] if self._loss else []
+            groups = list({group.group_id: group for group in taken}.values())
+        scored = self._scored_ids()
+        with_text = {group.group_id for group in sorted(groups, key=lambda g: g.group_id not in scored)[: self._groups]}
+        # A collection whose training was cut short has groups that no optimizer step took.
+        left = [group for group in groups if group.group_id not in self._visits]
+        tables = []
+        for number, update in [*enumerate(self._updates), (None, _Update(left, {}))]:
+            for group in update.groups:
+                if self._loss or group.group_id in with_text:
+                    text = group.group_id in with_text
+                    with_text.discard(group.group_id)  # once
+                    place = {"step": step, "epoch": update.epochs.get(group.group_id), "optimizer_step": number}
+                    values = update.scored.get(group.group_id)
+                    masked = config["loss"]["mask_truncated"]
+                    tables.append(_rows(group, place, values, masked, self._pieces if text else None))
+        table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks().unify_dictionaries()
+        if self._loss:
+            updates = [update.recorded | {"groups": list(update.epochs)} for update in self._updates]
+            about = {"step": step, "config": config, "optimizer_steps": updates, "groups": list(map(_about, groups))}
+            table = table.replace_schema_metadata({KEY: json.dumps(about)})
+        if groups:
+            self._parts.write(step, table)
+        self._updates, self._visits = [], defaultdict(int)
+
+    def _scored_ids(self) -> set[int]:
+        return {group_id for update in self._updates for group_id in update.scored}
+
+
+def _about(group: Group) -> dict[str, Any]:
+    """What a group has for each response."""
+
+    def listed(values: Tensor | None) -> list | None:
+        return None if values is None else values.tolist()
+
+    return {
+        "group_id": group.group_id,
+        "row": group.row,
+        "offsets": group.offsets.tolist(),
+        "rewards": group.rewards.tolist(),
+        "reward_parts": {name: values.tolist() for name, values in group.reward_parts.items()},
+        "measures": {name: values.tolist() for name, values in group.measures.items()},
+        "truncated": listed(group.truncated),
+        "advantages": listed(group.advantages),
+    }
 
 
 def _rows(
-    step: int, group: Group, scored: Tensor | None, pieces: Callable[[Sequence[int]], list[tuple[str, bool]]]
+    group: Group,
+    place: Mapping[str, int | None],
+    scored: Mapping[str, Tensor] | None,
+    mask_truncated: bool,
+    pieces: Pieces | None,
 ) -> pa.Table:
-    count = len(group.response_ids)
+    """The rows of a group's tokens in one optimizer step, or in none."""
+    count, chosen = len(group.response_ids), group.trainable.numpy()
     response = torch.repeat_interleave(group.lengths)
-    read = [piece for ids in group.responses for piece in pieces(ids.tolist())]
-    texts = [text for text, _ in read]
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        texts = [encodable(text) for text in texts]
-    chosen = group.trainable.numpy()
-    columns = {
-        "step": np.full(count, step),
+    columns: dict[str, Any] = {name: [value] * count for name, value in place.items()}
+    columns |= {
         "group_id": np.full(count, group.group_id),
         "response": response.numpy(),
+        "row": np.full(count, group.row),
         "position": (torch.arange(count) - group.offsets[:-1][response]).numpy(),
         "token_id": group.response_ids.numpy(),
-        "text": texts,
-        "special": [special for _, special in read],
-        "trainable": chosen,
+        "turn": turns(group).numpy(),
         "policy_version": group.versions.numpy(),
-        # What a tool wrote was sampled by nobody.
-        "sampler_log_prob": pa.array(group.log_probs.float().numpy(), mask=~chosen),
-        "log_prob": pa.nulls(count) if scored is None else scored[0].numpy(),
-        "entropy": pa.nulls(count) if scored is None else scored[1].numpy(),
+        "trainable": chosen,
+        "prompt_ids": [group.prompt_ids.tolist(), *[None] * (count - 1)][:count],
     }
-    arrays = [
-        (column if isinstance(column, pa.Array) else pa.array(column)).cast(kind)
-        for column, kind in zip((columns[name] for name in SCHEMA.names), SCHEMA.types, strict=True)
-    ]
+    if pieces:
+        read = [piece for ids in group.responses for piece in pieces(ids.tolist())]
+        columns |= {"text": [encodable(text) for text, _ in read], "special": [special for _, special in read]}
+    of_group = {name: getattr(group, entry) for name, entry in OF_GROUP.items()}
+    columns |= {name: values.float().numpy() for name, values in of_group.items() if values is not None}
+    masks = {"sampler_log_prob": ~chosen}  # what a tool wrote was sampled by nobody
+    trained = group.trained_tokens(mask_truncated).numpy()
+    reason = np.full(count, -1)
+    if group.advantages is not None and not group.advantages.any():
+        reason[:] = MASK_REASONS.index("zero_advantage_group")
+    if scored is not None:
+        columns |= {name: value.numpy() for name, value in scored.items() if name in SCHEMA.names}
+        masks |= dict.fromkeys(("ratio", "correction", "clipped"), ~trained)
+    if scored is not None and "corrected" in scored:
+        no_weight = (scored["corrected"] & (scored["correction"] == 0)).numpy()
+        reason[trained & no_weight & (reason < 0)] = MASK_REASONS.index("correction")
+        low = (scored["advantage"] == 0) & (group.advantages[response] != 0)
+        reason[trained & low.numpy()] = MASK_REASONS.index("low_entropy")
+    reason[~trained] = MASK_REASONS.index("truncated")
+    reason[~chosen] = MASK_REASONS.index("tool")
+    indices = pa.array(reason, pa.int8(), mask=reason < 0)
+    columns["mask_reason"] = pa.DictionaryArray.from_arrays(indices, pa.array(MASK_REASONS))
+    arrays = []
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        values = columns.get(name)
+        if isinstance(values, np.ndarray):
+            values = pa.array(values, mask=masks.get(name)).cast(kind)
+        arrays.append(pa.nulls(count, kind) if values is None else pa.array(values, kind))
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def turns(group: Group) -> Tensor:
+    """The policy's turn of each response token, from 0 in each response; a reply belongs to the turn that it answers.
+
+    >>> from dataclasses import replace
+    >>> from grpo_rl.testing import random_group
+    >>> group = replace(random_group(lengths=[4, 2]), trainable=torch.tensor([True, False, False, True, True, True]))
+    >>> turns(group).tolist()
+    [0, 0, 0, 1, 0, 0]
+    """
+    response = torch.repeat_interleave(group.lengths)
+    before = torch.cat([torch.zeros(1, dtype=torch.bool), group.trainable[:-1]])[: len(response)]
+    first = torch.zeros_like(group.trainable)
+    first[group.offsets[:-1][group.lengths > 0]] = True
+    started = (group.trainable & (~before | first)).cumsum(0)
+    earlier = torch.cat([torch.zeros(1, dtype=torch.long), started])[group.offsets[:-1]]
+    return (started - earlier[response] - 1).clamp(min=0)

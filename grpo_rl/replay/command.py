@@ -36,8 +36,8 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
 
-    from grpo_rl.monitor.lineage_reader import read_step
     from grpo_rl.replay.replay import replay
+    from grpo_rl.replay.stored import read_step
     from grpo_rl.replay.table import replay_view
 
     stored = read_step(options.run, options.step)

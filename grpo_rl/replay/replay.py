@@ -18,9 +18,9 @@ from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.data.batching import by_group, groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, clipped_at_all
-from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.replay.stored import StoredStep, StoredUpdate
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
@@ -57,7 +57,7 @@ class Token:
     optimizer_step: int
     group_id: int
     row: int
-    answer: int
+    response: int
     position: int
     token_id: int
     before: list[int]

@@ -82,7 +82,7 @@ def _tokens(tokens: Sequence[Token], decode: Decoder | None) -> Table:
         text = Text(_shown(decode, token.before)[-16:], style="dim")
         text.append(_shown(decode, [token.token_id]), "bold cyan")
         pairs = (_pair(pair) for pair in (token.advantage, token.ratio, token.gradient))
-        table.add_row(*map(str, (token.row, token.answer, token.position)), text, *pairs)
+        table.add_row(*map(str, (token.row, token.response, token.position)), text, *pairs)
     return table
 
 

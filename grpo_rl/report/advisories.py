@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.advisories import advisories_of, facts_of
+from grpo_rl.monitor.advisories import advisories_of
 from grpo_rl.report.files import read_config, read_rows
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:
     """The advisories over the run's metrics; None where there is none."""
-    facts = facts_of(read_config(run_dir))
     found = [
         {
             "id": advisory.name,
@@ -19,7 +18,7 @@ def build(run_dir: Path) -> dict[str, Any] | None:
             "text": f"{advisory.seen[:1].upper()}{advisory.seen[1:]}.",
             "remedy": f"Try {advisory.setting}. See {advisory.page}",
         }
-        for advisory in advisories_of(read_rows(run_dir), facts)
+        for advisory in advisories_of(read_rows(run_dir), read_config(run_dir))
     ]
     return {"advisories": found} if found else None
 

@@ -8,6 +8,7 @@ import re
 import tarfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import yaml
 
 from grpo_rl.monitor.metrics import METRICS_FILE
@@ -43,12 +44,21 @@ def pack(run_dir: Path, path: Path) -> None:
     }
     whole = [run_dir / METRICS_FILE, run_dir / EVALUATION]
     whole += [part for folder in STEP_FOLDERS for part in sorted((run_dir / folder).glob("part-*.parquet"))]
-    files |= {part.relative_to(run_dir).as_posix(): part.read_bytes() for part in whole if part.exists()}
+    files |= {part.relative_to(run_dir).as_posix(): _content(part) for part in whole if part.exists()}
     with tarfile.open(path, "w:xz") as archive:
         for name, content in files.items():
             entry = tarfile.TarInfo(f"{NAME}/{name}")  # owned by nobody, and of no time
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
+
+
+def _content(path: Path) -> bytes:
+    """The file's bytes; of a Parquet file without its metadata, which may hold the config."""
+    if path.suffix != ".parquet":
+        return path.read_bytes()
+    written = io.BytesIO()
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), written, compression="zstd")
+    return written.getvalue()
 
 
 def _without_places(value: object) -> object:

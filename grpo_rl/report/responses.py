@@ -135,7 +135,8 @@ def _choose_of(
     wanted = [(ids[0], "first of its step")]
     if recorded:
         try:
-            found = StepParts(run_dir / TOKENS_FOLDER).read(step, ["group_id"])["group_id"].unique().to_pylist()
+            table = StepParts(run_dir / TOKENS_FOLDER).read(step, ["group_id", "text"])
+            found = table.filter(table["text"].is_valid())["group_id"].unique().to_pylist()
         except (ValueError, KeyError):
             found = []
         wanted += [(group_id, "recorded token by token") for group_id in found if group_id in rewards]

@@ -18,6 +18,7 @@ TOKENS, TOKENS_OF_RESPONSE = 30_000, 512
 RESPONSES_OF_STEP = 4
 NUMBERS = {"sampler_log_prob": "sampler", "log_prob": "trainer", "entropy": "entropy"}
 """Columns of numbers, and their names on the page."""
+SHOWN = ("group_id", "response", "token_id", "special", "trainable", "policy_version", *NUMBERS)
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:
@@ -33,7 +34,7 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     if not steps:
         return None
     # Steps are alike, so that the newest one tells how many there is room for; the bound below holds in any case.
-    rows = min(parts.read(steps[-1], ["position"]).num_rows, RESPONSES_OF_STEP * TOKENS_OF_RESPONSE)
+    rows = min(len(parts.read(steps[-1], ["text"])["text"].drop_null()), RESPONSES_OF_STEP * TOKENS_OF_RESPONSE)
     texts: dict[str, int] = {}
     responses: list[dict[str, Any]] = []
     left, all_steps = TOKENS, len(steps)
@@ -67,8 +68,9 @@ def build(run_dir: Path) -> dict[str, Any] | None:
 def _responses(run_dir: Path, step: int, texts: dict[str, int]) -> list[dict[str, Any]]:
     """The responses of a step to show: the first of each group, then its best, its worst, and others."""
     table = StepParts(run_dir / TOKENS_FOLDER).read(step)
+    table = table.filter(table["text"].is_valid())
     about = _about(run_dir, step)
-    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if name != "text"}
+    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if name in SHOWN}
     words = table["text"].to_pylist()
     keys = list(zip(columns["group_id"].tolist(), columns["response"].tolist(), strict=True))
     starts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]

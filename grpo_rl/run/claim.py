@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
-from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
@@ -202,7 +201,7 @@ def _over(place: Path, lock: FolderLock) -> Claim:
 
 def set_logs_aside(folder: Path) -> None:
     """Renames what a run logged before its first checkpoint to ``.abandoned``, replacing earlier such files."""
-    for name in (*STEP_FOLDERS, TOKENS, RESPONSES, METRICS_FILE):
+    for name in (*STEP_FOLDERS, METRICS_FILE):
         path = folder / name
         aside = path.with_name(f"{name}{ABANDONED}")
         if path.is_dir():

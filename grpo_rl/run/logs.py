@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.advisories import Advisories, Advisory, facts_of
+from grpo_rl.monitor.advisories import Advisories, Advisory
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
@@ -26,14 +26,14 @@ from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
-    """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and loggers of a run; used as a context manager.
+    """The terminal view, ``metrics.jsonl``, responses, tokens and loggers of a run; used as a context manager.
 
     Args:
         config: the whole config.
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose advisories are not repeated.
         tokenizer: reads the tokens of recorded groups; None: none are recorded.
-        loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
+        loss: gives each token's terms for the log of tokens, which then has all groups; None: it has a few.
         rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
 
@@ -55,7 +55,7 @@ class RunLogs:
         self.records = None
         if tokenizer and rank_zero:
             self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
-        self.advisories = Advisories(facts_of(config))
+        self.advisories = Advisories(config)
         self._advises = True
         self._text = TextLog(folder) if rank_zero else None
         record = self._text.write if self._text else lambda _: None
@@ -100,9 +100,9 @@ class RunLogs:
         return [self.records.observe] if self.records else []
 
     @property
-    def lineage(self):
-        """The lineage, if it is stored and this is rank zero."""
-        return self.records.lineage if self.records else None
+    def tokens(self):
+        """The log of tokens, if there is one and this is rank zero."""
+        return self.records.tokens if self.records else None
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
@@ -138,7 +138,5 @@ class RunLogs:
             if self.completions:
                 self.completions.log(step, rows, env.task.reward_parts)
             self.loggers.table(step, rows)
-        if self.records:
-            self.records.write(step, groups)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

@@ -1,4 +1,4 @@
-"""Records: what a run stores of its steps for people who look closer: tokens, lineage, and when engines sampled."""
+"""Records: what a run stores of its steps for people who look closer: tokens, and when engines sampled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.collectors.base import Sampled
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.sampling_log import SamplingLog
-from grpo_rl.monitor.token_log import TokenLog, TokenPieces
+from grpo_rl.monitor.token_log import TokenLog
+from grpo_rl.monitor.token_pieces import TokenPieces
 
 
 class Records:
-    """Writes ``tokens.parquet``, ``sampling.parquet`` and, with a loss, the lineage.
+    """Writes ``tokens.parquet`` and ``sampling.parquet``.
 
     Args:
         config: the whole config.
-        token_groups: groups of a step that are recorded token by token; 0: none.
-        loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
+        token_groups: groups of a step that are recorded token by token, with their text.
+        loss: gives each token's terms, and has all groups recorded; None: only those with text are.
     """
 
     def __init__(
@@ -34,21 +34,16 @@ class Records:
         tokenizer: PreTrainedTokenizerBase,
         loss: GRPOLoss | None = None,
     ) -> None:
-        self.lineage = LineageLog(run_dir, config, loss) if loss else None
-        self._tokens = TokenLog(run_dir, token_groups, TokenPieces(tokenizer)) if token_groups else None
+        self.tokens = None
+        if token_groups or loss:
+            pieces = TokenPieces(tokenizer) if token_groups else lambda ids: []
+            self.tokens = TokenLog(run_dir, config, token_groups, pieces, loss)
         self._sampling = SamplingLog(run_dir)
 
     def observe(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group]) -> None:
         """Adds a micro-batch (see `grpo_rl.monitor.step_record.Observer`)."""
-        if self.lineage:
-            self.lineage.add(tokens, losses)
-        if self._tokens:
-            self._tokens.add(tokens)
-
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes a step's tokens."""
-        if self._tokens:
-            self._tokens.write(step, groups)
+        if self.tokens:
+            self.tokens.add(tokens, losses)
 
     def write_sampled(self, step: int, sampled: Sequence[Sampled], zero: float) -> None:
         """Writes when engines sampled.

@@ -126,9 +126,9 @@ class Run(Generic[P]):
             if isinstance(error, NAMED_CAUSES):
                 raise SystemExit(f"Stopped before the first step: {error}") from error
             return
-        if isinstance(error, DIAGNOSED) and self.logs.lineage:
+        if isinstance(error, DIAGNOSED) and self.logs.tokens:
             try:  # the failed step's lineage is what the user needs most
-                self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
+                self.logs.tokens.write(self.step + 1, None, self.parts.schedules.kl_coef)
             except OSError as failed:
                 failed.add_note(self.folder.how_to_go_on)
                 raise
@@ -193,8 +193,8 @@ class Run(Generic[P]):
             # Each rank draws a batch's groups by itself; rank zero's draw counts.
             batch = self._ranks.broadcast(batch) if self._ranks else batch
             self.record.begin(batch)
-            if self.logs.lineage:
-                self.logs.lineage.begin(batch)
+            if self.logs.tokens:
+                self.logs.tokens.begin(batch)
             yield batch
 
     def micro_batches(self, batch: Sequence[Group]) -> Iterator[AbstractContextManager[TensorDict]]:
@@ -229,14 +229,14 @@ class Run(Generic[P]):
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:
-        """Adds an optimizer step's result to the record, the mismatch check and the lineage."""
+        """Adds an optimizer step's result to the record, the mismatch check and the log of tokens."""
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
             self._diagnosis.mismatch.weights_moved()
         self.record.add_result(result)
-        if self.logs.lineage:
-            self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
+        if self.logs.tokens:
+            self.logs.tokens.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
@@ -258,8 +258,8 @@ class Run(Generic[P]):
         if self.logs.records:
             self.logs.records.write_sampled(self.step, sampled, self.seconds - time.perf_counter())
         self._held_out.keep(self.folder.path, self.step)
-        if self.logs.lineage:
-            self.logs.lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
+        if self.logs.tokens:
+            self.logs.tokens.write(self.step, groups, metrics.get("kl/coef", 0.0))
         frequency = self.options.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()

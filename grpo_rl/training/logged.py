@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_rl.monitor import lineage
-from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.storage.whole_file import sync
@@ -31,7 +29,7 @@ def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, 
         metrics_bytes: length of ``metrics.jsonl`` at the end of the step.
     """
     logs: dict[str, int] = {}
-    for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
+    for name in STEP_FOLDERS:
         written = sorted(path for path in (run / name).glob("[!.]*.parquet") if last < step_of(path) <= step)
         for path in written:
             sync(path)
@@ -90,7 +88,6 @@ def truncate(run: Path, step: int) -> None:
     """Drops the files of steps after ``step``, and what a killed run left half written."""
     for name in STEP_FOLDERS:
         StepParts(run / name).truncate(step)
-    lineage.truncate(run, step)
 
 
 def step_of(path: Path) -> int:

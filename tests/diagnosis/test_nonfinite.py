@@ -15,10 +15,10 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.lineage import stored_steps
-from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
@@ -235,7 +235,7 @@ def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
     assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
     # The step that stopped the run has its lineage too, in which NaN is a number and null is not.
-    assert stored_steps(tmp_path / "run") == [1, 2]
+    assert StepParts(tmp_path / "run" / TOKENS_FOLDER).steps() == [1, 2]
     stored = read_step(tmp_path / "run", 2)
     (update,) = stored.updates
     said = {"log_prob": {i: log_prob for i, (log_prob, _) in update.scored.items()},

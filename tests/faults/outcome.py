@@ -47,7 +47,7 @@ def counted(run: Path, steps: int, groups: int) -> tuple[list[str], list[str]]:
         groups: of a step.
     """
     rows = [row for row in read_metrics(run) if "reward/mean" in row]
-    lineage = pq.read_table(run / "lineage", columns=["step", "group_id", "epoch"]).to_pylist()
+    lineage = pq.read_table(run / "tokens.parquet", columns=["step", "group_id", "epoch"]).to_pylist()
     trained = {(row["step"], row["group_id"], row["epoch"]) for row in lineage}
     stored = [group for step in logged_steps(run) for group in {row["group_id"] for row in read_step(run, step)}]
     lost, doubled = [], []
@@ -107,10 +107,10 @@ def certain(run: Path) -> dict[str, Any]:
 
 
 def _responses(run: Path) -> dict[tuple[int, int], str]:
-    rows = pq.read_table(run / "lineage", columns=["group_id", "answer", "token_id"]).to_pylist()
+    rows = pq.read_table(run / "tokens.parquet", columns=["group_id", "response", "token_id"]).to_pylist()
     texts: dict[tuple[int, int], list[int]] = {}
     for row in rows:
-        texts.setdefault((row["group_id"], row["answer"]), []).append(row["token_id"])
+        texts.setdefault((row["group_id"], row["response"]), []).append(row["token_id"])
     return {key: str(ids) for key, ids in texts.items()}
 
 
@@ -119,8 +119,6 @@ EXACT: dict[str, Callable[[Path], Any]] = {
     "completions": _table("completions.parquet"),
     "tokens": _table("tokens.parquet"),
     "held_out": _table("held_out.parquet"),
-    "lineage": _table("lineage"),
-    "lineage_answers": _table("lineage_answers"),
     "checkpoint": _checkpoint,
     "model": lambda run: (run / "model" / "model.safetensors").read_bytes(),
     "evaluation": _evaluation,
@@ -130,7 +128,7 @@ EXACT: dict[str, Callable[[Path], Any]] = {
 """Views of a run that are equal to the last bit where a mode promises it."""
 SAMPLED_ALIKE: dict[str, Callable[[Path], Any]] = {
     "responses": _responses,
-    "prompts": lambda run: {(row["group_id"], row["row"]) for row in _table("lineage_answers")(run)},
+    "prompts": lambda run: {(row["group_id"], row["row"]) for row in _table("tokens.parquet")(run)},
     "certain": certain,
     "files": lambda run: [name for name in _files(run) if not name.startswith("sampling.parquet/")],
 }

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.monitor.lineage import stored_steps
-from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.replay.stored import read_step
 from grpo_rl.report.files import read_summary
 from grpo_rl.testing import without_clocks
 
@@ -128,7 +128,7 @@ def groups_of(folder: Path) -> list[list[tuple[Any, ...]]]:
     """The groups of each step, as they are in the lineage: row of the prompt, and what was sampled."""
     return [
         sorted((group.row, *group.response_ids.tolist()) for group in read_step(folder, step).groups)
-        for step in stored_steps(folder)
+        for step in StepParts(folder / TOKENS_FOLDER).steps()
     ]
 
 

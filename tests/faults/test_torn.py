@@ -43,7 +43,7 @@ def test_a_steps_metrics_end_after_its_row_and_not_after_an_evaluation(script):
 
 
 def test_a_damage_that_is_taken_in_silence_is_a_fault(script, tmp_path):
-    is_told, file = script("torn").is_told, tmp_path / "lineage" / "step_000003.parquet"
+    is_told, file = script("torn").is_told, tmp_path / "tokens.parquet" / "part-00000003.parquet"
     said = f"passed over: {tmp_path}/checkpoints/checkpoint_000003.pt: {file} is gone\nresume=x: going on"
     assert is_told("log", "missing", 2, file, said) and is_told("log", "cut off", 3, file, "")
     assert not is_told("log", "missing", 2, file, "")

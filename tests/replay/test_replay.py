@@ -18,10 +18,10 @@ from grpo_rl.cli import main
 from grpo_rl.diagnosis.mismatch import MismatchError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.monitor.lineage import TOKENS, stored_steps
-from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.replay.replay import recompute
+from grpo_rl.replay.stored import read_step
 from grpo_rl.settings.compose import FOLDER, with_loss
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, without_clocks
@@ -74,6 +74,10 @@ def plain(tiny, tmp_path_factory):
     return folder
 
 
+def steps_of(folder):
+    return StepParts(folder / TOKENS_FOLDER).steps()
+
+
 def replayed(folder, step, *overrides, capsys):
     capsys.readouterr()
     assert main(["replay", str(folder), str(step), "--json", *overrides]) == 0
@@ -85,7 +89,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     folder, seen = trained
     logged = [row for row in read_metrics(folder) if "loss/total" in row]
     seen = iter(seen)
-    for step in stored_steps(folder):
+    for step in steps_of(folder):
         stored = read_step(folder, step)
         outcome = recompute(stored, Settings.restored(stored.config))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
@@ -119,11 +123,12 @@ def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(
     other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
     settings = Settings.restored(stored.config).with_values(other)
     gradient = recompute(stored, settings).columns["gradient"].numpy()
-    rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
-    answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
-    mean = answers.groupby("group_id")["reward"].transform("mean")
-    answers["deviation"] = answers["reward"] - mean
-    rows = rows.merge(answers[["group_id", "answer", "deviation"]], how="left", on=["group_id", "answer"])
+    rows = pd.read_parquet(plain / TOKENS_FOLDER / "part-00000002.parquet")
+    responses = pd.read_parquet(plain / "completions.parquet" / "part-00000002.parquet")
+    of_group = responses.groupby("group_id")
+    responses["response"] = of_group.cumcount()
+    responses["deviation"] = responses["reward"] - of_group["reward"].transform("mean")
+    rows = rows.merge(responses[["group_id", "response", "deviation"]], how="left", on=["group_id", "response"])
     count = rows.groupby("optimizer_step")["token_id"].transform("size")
     ratio = np.exp(rows["log_prob"].astype("float64") - rows["sampler_log_prob"])
     expected = np.where(rows["log_prob"].isna(), 0.0, -ratio * rows["deviation"] / count)
@@ -171,7 +176,7 @@ def test_what_a_run_names_is_imported_if_the_command_line_names_it_too(plain, ke
     stored = read_step(plain, 2)
     section, name = key.split(".")
     config = stored.config | {section: stored.config[section] | {name: "named_by_a_run:it"}}
-    monkeypatch.setattr("grpo_rl.monitor.lineage_reader.read_step", lambda *_: replace(stored, config=config))
+    monkeypatch.setattr("grpo_rl.replay.stored.read_step", lambda *_: replace(stored, config=config))
     assert main(["replay", str(plain), "2"]) == 2
     assert f"the run's {key} is named_by_a_run:it, whose module would be imported" in capsys.readouterr().err
     assert main(["replay", str(plain), "2", "--imports", "named_by_a_run:it"]) == 2
@@ -186,7 +191,7 @@ def test_single_settings_are_put_over_a_preset(plain, capsys):
 
 
 def test_responses_that_were_cut_off_can_be_left_out(plain, capsys):
-    rows = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
+    rows = pd.read_parquet(plain / "completions.parquet" / "part-00000002.parquet")
     cut = rows.groupby("group_id")["truncated"].all()
     told = replayed(plain, 2, "loss.mask_truncated=true", capsys=capsys)
     assert cut.any() and all(token["gradient"][1] == 0 for token in told["tokens"] if cut[token["group_id"]])
@@ -198,7 +203,7 @@ def test_advantages_are_computed_anew_from_the_rewards(plain, capsys):
     rewards = {group.group_id: group.rewards for group in stored.groups}
     for token in told["tokens"]:
         of_group = rewards[token["group_id"]]
-        own = of_group[token["answer"]].item()
+        own = of_group[token["response"]].item()
         others = (of_group.sum().item() - own) / 3
         assert token["advantage"][1] == pytest.approx(own - others, abs=1e-6)
 
@@ -226,7 +231,7 @@ def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_p
 
 
 def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_them(plain, capsys):
-    steps = [step for step in stored_steps(plain) if read_metrics(plain)[step - 1]["train/skipped_groups"]]
+    steps = [step for step in steps_of(plain) if read_metrics(plain)[step - 1]["train/skipped_groups"]]
     assert steps
     told = replayed(plain, steps[0], "policy.entropy_coef=0.1", capsys=capsys)
     skipped = read_metrics(plain)[steps[0] - 1]["train/skipped_groups"]
@@ -251,7 +256,7 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
     )
     with pytest.raises(MismatchError, match="wrong temperature"):
         run(tiny, folder)
-    assert stored_steps(folder) == [1]
+    assert steps_of(folder) == [1]
     assert replayed(folder, 1, "loss=cispo", capsys=capsys)["recorded_gap"] < 1e-6
     assert {group.size for group in read_step(folder, 1).groups} == {4}
 
@@ -304,15 +309,14 @@ def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp
     shutil.copytree(plain, cut)
     (cut / "summary.json").unlink()
     run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
-    for name in (TOKENS, "lineage_answers"):
-        ours, theirs = (pd.read_parquet(folder / name) for folder in (cut, plain))
-        pd.testing.assert_frame_equal(ours, theirs)
+    ours, theirs = (pd.read_parquet(folder / TOKENS_FOLDER) for folder in (cut, plain))
+    pd.testing.assert_frame_equal(ours, theirs)
 
 
 @pytest.mark.nightly
 def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
     run([*tiny, "train.lineage=false"], tmp_path / "run")
-    assert not (tmp_path / "run" / TOKENS).exists()
+    assert main(["replay", str(tmp_path / "run"), "1"]) == 2
 
     def numbers(folder):
         return [without_clocks(row) for row in read_metrics(folder)]

@@ -861,8 +861,8 @@ def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, 
     def appear(source, target):
         if Path(target).match("checkpoint_*.pt"):
             appeared.append(Path(target).name)
-            logs = [folder / "metrics.jsonl", *folder.glob("completions.parquet/*"), *folder.glob("lineage*/*")]
-            assert len(logs) == 1 + 3 * len(appeared)
+            logs = [folder / "metrics.jsonl", *folder.glob("completions.parquet/*"), *folder.glob("tokens.parquet/*")]
+            assert len(logs) == 1 + 2 * len(appeared)
             assert {path: path.stat().st_size for path in logs} == {path: synced.get(path) for path in logs}
         replace(source, target)
 

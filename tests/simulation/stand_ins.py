@@ -202,9 +202,9 @@ class Logs:
         self, folder: Path, config: Mapping[str, Any], note: Callable[[str], None], now: Callable[[], float]
     ) -> None:
         self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
-        # No token of a group is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
+        # No text is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
         self.records = Records(folder, config, 0, cast(Any, None), cast(Any, "a loss"))
-        self.lineage = self.records.lineage
+        self.tokens = self.records.tokens
         self.note, self.started, self.observers = note, now(), []
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
 
@@ -224,6 +224,6 @@ class Diagnosis:
 
 
 def config_of(world: World) -> str:
-    """The run's config, as far as a checkpoint and the lineage read it."""
+    """The run's config, as far as a checkpoint and the log of tokens read it."""
     settings = vars(world.setup) | {"seed": world.seed}
     return json.dumps({"faults": settings, "policy": {"kl_coef": 0.0}, "loss": {"mask_truncated": False}})

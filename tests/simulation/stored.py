@@ -1,4 +1,4 @@
-"""Invariants of what a run stores of its steps: metrics, completions, lineage, and who sampled when."""
+"""Invariants of what a run stores of its steps: metrics, completions, tokens, and who sampled when."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.lineage import RESPONSES, TOKENS
-from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, SAMPLING_FOLDER
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, SAMPLING_FOLDER, TOKENS_FOLDER
 from simulation.stand_ins import has_zero_variance
 from simulation.violation import Violation, check_equal
 from simulation.world import World
@@ -59,7 +58,7 @@ class Stored:
         """
         expected = list(range(1, step + 1))
         self._check_metrics(run, expected)
-        for folder in (TOKENS, RESPONSES, COMPLETIONS_FOLDER):
+        for folder in (TOKENS_FOLDER, COMPLETIONS_FOLDER):
             check_equal(steps_of((run / folder).glob("[!.]*")), expected, f"the steps of {folder}")
         later = set(steps_of((run / SAMPLING_FOLDER).glob("[!.]*"))) - set(expected)
         check_equal(later, set(), f"the steps of {SAMPLING_FOLDER} that there are not")
@@ -83,19 +82,14 @@ class Stored:
         """Checks a step's files: its groups, each of which was in so many optimizer steps."""
         responses = [response for group_id in visits for response in self._responses[group_id]]
         self._holds(
-            run / f"{TOKENS}/step_{step:06d}.parquet",
-            ("group_id", "answer", "row", "position", "token_id", "policy_version", "sampler_log_prob"),
+            run / f"{TOKENS_FOLDER}/part-{step:08d}.parquet",
+            ("group_id", "response", "row", "position", "token_id", "policy_version", "sampler_log_prob"),
             [
                 (group_id, g, row, position, row, version, log_prob)
                 for group_id, g, row, _, tokens in responses
                 for position, (version, log_prob) in enumerate(tokens)
                 for _ in range(visits[group_id])
             ],
-        )
-        self._holds(
-            run / f"{RESPONSES}/step_{step:06d}.parquet",
-            ("group_id", "answer", "row", "reward", "tokens"),
-            [(group_id, g, row, reward, len(tokens)) for group_id, g, row, reward, tokens in responses],
         )
         self._holds(
             run / f"{COMPLETIONS_FOLDER}/part-{step:08d}.parquet",

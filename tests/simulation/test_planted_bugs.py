@@ -19,9 +19,9 @@ from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import EngineDeadError, EngineLostError
-from grpo_rl.monitor import lineage
+from grpo_rl.monitor import token_log
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.step_parts import StepParts
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.weights import remote
@@ -323,27 +323,25 @@ def new_prompts_come_before_groups_that_were_in_flight(patch):
 
 
 def completions_of_after_the_checkpoint_stay(patch):
-    patch.setattr(StepParts, "truncate", lambda *_: None)
+    truncate = StepParts.truncate
+    folder = COMPLETIONS_FOLDER
+    patch.setattr(StepParts, "truncate", lambda parts, step: parts.folder.name == folder or truncate(parts, step))
 
 
-def responses_of_after_the_checkpoint_stay_in_the_lineage(patch):
-    truncate = lineage.truncate
-
-    def tokens_alone(run_dir, step):
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(lineage, "RESPONSES", lineage.TOKENS)
-            truncate(run_dir, step)
-
-    patch.setattr(lineage, "truncate", tokens_alone)
+def tokens_of_after_the_checkpoint_stay(patch):
+    truncate = StepParts.truncate
+    patch.setattr(
+        StepParts, "truncate", lambda parts, step: parts.folder.name == TOKENS_FOLDER or truncate(parts, step)
+    )
 
 
-def the_lineage_has_one_version_for_all_tokens_of_a_group(patch):
-    token_rows = lineage._token_rows
+def all_tokens_of_a_group_are_logged_with_one_version(patch):
+    rows = token_log._rows
 
     def of_its_first(group, *rest):
-        return token_rows(replace(group, versions=group.versions[:1].expand_as(group.versions)), *rest)
+        return rows(replace(group, versions=group.versions[:1].expand_as(group.versions)), *rest)
 
-    patch.setattr(lineage, "_token_rows", of_its_first)
+    patch.setattr(token_log, "_rows", of_its_first)
 
 
 def a_sampling_that_was_lost_is_not_recorded(patch):
@@ -367,24 +365,24 @@ FOUND_AT = {
     the_bound_on_staleness_is_off_by_one: (12, "3 groups are left for the 1 steps after the next, and are due by then"),
     one_step_too_many_is_in_flight: (0, "groups are open or in training, and the bound allows"),
     the_version_goes_back_when_an_engine_is_replaced: (19, "the policy version fell from"),
-    a_damaged_checkpoint_is_accepted: (25, "the run goes on with another checkpoint"),
-    the_oldest_checkpoint_is_taken: (23, "the run goes on with another checkpoint"),
-    groups_in_flight_are_lost_with_their_engine: (48, "are neither trained on nor open"),
+    a_damaged_checkpoint_is_accepted: (71, "the run goes on with another checkpoint"),
+    the_oldest_checkpoint_is_taken: (35, "the run goes on with another checkpoint"),
+    groups_in_flight_are_lost_with_their_engine: (12, "are neither trained on nor open"),
     a_wait_has_no_deadline: (73, r"has not answered for \d+ s, and nobody has noticed"),
     a_resume_trains_again_on_what_was_trained: (10, r"are neither trained on nor open, and {'alike': \d} were dropped"),
     what_is_dropped_is_not_counted: (1, "are neither trained on nor open, and {} were dropped"),
     a_healthy_group_is_dropped: (25, "was dropped, and nothing was wrong with it"),
     a_push_that_failed_is_taken_for_delivered: (21, "was sampled with weights of"),
-    a_full_disk_is_taken_for_a_saved_checkpoint: (42, "was to be saved, and is not there"),
+    a_full_disk_is_taken_for_a_saved_checkpoint: (91, "was to be saved, and is not there"),
     logs_are_not_synced_before_a_checkpoint: (71, r"the checkpoint of step \d was safe, and there is none"),
-    a_checkpoint_is_renamed_before_it_is_synced: (13, "has its name and is not whole"),
-    what_came_after_the_checkpoint_stays_in_the_metrics: (17, "the steps in metrics.jsonl"),
-    the_first_dead_engine_ends_the_run: (1, "the run ended with 1 faults of crash of an engine"),
+    a_checkpoint_is_renamed_before_it_is_synced: (24, "has its name and is not whole"),
+    what_came_after_the_checkpoint_stays_in_the_metrics: (10, "the steps in metrics.jsonl"),
+    the_first_dead_engine_ends_the_run: (3, "the run ended with 1 faults of crash of an engine"),
     old_checkpoints_are_removed_before_the_new_one_is_safe: (
         72,
         r"the checkpoint of step \d was safe, and there is none",
     ),
-    a_dead_engine_stays_in_its_slot: (11, r"samples with version \d, and the run is at \d"),
+    a_dead_engine_stays_in_its_slot: (12, r"samples with version \d, and the run is at \d"),
     deadlines_go_by_the_wall_clock: (136, "engines were replaced, and no fault had happened to any"),
     a_dead_engine_leaves_its_load_behind: (25, "counts as loaded with"),
     a_new_engine_forgets_what_the_dead_one_still_gives_back: (20, "counts as loaded with"),
@@ -392,15 +390,15 @@ FOUND_AT = {
     the_busiest_engine_gets_the_next_group: (0, "gets group .* it samples"),
     what_is_sampled_again_is_not_counted: (25, "groups/resampled is"),
     groups_sampled_again_before_a_resume_are_forgotten: (59, "the groups sampled again, after a resume"),
-    engines_replaced_before_a_resume_are_forgotten: (23, "engines/replaced is"),
+    engines_replaced_before_a_resume_are_forgotten: (25, "engines/replaced is"),
     a_group_sampled_again_keeps_its_first_version: (35, "counts as started under version"),
     groups_are_taken_by_their_numbers: (59, "the versions and numbers of the groups that are trained on next"),
     complete_groups_are_as_new_after_a_resume: (10, "the groups in flight after a resume"),
     new_prompts_come_before_groups_that_were_in_flight: (10, "groups wait to be sampled again"),
-    completions_of_after_the_checkpoint_stay: (17, "the steps of completions.parquet"),
-    responses_of_after_the_checkpoint_stay_in_the_lineage: (17, "the steps of lineage_answers"),
-    the_lineage_has_one_version_for_all_tokens_of_a_group: (21, "the rows of lineage/"),
-    a_sampling_that_was_lost_is_not_recorded: (23, "how often group .* was sampled"),
+    completions_of_after_the_checkpoint_stay: (10, "the steps of completions.parquet"),
+    tokens_of_after_the_checkpoint_stay: (10, "the steps of tokens.parquet"),
+    all_tokens_of_a_group_are_logged_with_one_version: (21, "the rows of tokens.parquet/"),
+    a_sampling_that_was_lost_is_not_recorded: (12, "how often group .* was sampled"),
 }
 """The first seed that finds each bug, and what is said of it. Another may be the first when the simulation changes."""
 

@@ -273,12 +273,12 @@ def test_auto_leaves_a_finished_run_that_keeps_no_checkpoint_as_it_is(tmp_path):
 def test_logs_of_a_run_that_begins_again_are_set_aside(tmp_path):
     for attempt in ("first", "second"):
         (tmp_path / "metrics.jsonl").write_text(attempt)
-        (tmp_path / "lineage").mkdir()
-        (tmp_path / "lineage" / attempt).touch()
+        (tmp_path / "tokens.parquet").mkdir()
+        (tmp_path / "tokens.parquet" / attempt).touch()
         set_logs_aside(tmp_path)
-    assert names(tmp_path) == ["lineage.abandoned", "metrics.jsonl.abandoned"]
+    assert names(tmp_path) == ["metrics.jsonl.abandoned", "tokens.parquet.abandoned"]
     assert (tmp_path / "metrics.jsonl.abandoned").read_text() == "second"
-    assert names(tmp_path / "lineage.abandoned") == ["second"]
+    assert names(tmp_path / "tokens.parquet.abandoned") == ["second"]
 
 
 def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
@@ -650,7 +650,6 @@ def test_a_checkpoint_that_was_written_without_metrics_is_passed_over(tmp_path, 
 def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
     parts = {
         step: [tmp_path / name / f"part-{step:08d}.parquet" for name in ("completions.parquet", "tokens.parquet")]
-        + [tmp_path / name / f"step_{step:06d}.parquet" for name in ("lineage", "lineage_answers")]
         for step in (1, 2, 3)
     }
     for path in [tmp_path / "metrics.jsonl", *(path for of_step in parts.values() for path in of_step)]:
@@ -665,7 +664,7 @@ def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appear
 
     monkeypatch.setattr(os, "fsync", note)
     checkpoint.sync_logs(tmp_path, 3, 0)
-    folders = [tmp_path / name for name in ("completions.parquet", "tokens.parquet", "lineage", "lineage_answers")]
+    folders = [tmp_path / name for name in ("completions.parquet", "tokens.parquet")]
     assert set(synced) == {*parts[2], *parts[3], *folders, tmp_path / "metrics.jsonl", tmp_path}
     # A folder's list of names after the files that it names.
     assert all(synced.index(path) < synced.index(path.parent) for path in parts[2] + parts[3])

@@ -13,10 +13,10 @@ from grpo_rl.training.logged import damaged, metrics_bytes
 def run(tmp_path):
     """A run of three steps with a checkpoint of each, which lists what was logged since the one before."""
     log = MetricsLog(tmp_path)
-    (tmp_path / "lineage").mkdir()
+    (tmp_path / "tokens.parquet").mkdir()
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 8})
-        (tmp_path / "lineage" / f"step_{step:06d}.parquet").write_bytes(bytes([step]) * 9)
+        (tmp_path / "tokens.parquet" / f"part-{step:08d}.parquet").write_bytes(bytes([step]) * 9)
         logs = checkpoint.sync_logs(tmp_path, step, metrics_bytes(tmp_path))
         checkpoint.save(tmp_path / "checkpoints", step, {"step": step, "logs": logs}, keep=0)
     return tmp_path
@@ -29,7 +29,7 @@ def taken(run):
 def test_a_checkpoint_lists_metrics_so_far_and_files_since_the_one_before(run):
     logs = checkpoint.load(run / "checkpoints" / "checkpoint_000002.pt")["logs"]
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    assert logs == {"metrics.jsonl": len(b"".join(lines[:2])), "lineage/step_000002.parquet": 9}
+    assert logs == {"metrics.jsonl": len(b"".join(lines[:2])), "tokens.parquet/part-00000002.parquet": 9}
 
 
 def test_lost_metrics_are_found_and_the_newest_checkpoint_before_them_is_taken(run, capsys):
@@ -50,7 +50,7 @@ def test_lost_metrics_are_found_and_the_newest_checkpoint_before_them_is_taken(r
 
 
 def test_a_damaged_log_of_the_last_step_is_written_anew_from_the_checkpoint_before(run):
-    path = run / "lineage" / "step_000003.parquet"
+    path = run / "tokens.parquet" / "part-00000003.parquet"
     path.write_bytes(b"\3" * 8)
     logs = checkpoint.load(run / "checkpoints" / "checkpoint_000003.pt")["logs"]
     assert taken(run) == 2 and damaged(run, logs, 3) == f"{path} has 8 bytes, and had 9 when it was written"
@@ -70,16 +70,16 @@ def test_the_one_before_is_taken_where_neither_the_newest_nor_the_metrics_after_
 def test_what_is_logged_while_a_checkpoint_is_written_is_left_to_the_next_one(run):
     size = metrics_bytes(run)
     MetricsLog(run).log(4, {"reward/mean": 0.5})
-    (run / "lineage" / "step_000004.parquet").write_bytes(b"half")
+    (run / "tokens.parquet" / "part-00000004.parquet").write_bytes(b"half")
     (run / "checkpoints" / "checkpoint_000003.pt").unlink()
     logs = checkpoint.sync_logs(run, 3, size)
-    assert logs.keys() == {"metrics.jsonl", "lineage/step_000003.parquet"} and logs["metrics.jsonl"] == size
+    assert logs.keys() == {"metrics.jsonl", "tokens.parquet/part-00000003.parquet"} and logs["metrics.jsonl"] == size
 
 
 def test_a_folder_of_logs_that_was_removed_is_no_damage(run):
-    for path in (run / "lineage").iterdir():
+    for path in (run / "tokens.parquet").iterdir():
         path.unlink()
-    (run / "lineage").rmdir()
+    (run / "tokens.parquet").rmdir()
     assert taken(run) == 3
 
 

@@ -1,1 +1,0 @@
-"""The conditions under which a run is given an advisory."""
