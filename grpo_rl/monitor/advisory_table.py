@@ -120,7 +120,8 @@ RULES: dict[str, Rule] = {
         and not h.falls(ALIKE) and h.largest(REWARD, EARLY) > 0,
         lambda v, h: v >= 0.5, "in {now:.0%} of the groups all responses earn the same",
         "train.max_resamples?5|env.repeats*2|policy.entropy_coef?0.001|a reward that tells responses apart "
-        "(env.reward, env.rewards)|rows of another difficulty (env.path)", "all-rewards-are-equal-and-nothing-is-learned",
+        "(env.reward, env.rewards)|rows of another difficulty (env.path)",
+        "all-rewards-are-equal-and-nothing-is-learned",
         ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"),
     ),
     "no_gradient": Rule(
