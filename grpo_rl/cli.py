@@ -26,7 +26,7 @@ COMMANDS = {
     "status": ("run.status", "say whether a run is alive, how far it is, and which of its waits were late"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
-    "send": ("build.send", "give a run's metrics and responses to its loggers again"),
+    "send": ("assembly.send", "give a run's metrics and responses to its loggers again"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
     "push-to-hub": ("run.push", "upload the model of a finished run to the Hugging Face hub"),
 }

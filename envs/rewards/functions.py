@@ -10,8 +10,11 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_rl.by_name import object_by_name, one_line
+from grpo_rl.by_name import object_by_name, one_line, raised_at
 from grpo_rl.envs.task import Unjudgeable
+
+LOOP_ANSWERS_S = 1.0
+"""Seconds after which an event loop is taken for blocked."""
 
 
 class RewardFunctionError(RuntimeError):
@@ -28,6 +31,7 @@ class RewardFunction:
     Args:
         function: ``package.module:function``, or the function itself.
         columns: names of the lists that there will be.
+        lacking: the place of a row that lacks a column, by the names of columns that other rows have.
 
     Raises:
         ValueError: there is no such module or function, it can't be called, or it asks for a column that is not there.
@@ -37,7 +41,9 @@ class RewardFunction:
     ('reward_len', [-14.0])
     """
 
-    def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], columns: Collection[str], lacking: Mapping[str, str] | None = None
+    ) -> None:
         self.function = object_by_name(function, "env.reward") if isinstance(function, str) else function
         self.is_named = isinstance(function, str)
         own = getattr(self.function, "__name__", type(self.function).__name__)
@@ -46,6 +52,7 @@ class RewardFunction:
         self.where = function if isinstance(function, str) else own
         if not callable(self.function) or inspect.isclass(self.function):
             raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")
+        self._lacking = lacking or {}
         self.takes = self._taken(columns)
 
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception | None]:
@@ -64,11 +71,17 @@ class RewardFunction:
         except Unjudgeable:
             raise
         except Exception as error:
-            raise RewardFunctionError(f"{self.where} raised {one_line(error)}") from error
+            at = "" if raised_at(error) else self._at
+            raise RewardFunctionError(f"{self.where} raised {one_line(error)}{at}") from error
         values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
-        if not isinstance(values, (list, tuple)) or len(values) != count:
+        if not isinstance(values, (list, tuple)):
             raise RewardFunctionError(
-                f"{self.where} returned {values!r:.200} for {count} responses; it must list a number for each"
+                f"{self.where} returned {values!r:.200}; it must return a list of numbers{self._at}"
+            )
+        if len(values) != count:
+            raise RewardFunctionError(
+                f"{self.where} returned {len(values)} numbers for {count} responses; it must return one for each"
+                f"{self._at}"
             )
         return [self._number(value) for value in values]
 
@@ -82,8 +95,15 @@ class RewardFunction:
         except OverflowError:
             pass
         return RewardFunctionError(
-            f"{self.where} returned {value!r:.200} for a response; it must be a finite number, or None"
+            f"{self.where} returned {value!r:.200} for a response; it must be a finite number, or None{self._at}"
         )
+
+    @property
+    def _at(self) -> str:
+        """The place of the function's own code, for messages."""
+        function = inspect.unwrap(getattr(self.function, "func", self.function))  # of a partial object
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
     def _taken(self, columns: Collection[str]) -> list[str]:
         try:
@@ -95,9 +115,14 @@ class RewardFunction:
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
+            if at := next((self._lacking[name] for name in missing if name in self._lacking), None):
+                raise ValueError(
+                    f"env.reward={self.where} asks for {', '.join(missing)}, which other rows have, and {at} lacks; "
+                    "give it there, or remove the row"
+                )
             raise ValueError(
-                f"env.reward={self.where} asks for {', '.join(missing)}; what all rows have for it is "
-                f"{', '.join(sorted(columns))}"
+                f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
+                f"{', '.join(sorted(columns))}; rename its parameter or the column"
             )
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return [name for name in columns if takes_all or name in names]
@@ -131,13 +156,21 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop of all async rewards of a process, in a thread of its own.
 
     One loop for all calls, as clients that a function keeps (of an HTTP service, say) belong to the loop they were
-    first used in. One for each process, as a fork does not take the thread along.
+    first used in. One for each process, as a fork does not take the thread along. Another one where a function blocks
+    it, which would hang the others' calls too.
     """
     with _loops_lock:
-        if process not in _loops:
+        loop = _loops.get(process)
+        if loop is None or not _answers(loop):
             loop = _loops[process] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name=f"async rewards of {process}", daemon=True).start()
-        return _loops[process]
+        return loop
+
+
+def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(LOOP_ANSWERS_S)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

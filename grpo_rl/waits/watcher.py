@@ -49,6 +49,7 @@ class Watcher:
         self._path.unlink(missing_ok=True)  # of the start before
         try:
             yield
+            self._path.unlink(missing_ok=True)  # the run is well
         finally:
             self._path, self._role = None, "trainer"
 
@@ -80,7 +81,7 @@ class Watcher:
             if wait.age_s() >= wait.limit_s + GRACE_S and now >= self._quiet.get(key, now):
                 self._quiet[key] = now + max(QUIET_S, wait.age_s())
                 new.append(wait)
-        path = self._path
+        path, waits = self._path, table(list(self._waits.open), self._role)
         for wait in new:  # before the file is written: its disk may be what hangs
             self.say(
                 f"Warning. {role_of(wait, self._role)} has waited {shown_duration(wait.age_s())} for {wait}, longer "
@@ -90,7 +91,7 @@ class Watcher:
             at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             head = f"Process {os.getpid()} on {socket.gethostname()}, {self._role}, at {at}\n\n"
             with replacing(path) as temporary, open(temporary, "w", errors="backslashreplace") as file:
-                file.write(f"{head}{table(list(self._waits.open), self._role)}{STACKS}")
+                file.write(f"{head}{waits}{STACKS}")
                 file.flush()
                 faulthandler.dump_traceback(file)
 

@@ -62,8 +62,8 @@ def tokenizer(tmp_path_factory):
 
 WRONG = [
     ("column", "rows.jsonl, line 1: RewardFunctionError: user_code:column raised KeyError: 'solution' ({}, line 2);"),
-    ("one", "user_code:one returned 1.0 for 2 responses"),
-    ("fewer", "user_code:fewer returned [1.0] for 2 responses"),
+    ("one", "user_code:one returned 1.0; it must return a list of numbers ({}, line 4)"),
+    ("fewer", "user_code:fewer returned 1 numbers for 2 responses; it must return one for each ({}, line 7)"),
     ("Judge", "env.reward=user_code:Judge is <class 'user_code.Judge'>; it must be a function, or an instance"),
 ]
 

@@ -217,7 +217,7 @@ def test_an_agent_tells_its_reward_by_a_call_or_as_its_result(tokenizer):
     (group,), env, *_ = collected(tokenizer, Scripted(script), Told([{"seed": 1}]), repeats=6)
     assert group.rewards.tolist() == [2.0, 0.5, 0.25] and list(group.reward_parts) == ["agent"]
     assert env.guard.failed == {"error": 3}
-    assert "told no reward on row 0, session 2" in env.guard.examples["error"]
+    assert "no reward on row 0, session 2" in env.guard.examples["error"]
 
 
 RHONE = Document("Rhone", "It flows through Lyon.")

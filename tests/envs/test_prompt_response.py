@@ -65,10 +65,12 @@ def test_a_column_that_some_rows_lack_is_no_column():
     rows = [*ROWS, {"prompt": "Nod.", "completion": "."}]
     task = PromptResponse(rows, reward=lambda completion, **columns: [float("topic" in columns)] * len(completion))
     assert task.score(rows[0], "Hi.").total == 0.0
-    with pytest.raises(ValueError, match="asks for topic; what all rows have"):
+    with pytest.raises(ValueError, match="asks for topic, which other rows have, and row 2 lacks; give it there, or"):
         PromptResponse(rows, reward=lambda completion, topic: [])
-    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows"):
+    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows, .*; row 2 lacks it"):
         PromptResponse(rows, completion_column="topic")
+    with pytest.raises(ValueError, match="asks for solution, and what it can get by name is"):
+        PromptResponse(rows, reward=lambda completion, solution: [])
 
 
 def test_a_function_written_for_trl_runs_as_it_is():
@@ -119,9 +121,16 @@ def test_the_datas_own_response_is_there_for_logs(response, gold):
             r"env\.completion_column=answer is no column of all rows, which have completion, prompt, topic",
         ),
         ({"rows": [ROWS[0], {"prompt": ""}]}, r"row 1: prompt is ''; it must be a text, a list of texts, or messages"),
+        ({"rows": [{"prompt": None}]}, "row 0: prompt is None"),
+        ({"rows": [{"prompt": []}]}, "row 0: prompt is \\[\\]"),
+        ({"rows": [{"prompt": [{"role": "user"}]}]}, "row 0: prompt is \\[{'role': 'user'}\\]"),
+        ({"rows": [{"prompt": [{"role": "assistant", "content": "Hi."}]}]}, "no question before the assistant's"),
         ({"reward": "no_such_module:reward"}, "there is no module no_such_module"),
-        ({"reward": exact}, "exact asks for reference; what all rows have for it is completion, completions, prompt"),
+        ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght, only reward_len, sentence_ending"),
+        ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:name"),
+        ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
         ({"reward": {LENGTH: float("nan")}}, "reward_len=nan; a weight is"),
+        ({"reward": {LENGTH: "1"}}, "reward_len='1'; a weight is"),
         ({"reward": [LENGTH, LENGTH]}, "two functions of one name: reward_len, reward_len"),
     ],
 )
@@ -277,7 +286,7 @@ def failing(kind: str):
     ("kind", "failure", "message"),
     [
         ("raise", "error", "own raised KeyError: 'gold'"),
-        ("length", "error", "own returned [1.0, 1.0, 1.0] for 2 responses"),
+        ("length", "error", "own returned 3 numbers for 2 responses"),
         ("hang", "timeout", "PromptResponse ran out of time"),
     ],
 )

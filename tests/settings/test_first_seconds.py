@@ -88,7 +88,7 @@ TABLE = [
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
-    (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
+    (["loss.dual_clip=1.1"], "use at least 1 + loss.clip_high"),
     (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
     (["env.path=no_such.jsonl"], "env.path=no_such.jsonl can't be read: "),
     (

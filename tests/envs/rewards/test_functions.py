@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_rl.envs.rewards import functions
 from grpo_rl.envs.rewards.functions import RewardFunction, RewardFunctionError
 
 BATCH = {"prompt": ["a", "b"], "completion": ["x", "yy"], "title": ["T", "U"]}
@@ -42,8 +43,10 @@ def test_a_function_is_found_by_its_name(module):
 
 def test_a_name_that_is_no_functions_is_refused(module):
     module("WEIGHT = 2.0\n")
-    with pytest.raises(ValueError, match=r"env\.reward=own_rewards:WEIGHT"):
+    with pytest.raises(ValueError, match=r"env\.reward=own_rewards:WEIGHT is 2\.0; it must be a function"):
         RewardFunction("own_rewards:WEIGHT", list(BATCH))
+    with pytest.raises(ValueError, match=r"env\.reward=reward_len is no package\.module:name"):
+        RewardFunction("reward_len", list(BATCH))
 
 
 def test_a_function_gets_the_columns_that_it_names():
@@ -53,9 +56,16 @@ def test_a_function_gets_the_columns_that_it_names():
     assert judge(lambda completion, author=None: [author is None, 0]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("function", [lambda completion, author: [], lambda completion, author, /: []])
-def test_a_column_that_is_not_there_is_named_before_anything_is_scored(function):
-    with pytest.raises(ValueError, match="asks for .*author.*completion, prompt, title"):
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completion, author: [], r"asks for author, and what it can get by name is completion, prompt, title"),
+        (lambda completion_ids, trainer_state: [], "asks for completion_ids, trainer_state"),
+        (lambda completion, /: [], "asks for completion"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_before_anything_is_scored(function, message):
+    with pytest.raises(ValueError, match=message):
         RewardFunction(function, list(BATCH))
 
 
@@ -81,16 +91,28 @@ def test_numbers_may_come_in_any_form(result):
     assert values == [1.0, 0.5] and [type(value) for value in values] == [float, float]
 
 
-@pytest.mark.parametrize("result", [[1.0], 1.0, None, "12", {"a": 1, "b": 2}])
-def test_a_result_of_another_form_is_an_error_that_names_the_function(result):
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], r"returned 1 numbers for 2 responses; it must return one for each"),
+        ([1.0, 2.0, 3.0], r"returned 3 numbers for 2 responses"),
+        ([], r"returned 0 numbers for 2 responses"),
+        (1.0, r"returned 1\.0; it must return a list of numbers"),
+        (None, r"returned None; it must return a list"),
+        ("12", r"returned '12'; it must return a list"),
+        ({"a": 1, "b": 2}, r"returned {'a': 1, 'b': 2}; it must return a list"),
+        (np.array(1.0), r"returned 1\.0; it must return a list"),
+    ],
+)
+def test_a_result_of_another_form_is_an_error_that_names_the_function(result, message):
     def own(completion):
         return result
 
-    with pytest.raises(RewardFunctionError, match="^own returned .* for 2 responses"):
+    with pytest.raises(RewardFunctionError, match=f"^own {message}"):
         judge(own)
 
 
-@pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("inf")), "1", 10**400])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf, torch.tensor(float("nan")), "1", [1], 10**400])
 def test_what_is_no_finite_number_costs_its_response_only(value):
     failed, good = judge(lambda completion: [value, 0.5])
     assert isinstance(failed, RewardFunctionError) and "<lambda> returned" in str(failed)
@@ -102,13 +124,23 @@ def test_none_is_passed_on_as_no_number_of_this_function():
     assert judge(lambda completion: (None, torch.tensor(1.0))) == [None, 1.0]
 
 
+def test_a_function_that_raises_is_named_with_what_it_raised():
+    def own(completion):
+        raise KeyError("gold")
+
+    with pytest.raises(RewardFunctionError, match="^own raised KeyError: 'gold'") as caught:
+        judge(own)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_what_goes_wrong_in_a_function_is_one_line_with_its_file_and_line(module):
     name = module(
         "def raises(completion):\n    return [scores[text] for text in completion]\n\nscores = {}\n"
+        "def one(completion):\n    return 1.0\n"
         "def lines(completion):\n    raise ValueError('two\\nlines')\n"
         "def inside(completion):\n    import json\n    return json.loads('x')\n"
     )
-    for function, line in (("raises", 2), ("lines", 6), ("inside", 9)):
+    for function, line in (("raises", 2), ("one", 5), ("lines", 8), ("inside", 11)):
         place = rf"\(.*own_rewards\.py, line {line}\)$"
         with pytest.raises(RewardFunctionError, match=f"^own_rewards:{function} .*{place}") as error:
             judge(f"{name}:{function}")
@@ -156,6 +188,28 @@ def test_all_calls_of_async_functions_share_one_loop_whatever_their_thread():
     thread.start()
     thread.join()
     assert len(loops) == 2 and loops[0] is loops[1]
+
+
+def test_an_async_function_that_blocks_does_not_hang_the_others(monkeypatch):
+    monkeypatch.setattr(functions, "LOOP_ANSWERS_S", 0.2)
+    began, released = threading.Event(), threading.Event()
+
+    async def blocks(completion):
+        began.set()
+        released.wait(30)
+        return [0.0] * len(completion)
+
+    async def fine(completion):
+        return [1.0] * len(completion)
+
+    hanging = threading.Thread(target=judge, args=(blocks,), daemon=True)
+    hanging.start()
+    began.wait(10)
+    try:
+        assert judge(fine) == [1.0, 1.0]
+    finally:
+        released.set()
+    hanging.join(10)
 
 
 def test_an_async_function_that_raises_is_named():
