@@ -92,7 +92,7 @@ def load_rows(
     def choose(present: tuple[str, ...]) -> Sequence[str]:
         names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
         if chat:
-            names |= set(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())
+            names |= {TOOLS, *(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())}
         # All where none of those wanted is there, so that a message can tell what is.
         return [name for name in present if name in names] or present
 
@@ -100,7 +100,15 @@ def load_rows(
     if not placed:
         raise ValueError(f"{source.key('path')}={source.path} has no rows")
     rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
-    return rows.map(lambda row, where: asked_in_chat(row, where, *chat)) if chat else rows
+    return rows.map(lambda row, where: _asked_in_text(row, where, *chat)) if chat else rows
+
+
+def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict:
+    """:func:`asked_in_chat`, of a task that shows no tools of a row."""
+    asked = asked_in_chat(row, where, column, gold)
+    if isinstance(asked.get(column), list) and row.get(TOOLS):
+        raise ValueError(f"{where} has tools, which this task would leave out; env.dataset=prompt_response takes them")
+    return asked
 
 
 def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:

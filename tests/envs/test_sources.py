@@ -204,6 +204,15 @@ def test_a_gold_answer_that_says_more_than_its_text_is_refused_with_its_line(tmp
         gsm8k.load_rows(tmp_path / "rows.jsonl")
 
 
+def test_tools_that_a_task_would_leave_out_are_refused_with_their_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines([{"messages": CHAT, "answer": "#### 7", "tools": [{"name": "add"}]}]))
+    with pytest.raises(ValueError, match="line 1 has tools, which this task would leave out"):
+        gsm8k.load_rows(path)
+    path.write_text(lines([{"messages": CHAT, "answer": "#### 7", "tools": None}]))
+    assert gsm8k.load_rows(path)[0]["question"] == CHAT
+
+
 def test_a_task_of_several_turns_takes_texts_alone(tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines([{"messages": CHAT, "answer": "#### 7"}]))
     with pytest.raises(ValueError, match="line 1 has no question"):

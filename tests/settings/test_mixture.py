@@ -35,7 +35,7 @@ def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
     own = settings_of_mixture(settings)
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
-    with pytest.raises(ValueError, match=r"env\.curriculum has no setting hihg"):
+    with pytest.raises(ValueError, match="env.curriculum.*hihg"):
         read("env.curriculum={hihg: 0.7}")
 
 

@@ -362,7 +362,10 @@ def a_sampling_that_was_lost_is_not_recorded(patch):
 FOUND_AT = {
     a_batch_is_trained_on_twice: (0, "groups were trained on .* times in 2 epochs"),
     a_group_that_was_complete_is_delivered_again_after_a_resume: (10, "are in two places at once"),
-    the_bound_on_staleness_is_off_by_one: (12, r"\d groups are left for the \d steps after the next, and are due by then"),
+    the_bound_on_staleness_is_off_by_one: (
+        12,
+        r"\d groups are left for the \d steps after the next, and are due by then",
+    ),
     one_step_too_many_is_in_flight: (0, "groups are open or in training, and the bound allows"),
     the_version_goes_back_when_an_engine_is_replaced: (19, "the policy version fell from"),
     a_damaged_checkpoint_is_accepted: (71, "the run goes on with another checkpoint"),
