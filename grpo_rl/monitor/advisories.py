@@ -128,7 +128,7 @@ def _since(rule: Rule, history: History) -> tuple[int, int]:
 
 
 def _seen(rule: Rule, history: History) -> str:
-    steps = min(WINDOW, len(history.last(rule.metric)))
+    steps = min(WINDOW, max(len(history.last(rule.metric)), 1))
     best, newest = history.evaluations if len(history.evaluations) > 1 else ({}, {})
     return rule.seen.format(
         now=history.mean(rule.metric, steps),

@@ -49,7 +49,6 @@ class Watcher:
         self._path.unlink(missing_ok=True)  # of the start before
         try:
             yield
-            self._path.unlink(missing_ok=True)  # the run is well
         finally:
             self._path, self._role = None, "trainer"
 

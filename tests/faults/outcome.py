@@ -83,7 +83,8 @@ def _evaluation(run: Path) -> dict[str, Any]:
 
 
 def _files(run: Path) -> list[str]:
-    left = (path.relative_to(run) for path in run.rglob("*") if not path.name.startswith("."))
+    """All files but hidden ones and those of late waits, which a busy machine has."""
+    left = (path.relative_to(run) for path in run.rglob("*") if not path.name.startswith((".", "waits.")))
     return sorted(str(path) for path in left if not any(part.endswith(SET_ASIDE) for part in path.parts))
 
 

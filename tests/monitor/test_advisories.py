@@ -449,6 +449,7 @@ def test_a_resumed_run_repeats_nothing():
 def test_the_settings_that_advisories_name_exist():
     cfg = OmegaConf.load(ROOT / "config" / "grpo.yaml")
     cfg.loss = OmegaConf.load(ROOT / "config" / "loss" / "grpo.yaml")
+    cfg.env.update(OmegaConf.load(ROOT / "config" / "env" / "gsm8k.yaml"))
     named = {match[1] for rule in RULES.values() for match in SETTING.finditer(rule.remedy)} - {"completions.parquet"}
     assert [name for name in named if OmegaConf.select(cfg, name, default="missing") == "missing"] == []
 

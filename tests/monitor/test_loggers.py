@@ -40,7 +40,7 @@ def own_home(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")  # so that what a logger sets is undone
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # so that what a logger sets is undone
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 
 

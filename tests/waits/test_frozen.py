@@ -63,15 +63,6 @@ class Frozen(Task):
         return Reward({"right": 1.0})
 
 
-@pytest.mark.slow
-def test_a_frozen_scorer(tmp_path):
-    with told(tmp_path, "the scorer Frozen (row 5)"):
-        guard = ScoreGuard(Frozen(3.0), DEADLINE_S, max_failed_fraction=1.0)
-        guard.tell = lambda _: None
-        [failure] = guard.score({}, ["4"], "row 5")
-        assert failure.kind == "timeout"
-
-
 def test_the_start_of_a_scorers_own_process_is_not_told_as_its_slowness():
     guard, limits = ScoreGuard(Frozen(0.0), DEADLINE_S), []
     guard._processes = SimpleNamespace(
