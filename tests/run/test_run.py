@@ -667,7 +667,7 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
             b"\xff\xfe\n",
             r"no checkpoint can be used; .*give its file\n.*metrics\.jsonl ends after 3 of",
         ),
-        ("metrics.jsonl", b"[2]\n" * 9999, r"metrics\.jsonl is not as it was written \(another SHA-256\)"),
+        ("metrics.jsonl", b"[2]\n" * 9999, r"metrics\.jsonl, line 1 is not one of metrics"),
         ("summary.json", b"\x00", r"summary\.json is not JSON .*; remove it"),
         ("summary.json", b"[]", r"summary\.json holds list, not an object; remove it"),
     ],
