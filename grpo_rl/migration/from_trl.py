@@ -91,9 +91,8 @@ def _of_type(name: str, value: Any) -> Any:
         number = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r:.80}: {error}") from None
-    if not abs(number) < 10**15 and not (
-        field in BOUNDS and number == math.inf
-    ):  # beyond that a float can't hold every integer
+    # Beyond 1e15 a float can't hold every integer.
+    if not abs(number) < 10**15 and not (field in BOUNDS and number == math.inf):
         raise ValueError(f"{name} is {number!r:.20}; it must be a number below 1e15")
     return number
 
