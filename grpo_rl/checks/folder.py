@@ -15,11 +15,11 @@ import psutil
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
 from grpo_rl.run import claim
-from grpo_rl.run.lock import FolderLock, in_use
+from grpo_rl.run.lock import LOCK, FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training.checkpoint import checkpoints
 
-PROBE_BYTES = 1 << 20
+PROBE, PROBE_BYTES = ".doctor_", 1 << 20
 SLOW_S = 1.0
 """Seconds that a file of :data:`PROBE_BYTES` may take until it is safe: checkpoints and logs are written so."""
 
@@ -47,7 +47,7 @@ def run_folder(case: Case) -> Iterator[Finding]:
         yield Finding("FIX", about, str(error))
         return
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".doctor_", dir=place))
+        probe = Path(tempfile.mkdtemp(prefix=PROBE, dir=place))
     except OSError as error:
         yield Finding("FIX", about, f"{place} can't be written ({error.strerror}); set hydra.run.dir")
         return
@@ -115,5 +115,14 @@ def _holders(folder: Path) -> Iterator[str]:
             if process.pid in own or (job and process.environ().get("SLURM_JOB_ID") == job):
                 continue
             # `tail -f` and TensorBoard only read.
-            if any(file.mode != "r" and Path(file.path).is_relative_to(folder) for file in process.open_files()):
+            if any(file.mode != "r" and _belongs(Path(file.path), folder) for file in process.open_files()):
                 yield f"pid {process.pid} ({' '.join(process.cmdline())[:60]})"
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """True if a file is of the run in the folder: not of another run inside it, nor of a doctor at work there."""
+    if not file.is_relative_to(folder):
+        return False
+    inside = file.relative_to(folder).parts[:-1]
+    runs = (folder.joinpath(*inside[: i + 1], LOCK) for i in range(len(inside)))
+    return not any(part.startswith(PROBE) for part in inside) and not any(lock.exists() for lock in runs)

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from grpo_rl.storage.masking import shown
+
 
 @dataclass
 class Converted:
@@ -33,9 +35,10 @@ class Converted:
         section[last] = value
 
     def differs(self, name: str, value: Any, why: str) -> None:
-        """Adds a difference."""
+        """Adds a difference: one line without secrets, and without a stranger's escape sequences."""
         text = f"{value!r}"
-        self.differences.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}: {why}")
+        text = shown(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+        self.differences.append(" ".join(f"{text}: {shown(why)}".split()))
 
     def as_yaml(self, source: str) -> str:
         """The config as a file for ``--config-dir . --config-name NAME``, the differences as its first comment.
@@ -46,7 +49,7 @@ class Converted:
         parts = ({"defaults": ["grpo", {"env": self.task}, "_self_"]}, self.config)
         try:
             settings = "".join(yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=110) for part in parts)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{source}: {error}") from None
         if "${" in str(self.config):
             raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")

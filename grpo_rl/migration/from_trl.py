@@ -13,17 +13,17 @@ from grpo_rl.migration.trl_fields import (
     ADVANTAGES,
     BOUNDS,
     CHOICES,
-    CONVERTED,
     DATASETS,
     DEFAULTS,
+    KNOWN,
     LISTS,
     LOSS_TYPES,
     MAPPINGS,
+    MISSING,
     NO_EFFECT,
     NUMBERS,
     RENAMED,
     REWARDS,
-    UNNEEDED,
 )
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
@@ -52,11 +52,12 @@ def convert(
     """
     made = Converted()
     # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
+    given = {name: _of_type(name, value) for name, value in given.items()}
     named = {name: value for name, value in given.items() if name not in RENAMED}
     named |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED and not named.get(RENAMED[name])}
-    fields = DEFAULTS | {name: _of_type(name, value) for name, value in named.items() if value is not None}
+    fields = DEFAULTS | {name: value for name, value in named.items() if value is not None}
     for name, value in named.items():
-        _name_unconverted(made, name, fields.get(name, value))
+        _name_unconverted(made, name, value)
     nulls = {name: None for name in ("chat_template", "system_prompt") if name in named}  # which our tasks may have
     for name, value in (nulls | fields).items():
         if name in SAME:
@@ -77,25 +78,29 @@ def convert(
 
 def _of_type(name: str, value: Any) -> Any:
     """The value as Python makes TRL's type of it: YAML reads 1e-6, which has no point, as a text."""
+    field = RENAMED.get(name, name)
+    if value is None:
+        return None
     try:
-        if name in LISTS:
-            return [LISTS[name](item) for item in ([value] if isinstance(value, str) else value)]
-        if name in MAPPINGS:
+        if field in LISTS:
+            return [LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
+        if field in MAPPINGS:
             return dict(value)
-        if name not in NUMBERS and type(DEFAULTS.get(name)) not in (int, float):
+        if field not in NUMBERS and type(DEFAULTS.get(field)) not in (int, float):
             return value
         number = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r:.80}: {error}") from None
-    if not abs(number) < 10**15 and name not in BOUNDS:  # beyond that a float can't hold every integer
+    # Beyond 1e15 a float can't hold every integer.
+    if not abs(number) < 10**15 and not (field in BOUNDS and number == math.inf):
         raise ValueError(f"{name} is {number!r:.20}; it must be a number below 1e15")
     return number
 
 
 def _name_unconverted(made: Converted, name: str, value: Any) -> None:
-    known = [*SAME, *CONVERTED, *UNNEEDED]
+    known = [*SAME, *KNOWN]
     without_effect = value is None or value is False or value == "main" or (name, value) in NO_EFFECT
-    if name not in known and not without_effect:
+    if name not in known and not (name in MISSING and without_effect):
         near = difflib.get_close_matches(name, known, 1, 0.9)
         made.differs(name, value, f"not taken over, see docs/from_trl.md{f'; did you mean {near[0]}?' if near else ''}")
 
@@ -255,8 +260,7 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
     if schedule not in kinds:
         made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
     given = fields.get("lr_scheduler_kwargs", {})
-    # As texts where YAML reads 1e-7 as one.
-    least, share = (float(given.get(name) or 0) for name in ("min_lr", "min_lr_rate"))
+    least, share = (_of_type(f"lr_scheduler_kwargs.{name}", given.get(name) or 0) for name in ("min_lr", "min_lr_rate"))
     share = share or least / (fields["learning_rate"] or 1)
     if share:
         made.put("optimizer.min_lr_fraction", share)

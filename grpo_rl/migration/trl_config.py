@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.storage.masking import shown
 from grpo_rl.storage.yaml_text import read_yaml
 
 # The arguments of these calls, under TRL's names for them; None: the field's own name.
@@ -75,4 +76,4 @@ def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     if "LoraConfig" in called:
         # peft's defaults, which are others than those of TRL's command line
         fields = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | fields
-    return fields, unknown
+    return fields, [" ".join(shown(line).split()) for line in unknown]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-CONVERTED = {
+KNOWN = {
     "loss_type", "importance_sampling_level", "epsilon_high", "scale_rewards", "multi_objective_aggregation",
     "reward_weights", "use_bias_correction_kl", "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
@@ -22,10 +22,6 @@ CONVERTED = {
     "resume_from_checkpoint", "dataset_name", "dataset_config", "dataset_configs", "dataset_train_split",
     "dataset_test_split", "load_best_model_at_end", "reward_funcs", "max_completion_len", "soft_punish_cache",
     "dataset_prompt_column",
-}  # fmt: skip
-"""Fields whose value is computed; the last three are Open-R1's."""
-
-UNNEEDED = {
     "disable_dropout", "remove_unused_columns", "shuffle_dataset", "pad_to_multiple_of", "vllm_model_impl",
     "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "ds3_gather_for_generation", "cast_lm_head_to_fp32", "use_cache", "gradient_checkpointing_kwargs",
@@ -46,7 +42,22 @@ UNNEEDED = {
     "ignore_data_skip", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "num_processes",
     "max_prompt_length", "hub_strategy", "hub_always_push", "logging_dir", "vllm_device",
 }  # fmt: skip
-"""Fields that need no counterpart."""
+"""Fields whose value is computed, three of them Open-R1's, or that need no counterpart."""
+
+MISSING = {
+    "trust_remote_code", "router_aux_loss_coef", "generation_kwargs", "chat_template_kwargs",
+    "repetition_penalty", "vllm_structured_outputs_regex", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+    "entropy_target", "off_policy_mask_threshold", "log_multimodal", "log_completions_hub_repo", "adam_epsilon",
+    "optim_args", "optim_target_modules", "neftune_noise_alpha", "liger_kernel_config", "tf32",
+    "full_determinism", "data_seed", "save_only_model", "metric_for_best_model", "greater_is_better",
+    "eval_delay", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision",
+    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "deepspeed", "fsdp_config",
+    "parallelism_config", "debug", "model_revision", "dataset_streaming", "reward_model_name_or_path",
+    "lora_target_parameters", "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora",
+    "use_bnb_nested_quant", "bnb_4bit_quant_storage", "vllm_importance_sampling_cap",
+}  # fmt: skip
+"""Fields without a counterpart."""
 
 RENAMED: Mapping[str, str] = {
     "torch_dtype": "dtype",
@@ -100,7 +111,8 @@ DEFAULTS: Mapping[str, object] = {
 
 NUMBERS = {
     "ddp_timeout", "delta", "epsilon_high", "eval_steps", "generation_batch_size", "logging_steps",
-    "max_completion_len", "max_prompt_length", "min_p", "num_processes", "ref_model_mixup_alpha",
+    "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.min_lr_rate", "max_completion_len", "max_prompt_length",
+    "min_p", "num_processes", "ref_model_mixup_alpha",
     "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos", "soft_punish_cache",
     "steps_per_generation", "top_entropy_quantile", "vllm_importance_sampling_clip_min",
     "vllm_max_model_length", "vllm_tensor_parallel_size",

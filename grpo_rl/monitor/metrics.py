@@ -334,6 +334,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
     """
     try:
         row = json.loads(line.decode())
+        if not isinstance(row, dict):
+            raise ValueError(f"it is {type(row).__name__}, not an object")
         row |= {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
         if wrong := [name for name, value in row.items() if not isinstance(value, int | float)]:
             raise ValueError(f"{wrong[0]} is {row[wrong[0]]!r}")

@@ -227,10 +227,14 @@ def test_processes_that_write_to_the_folder_are_leftovers_but_those_of_the_same_
     assert not to_fix(look(only=OF_MACHINE))
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"st')  # a torn line is no step
-    code = f"import sys, time; file = open({str(file)!r}, sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    code = "import sys, time; file = open(sys.argv[2], sys.argv[1]); print(1, flush=True); time.sleep(60)"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    for mode, job, leftover in (("r", "1", False), ("a", "1", True), ("a", "17", False)):
-        process = subprocess.Popen([sys.executable, "-c", code, mode], stdout=subprocess.PIPE)
+    FolderLock(tmp_path / "run" / "other").close()
+    (tmp_path / "run" / ".doctor_x").mkdir()
+    inner = [str(tmp_path / "run" / name / "a") for name in ("other", ".doctor_x")]
+    cases = [("r", "1", False, file), ("a", "1", True, file), ("a", "17", False, file)]
+    for mode, job, leftover, path in [*cases, *(("a", "1", False, path) for path in inner)]:
+        process = subprocess.Popen([sys.executable, "-c", code, mode, str(path)], stdout=subprocess.PIPE)
         try:
             assert process.stdout and process.stdout.readline()
             with monkeypatch.context() as here:
@@ -362,6 +366,18 @@ def test_a_rank_that_fails_is_named_and_ends_the_wait_of_the_others(look, cores,
     told = to_fix(look(*TWO, only=["devices", "collectives"], mode="async"))
     assert told["collectives"].startswith("gloo: rank 1 of 2: OSError: no such network")
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_vain_are_told_of_the_network(look, cores, monkeypatch):
+    def calls(arguments, on_result):
+        on_result(0, TimeoutError("no result within 45 s"))
+        on_result(1, ConnectionError("Connection reset by peer"))  # its store was rank 0's
+        return []
+
+    monkeypatch.setattr(devices.IsolatedCalls, "map", lambda self, arguments, on_result: calls(arguments, on_result))
+    told = to_fix(look(*TWO, only=["collectives"], mode="async"))
+    assert "GLOO_SOCKET_IFNAME" in told["collectives"]
 
 
 # ---- one check never hides the others ----

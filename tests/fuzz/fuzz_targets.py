@@ -20,6 +20,7 @@ from typing import Any
 import canaries
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from fuzz_inputs import CORPUS, as_bytes
 
 import grpo_rl
@@ -316,6 +317,31 @@ def _of_ids(result: tuple[list, list]) -> None:
     assert all(isinstance(i, int) for ids in result for i in ids), result
 
 
+# ---- configs of TRL ----
+
+
+def _trl_file(text: str, folder: Path) -> Path:
+    """A config of TRL; the text's first line says of which kind."""
+    kind, _, content = text.partition("\n")
+    return _file(f"trl{kind if kind in ('.json', '.py') else '.yaml'}")(content, folder)
+
+
+def _trl(path: Path) -> Any:
+    from grpo_rl.migration.from_trl import convert
+    from grpo_rl.migration.trl_config import read_trl
+
+    made = convert(read_trl(path)[0])
+    text = made.as_yaml("its config")
+    text.encode()
+    return yaml.safe_load(text), made
+
+
+def _is_converted(result: tuple[dict, Any]) -> None:
+    written, made = result
+    assert set(written) == {"defaults", *made.config}, (written, made.config)
+    assert all(line.isprintable() for line in made.differences), made.differences
+
+
 # ---- files of runs from elsewhere ----
 
 
@@ -465,6 +491,7 @@ TARGETS = [
     Target("programs", _as_is, _program, _corpus("responses"), error=None, examples=60),
     Target("program tests", _file("rows.jsonl"), _program_rows, _corpus("program tests"), examples=60),
     Target("actions", _as_is, _action, _corpus("actions"), examples=60),
+    Target("trl", _trl_file, _trl, _corpus("trl"), _is_converted, examples=200),
     Target("data rows", _file("rows.jsonl"), _rows, _corpus("data rows"), examples=60),
 ]  # fmt: skip
 BY_NAME = {target.name: target for target in TARGETS}

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from grpo_rl.cli import main
 from grpo_rl.migration.from_trl import convert
 from grpo_rl.migration.trl_config import read_trl
-from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, RENAMED, UNNEEDED
+from grpo_rl.migration.trl_fields import DEFAULTS, KNOWN, MISSING, RENAMED
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.devices import allocate
@@ -218,6 +218,11 @@ def test_a_dtype_and_arguments_of_the_model_that_have_no_counterpart_are_named()
         ({"reward_weights": ["a"]}, "reward_weights"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"max_steps": math.nan}, "max_steps is nan"),
+        ({"epsilon": math.nan}, "epsilon is nan"),
+        ({"max_grad_norm": -math.inf}, "max_grad_norm is -inf"),
+        ({"warmup_ratio": "x"}, "^warmup_ratio='x'"),
+        ({"lr_scheduler_kwargs": {"min_lr": [1]}}, r"^lr_scheduler_kwargs.min_lr=\[1\]"),
+        ({"run_name": functools.reduce(lambda inner, _: [inner], range(600), "x")}, "recursion"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
@@ -253,6 +258,10 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
             {"off_policy_mask_threshold": 0.1},
             "off_policy_mask_threshold=0.1: not taken over",
         ),
+        ({"tf32": False}, None),
+        ({"vllm_importance_sampling_corection": False}, "vllm_importance_sampling_corection=False: not taken over"),
+        ({"a\x1b[31mX\ny\ud800": 1}, "aX y=1: not taken over"),
+        ({"hub_token": "hf_abc"}, "hub_token=***: not taken over"),
     ],
 )
 def test_a_field_of_another_effect_than_in_trl_is_named_and_one_of_the_same_is_not(fields, line):
@@ -353,6 +362,25 @@ def test_a_scripts_data_keep_subset_and_split(tmp_path):
     assert unknown == ["load_dataset(trust=x): not taken over"]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"use_vllm": True, "vllm_mode": "server", "num_processes": 2, "eval_strategy": "steps", "use_peft": True}
+        | {"sync_ref_model": True, "lr_scheduler_type": "cosine_with_min_lr", "loss_type": "cispo"},
+    ],
+    ids=["alone", "with others"],
+)
+def test_any_value_of_any_field_is_converted_or_refused_by_its_name(others):
+    for name in sorted({*SAME, *KNOWN, *DEFAULTS, *MISSING, *RENAMED}):
+        for value in (0, -1.5, 0.5, 1e14, "x", "", [], ["a"], [[1]], {"a": 1}, {"min_lr": "x"}, True, [None], "5"):
+            try:
+                assert convert(others | {name: value}, rows=100).as_yaml("x")
+            except ValueError as error:
+                assert name in str(error) or "groups of" in str(error), (value, error)
+
+
 def test_text_of_digits_stays_text_and_numbers_without_a_point_are_numbers(tmp_path):
     text = 'run_name: "20250101"\nlearning_rate: 1e-6\nlr_scheduler_type: cosine\nlr_scheduler_kwargs: {min_lr: 1e-7}\n'
     (tmp_path / "a.yaml").write_text(text)
@@ -413,8 +441,8 @@ def tables_of_the_page() -> dict[str, dict[str, tuple[str, str]]]:
 def test_the_page_of_the_docs_has_the_fields_that_are_converted():
     same, converted, unneeded, missing, renamed = tables_of_the_page().values()
     assert {name: text.strip("`") for name, (_, text) in same.items()} == SAME
-    assert converted.keys() | {"max_completion_len", "soft_punish_cache", "dataset_prompt_column"} == CONVERTED
-    assert unneeded.keys() == UNNEEDED and missing
+    open_r1 = {"max_completion_len", "soft_punish_cache", "dataset_prompt_column"}
+    assert converted.keys() | unneeded.keys() | open_r1 == KNOWN and missing.keys() == MISSING
     assert {name: text.strip("`") for name, (_, text) in renamed.items()} == RENAMED
     shown = {name: default for name, (default, _) in (same | converted).items() if default}
     assert shown == {name: str(default) for name, default in DEFAULTS.items()}

@@ -191,7 +191,7 @@ def test_a_torn_last_line_is_not_read_and_never_continued(tmp_path):
         (b"nonsense", "is not one of metrics"),
         (b"\x00\xff\xfe", "is not one of metrics"),
         (b'{"step": 2, "rew', "is not one of metrics"),  # torn in the middle of the file
-        (b"[2]", "is not one of metrics"),
+        (b"[2]", "is not one of metrics (it is list, not an object)"),
         (b"2", "is not one of metrics"),
         (b'{"lr": 0.1}', "has no step"),
         (b'{"step": "two"}', "step is 'two'"),
