@@ -55,7 +55,7 @@ class Countdown(Task):
         examples: ``numbers``, ``target`` and ``response`` of solved puzzles, shown as earlier turns.
 
     Raises:
-        ValueError: a weight is not a finite number.
+        ValueError: a weight is not a finite number, or an example lacks a column.
     """
 
     reward_parts = ("correctness", "answer_format")
@@ -74,6 +74,9 @@ class Countdown(Task):
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)
         self._use_all = use_all
+        for index, example in enumerate(examples or ()):
+            where = f"env.examples[{index}]"
+            tables.check_columns(_checked(dict(example), where), {"response": str}, where)
         shown = [(self._question(dict(example)), example["response"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows

@@ -57,7 +57,8 @@ class GSM8K(Task):
         examples: ``question`` and ``answer`` of solved problems, shown as earlier turns.
 
     Raises:
-        ValueError: a weight is not a finite number, or a row's answer has no number.
+        ValueError: a weight is not a finite number, a pattern is no regular expression, an example lacks a column, or a
+            row's answer has no number.
     """
 
     reward_parts = ("correctness", "reasoning_format", "answer_format")
@@ -79,7 +80,14 @@ class GSM8K(Task):
             "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,
         }  # fmt: skip
         check_weights(self._weights)
-        self._patterns = (re.compile(reasoning_pattern).pattern, re.compile(answer_pattern).pattern)
+        for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
+        self._patterns = (reasoning_pattern, answer_pattern)
+        for index, example in enumerate(examples or ()):
+            tables.check_columns(example, COLUMNS, f"env.examples[{index}]")
         self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in examples or ()])
         self.rows = rows
         check_gold(rows)

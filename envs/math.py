@@ -43,7 +43,7 @@ class Math(Task):
         examples: ``problem`` and ``solution`` of solved problems, shown as earlier turns.
 
     Raises:
-        ValueError: a weight is not a finite number, or not one row has a gold answer.
+        ValueError: a weight is not a finite number, an example lacks a column, or not one row has a gold answer.
     """
 
     reward_parts = ("correctness", "answer_format")
@@ -62,6 +62,8 @@ class Math(Task):
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)
         self._deadline_s = deadline_s
+        for index, example in enumerate(examples or ()):
+            tables.check_columns(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
         shown = [(example["problem"], example["solution"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows

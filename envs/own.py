@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.by_name import is_name, object_by_name
+from grpo_rl.by_name import is_name, object_by_name, one_line
 from grpo_rl.envs.sources import Source
-from grpo_rl.envs.tables import is_message, load_rows, place_of
+from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Task
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def check_task_of(env: LLMEnv, name: str) -> None:
     more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:
-        ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored.
+        ValueError: a prompt is no list of messages, the task raised, or empty responses to the first row can't be
+            scored.
     """
     # They bring torch and processes, which a message needs not wait for.
     from grpo_rl.envs.guards.guard import Failure, ScoreGuard
@@ -80,17 +81,22 @@ def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None
     """The prompt of the first row, when those of all rows, or the first ``count``, have been found to be messages.
 
     Raises:
-        ValueError: one is not; with the row's place; or there are no rows.
+        ValueError: one is not, or the task raised; with the row's place; or there are no rows.
     """
     indices = range(len(rows) if count is None else count)
     if not indices:
         raise ValueError(f"{name} has no rows; give a dataset with at least one")
-    first = task.prompt(rows[0])
+    first: list[dict[str, str]] = []
     for index in indices:
-        messages = task.prompt(rows[index])
+        where = f"{name}: prompt of {place_of(rows, index)}"
+        try:
+            messages = task.prompt(rows[index])
+        except Exception as error:
+            hint = column_hint(error.args[0], rows[index]) if isinstance(error, KeyError) and error.args else ""
+            raise ValueError(f"{where} raised {one_line(error)}{hint}") from error
         if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
             raise ValueError(
-                f"{name}: prompt of {place_of(rows, index)} is {messages!r:.120}; it must be a list of messages: "
-                "[{'role': 'user', 'content': 'text'}]"
+                f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"
             )
+        first = first or messages
     return first

@@ -79,7 +79,7 @@ class SearchQA(ToolTask):
         form, tool_role, system_prompt, examples: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
 
     Raises:
-        ValueError: a setting makes no sense, or an example lacks a key.
+        ValueError: a setting makes no sense, an example lacks a key, or documents are to be found and a row names none.
     """
 
     def __init__(
@@ -104,6 +104,12 @@ class SearchQA(ToolTask):
             del weights["supporting_recall"]
         tool = Tool("search", "query", "author of the novel Emma", self._search, "Finds documents about a subject.")
         super().__init__(rows, tool, weights, form, tool_role, system_prompt, examples)
+        bare = next((index for index, row in enumerate(rows) if not row["documents"]), None)
+        if supporting_recall and bare is not None:
+            where = tables.place_of(rows, bare)
+            raise ValueError(
+                f"env.reward.supporting_recall={supporting_recall}, but {where} names no supporting facts; set 0"
+            )
         self.reward_parts = tuple(weights)
         self.correct_part = "exact_match"
         self._results, self._max_chars = results, max_result_chars

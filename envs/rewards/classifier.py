@@ -51,7 +51,7 @@ class Classifier:
         num_devices: int | None = None,
         devices: Sequence[int] | None = None,
     ) -> None:
-        if min(batch, max_tokens or 1) < 1:
+        if min(batch, 1 if max_tokens is None else max_tokens) < 1:
             raise ValueError(f"batch={batch} and max_tokens={max_tokens}; they must be 1 or more")
         if num_devices not in (None, 1) or (devices is not None and len(devices) != 1):
             raise ValueError(f"num_devices={num_devices}, devices={devices}; the classifier takes one device")

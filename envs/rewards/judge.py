@@ -111,6 +111,8 @@ class Judge:
     ) -> None:
         self.settings = {name: value for name, value in locals().items() if name != "self"}
         """The settings by name, with the defaults of those that were left out."""
+        if not (model.strip() and rubric.strip()):
+            raise ValueError("model and rubric are texts of some words")
         check_endpoint(url, auth_variable)
         scale = {"low", "high"}
         numbers = {name: n for name, n in self.settings.items() if isinstance(n, int | float) and name not in scale}

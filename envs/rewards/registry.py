@@ -143,7 +143,9 @@ def _read(name: str, setting: Any) -> Part:
     hints = get_type_hints(known.function.__init__ if known.made else known.function)
     for setting_name, value in settings.items():
         if not _is_of(value, hints[setting_name]):
-            raise ValueError(f"{where}.{setting_name} is {value!r}; its type is {allowed[setting_name].annotation}")
+            # In the place of a text, as of a variable's name, the value may be a key.
+            given = f"of type {type(value).__name__}" if _is_of("", hints[setting_name]) else repr(value)
+            raise ValueError(f"{where}.{setting_name} is {given}; its type is {allowed[setting_name].annotation}")
     try:
         if known.made:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)

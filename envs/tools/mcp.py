@@ -234,8 +234,8 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
             "env.mcp: an entry is a command, a URL, or a mapping with one of both (command, url) and, if need be, with "
             "env, timeout_s and on_failure"
         )
-    timeout_s, on_failure = float(given.get("timeout_s", 10.0)), given.get("on_failure", "tell")
-    if not 0 < timeout_s < math.inf or on_failure not in ON_FAILURE:
+    timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf or on_failure not in ON_FAILURE:
         raise ValueError(
             f"env.mcp: timeout_s={timeout_s} and on_failure={on_failure}; these are a positive number of seconds, and "
             f"{' or '.join(ON_FAILURE)}"
@@ -247,10 +247,11 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
     name = given["url"] if "url" in given else given["command"]
     variables = given.get("env") or {}
     # What they hold is not repeated: it may be secret.
-    if not all(isinstance(text, str) for text in (name, *variables.values())) or ("url" in given and variables):
+    texts = isinstance(variables, Mapping) and all(isinstance(text, str) for text in (name, *variables.values()))
+    if not texts or ("url" in given and variables):
         raise ValueError("env.mcp: command and url are texts; env has texts by name, of a command alone")
     if "url" in given:
-        return _own_address(name), name, timeout_s, on_failure == "drop", []
+        return _own_address(name), name, float(timeout_s), on_failure == "drop", []
     try:
         words = shlex.split(name)
     except ValueError as error:
@@ -263,7 +264,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
     for word, shown in zip(words, masked(words), strict=True):
         if shown != word and shown.endswith(MASK):  # an option's value, by itself or behind its name
             secrets.append(word[len(shown) - len(MASK) :])
-    return words[0], target, timeout_s, on_failure == "drop", [text for text in secrets if len(text) >= LEAST]
+    return words[0], target, float(timeout_s), on_failure == "drop", [text for text in secrets if len(text) >= LEAST]
 
 
 def _own_address(url: str) -> str:

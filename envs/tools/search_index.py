@@ -130,8 +130,10 @@ def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
 def _loaded_index(folder: Path) -> Any:
     """The index in ``folder``; None where there is none, or it can't be read."""
     try:
-        return _bm25s().BM25.load(folder, allow_pickle=False)
-    except (OSError, ValueError, LookupError, TypeError):
+        bm25 = _bm25s().BM25.load(folder, allow_pickle=False)
+        return bm25 if bm25.vocab_dict and bm25.scores["num_docs"] else None
+    # A damaged file may be read as anything, and it is only a cache.
+    except Exception:
         return None
 
 

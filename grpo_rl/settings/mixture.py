@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
-from grpo_rl.envs.curriculum import read_bounds
+from grpo_rl.envs.curriculum import Bounds, read_bounds
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting, unknown
 from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS
@@ -33,6 +33,15 @@ class Draws(Section):
     task: str | None = setting(None, "the task, where the entry has another name")
     weight: float = setting(REQUIRED, "the share of prompts that are drawn from it", more_than=0)
     scale: float = setting(1.0, "factor of its rewards", more_than=0)
+
+
+class Curriculum(Section):
+    """The settings of ``env.curriculum``; see `grpo_rl.envs.curriculum.Bounds`."""
+
+    low: float = setting(Bounds.low, "pass rate below which a row is too hard")
+    high: float = setting(Bounds.high, "pass rate above which a row is too easy")
+    rest: int = setting(Bounds.rest, "epochs in which such a row is left out")
+    passing: float | None = setting(Bounds.passing, "reward from which on a response passes")
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ def check_mixture(settings: Sections) -> None:
     Raises:
         ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.
     """
+    read_section(Curriculum, settings.env.curriculum, "env.curriculum")
     read_bounds(settings.env.curriculum)
     if not (found := entries(settings)):
         return

@@ -78,9 +78,11 @@ def test_examples_are_right_by_the_rule_and_shown_as_earlier_turns():
 # ---- the data ----
 
 
-def test_a_weight_that_is_no_number_is_named():
+def test_a_wrong_setting_is_named():
     with pytest.raises(ValueError, match=r"env\.reward\.correctness=nan"):
         Countdown([ROW], correctness=float("nan"))
+    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no response"):
+        Countdown([ROW], examples=[ROW])
 
 
 def test_a_file_of_puzzles_is_read_with_the_names_that_others_use(tmp_path):

@@ -123,6 +123,8 @@ def test_weights_and_patterns_come_from_the_config():
     ("options", "message"),
     [
         ({"correctness": "2"}, r"env\.reward\.correctness"),
+        ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
+        ({"examples": [{"question": "1 + 1?"}]}, r"env\.examples\[0\] has no answer; its columns are \['question'\]"),
         ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
     ],
 )

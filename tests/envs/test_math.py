@@ -175,6 +175,7 @@ def test_the_gold_answer_is_the_answer_or_the_solutions_last_box():
     ("options", "message"),
     [
         ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
+        ({"examples": [{"problem": "?", "answer": "5"}]}, r"env\.examples\[0\] has no solution"),
         ({"rows": [{"problem": "?", "solution": "5"}] * 3}, "none of the 3 rows has a gold answer"),
     ],
 )

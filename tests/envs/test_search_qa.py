@@ -185,6 +185,7 @@ def test_the_examples_in_the_prompt_earn_and_find_nothing():
     [
         ({"f1": float("nan")}, r"env\.reward\.f1=nan"),
         ({"form": "xml"}, r"env\.form=xml"),
+        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "row 0 names no supporting facts"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):

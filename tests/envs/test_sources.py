@@ -37,6 +37,8 @@ def test_a_compressed_file_is_read_as_the_file_in_it(tmp_path, ending, opener):
     with opener(tmp_path / f"rows.csv{ending}", "wt") as file:
         file.write("question,answer\n3 + 4?,#### 7\n8 + 1?,#### 9\n")
     assert load_rows(tmp_path / f"rows.jsonl{ending}") == ROWS
+    (tmp_path / "of::file:.jsonl").write_text(lines(ROWS))
+    assert load_rows(tmp_path / "of::file:.jsonl") == ROWS
     assert load_rows(tmp_path / f"rows.csv{ending}") == ROWS
 
 
@@ -76,6 +78,8 @@ def test_what_datasets_saved_is_read_by_split(tmp_path):
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), columns=NAMES)) == ROWS[:1]
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), split="dev", columns=NAMES)) == ROWS[1:]
     assert gsm8k.load_rows(Source(str(tmp_path / "one"), columns=NAMES)) == ROWS[:1]
+    with pytest.raises(ValueError, match="env.subset=main means nothing for folders that datasets has saved"):
+        gsm8k.load_rows(Source(str(tmp_path / "one"), subset="main", columns=NAMES))
 
 
 def test_a_data_set_with_a_card_is_read_by_its_subset_and_split(tmp_path):

@@ -35,8 +35,15 @@ def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
     own = settings_of_mixture(settings)
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
-    with pytest.raises(ValueError, match="env.curriculum.*hihg"):
-        read("env.curriculum={hihg: 0.7}")
+    for wrong, message in (
+        ("hihg: 0.7", ": unknown setting 'hihg'; did you mean high"),
+        ("passing: '0.5'", ".passing is '0.5'; it must be a number"),
+        ("low: nan", ".low is nan"),
+        ("rest: 1.5", ".rest is 1.5; it must be a whole number"),
+        ("rest: 0", ".*rest is 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=f"env.curriculum{message}"):
+            read(f"env.curriculum={{{wrong}}}")
 
 
 def test_an_entry_has_its_own_of_what_the_tasks_share():

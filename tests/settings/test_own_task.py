@@ -164,6 +164,16 @@ def test_a_task_that_does_not_do_its_work_is_told_at_the_start(folder, tokenizer
     assert "\n" not in str(error.value)
 
 
+def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):
+    (folder / "others.jsonl").write_text('{"word": "night"}\n\n{"words": "day"}\n')
+    message = r"prompt of others.jsonl, line 3 raised KeyError: 'word' \(.*own_tasks.py, line \d+\);.* mean words\?"
+    with pytest.raises(ValueError, match=message):
+        make_env(settings(path="others.jsonl"), tokenizer)
+    held = settings("env.eval_path=others.jsonl", "evaluate.rows=2")
+    with pytest.raises(ValueError, match=f"held out: {message}"):
+        eval_rows(held, make_env(settings(), tokenizer))
+
+
 def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
     made = settings("evaluate.rows=2", task="Made", path=None)
     env = make_env(made, tokenizer)

@@ -47,6 +47,15 @@ def test_a_wheel_takes_the_place_of_a_download_that_fails(network, tmp_path, mon
     fetch_punkt()  # is not fetched again
 
 
+def test_a_folder_of_nltk_with_a_part_of_the_files_gives_way_to_all_of_them(network, tmp_path, monkeypatch):
+    (tmp_path / "own" / ENGLISH).mkdir(parents=True)
+    (tmp_path / "own" / ENGLISH / "abbrev_types.txt").write_text("dr")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "own")])
+    network()
+    fetch_punkt()
+    assert Path(nltk.data.find("tokenizers/punkt_tab/english/")) == tmp_path / "nltk_data" / ENGLISH
+
+
 def test_without_any_network_the_error_says_what_to_do(network):
     with pytest.raises(ValueError, match="punkt_tab.*no network; no network.*NLTK_DATA"):
         fetch_punkt()

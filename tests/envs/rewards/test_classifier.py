@@ -137,6 +137,7 @@ def test_the_device_plan_gives_it_a_gpu_of_its_own_or_that_of_training():
     ("settings", "told"),
     [
         ({"name": "m", "batch": 0}, "batch=0"),
+        ({"name": "m", "max_tokens": 0}, "max_tokens=0"),
         ({"name": "m", "num_devices": 2}, "the classifier takes one device"),
         ({"name": "m", "label": 1, "sigmoid": True}, "sigmoid=true is of a model with one logit"),
     ],

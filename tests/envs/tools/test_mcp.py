@@ -149,6 +149,7 @@ def test_what_a_server_has_started_ends_with_it_and_with_the_run(tmp_path, end):
         ["server", "--api-key", "planted"],
         {"command": ["server", "--api-key", "planted"]},
         {"command": "server --api-key planted", "url": "http://planted@localhost"},
+        {"command": "server", "env": ["TOKEN=planted"]},
     ],
 )
 def test_no_refusal_of_an_entry_repeats_its_secrets(entry):
@@ -229,6 +230,8 @@ def test_a_start_that_hangs_is_ended_by_a_later_call_and_begun_anew(tmp_path):
         ({"command": "x", "url": "http://localhost"}, "command, url"),
         ({"comand": "x"}, "command, url"),
         ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
+        ({"command": "x", "timeout_s": None}, "timeout_s=None"),
+        ({"command": "x", "timeout_s": "x"}, "env.mcp: timeout_s=x"),
         ({"url": "http://localhost", "env": {"A": "b"}}, "env"),
         ("no-such-command-here", "there is no program no-such-command-here"),
     ],

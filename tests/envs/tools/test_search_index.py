@@ -147,12 +147,14 @@ def test_other_processes_use_the_same_index(cache, built):
     assert {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()} == before
 
 
-def test_a_damaged_index_is_built_again(cache, built):
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"PK\x03\x04", lambda _: b"{}"]
+)
+def test_a_damaged_index_is_built_again(cache, built, damage):
     expected = SearchIndex(DOCUMENTS).search("Jane Austen novel", 3)
     folder = index_folder(cache)
     for number, name in enumerate(sorted(path.name for path in folder.iterdir()), 2):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
         assert SearchIndex(DOCUMENTS).search("Jane Austen novel", 3) == expected
         assert len(built) == number, name
     assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
