@@ -124,7 +124,8 @@ def _since(rule: Rule, history: History) -> tuple[int, int]:
     if not (shows := rule.shows):
         grown = history.growth(rule.metric)
         return grown[0][0], grown[-1][0]
-    return span(history.last(rule.metric), lambda value: shows(value, history))
+    points = history.last(rule.metric)
+    return span(points, lambda value: shows(value, history)) if points else (int(history.row["step"]),) * 2
 
 
 def _seen(rule: Rule, history: History) -> str:
@@ -162,8 +163,11 @@ def remedy(text: str, history: History) -> str:
 
 
 def _is_done(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> bool:
-    """True if a setting has the value of a remedy already."""
-    return (what == "?" and bool(facts.get(name))) or (what == "=" and name in facts and _text(facts[name]) == value)
+    """True if a setting has the value of a remedy already, or can't have a lower one."""
+    now = facts.get(name)
+    if what in ("-", "*") and value and isinstance(now, int) and not isinstance(now, bool):
+        return now * float(value) < 1 if what == "*" else now < int(value)
+    return (what == "?" and bool(now)) or (what == "=" and name in facts and _text(now) == value)
 
 
 def _change(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> str:

@@ -209,7 +209,8 @@ def fall_of_reward(history: History) -> str | None:
         return None
 
     def both(name: str) -> list[float]:
-        return [median(row.get(name, math.nan) for row in rows) for rows in (best, last)]
+        found = ([row[name] for row in rows if math.isfinite(row.get(name, math.nan))] for rows in (best, last))
+        return [median(values) if values else math.nan for values in found]
 
     norm, entropy, alike = both("grad_norm"), both("entropy"), both("reward/zero_std_fraction")
     signs = {

@@ -67,6 +67,8 @@ def _held_out_loss_rises(h: History) -> bool:
 
 def _kl_runs_away(h: History) -> bool:
     now, was, target = h.median("kl/ref"), h.before("kl/ref"), h.facts.get("policy.target_kl") or math.inf
+    if math.isnan(was):
+        return False
     useless = now > 0.2 and now > 2 * was and not h.rises(REWARD)
     return useless or (now > 3 * target and now >= was) or now > 5
 
@@ -109,7 +111,7 @@ RULES: dict[str, Rule] = {
         "entropy",
         lambda h: h.mean("entropy") <= 0.1 and h.mean("entropy") <= 0.2 * h.first("entropy")
         and h.mean(ALIKE) >= 0.5 and not h.rises(REWARD)
-        and h.median("reward/std") >= 0.1 * abs(h.mean(REWARD)),
+        and h.median("reward/std") > 0.1 * abs(h.mean(REWARD)),
         lambda v, h: v <= min(0.1, 0.2 * h.first("entropy")),
         "entropy fell from {first:.2g} to {now:.2g} nats a token, and the reward no longer rises",
         "policy.entropy_coef?0.001|policy.kl_coef?0.01|optimizer.lr*0.5", "entropy-collapses", ("unstable",),

@@ -30,7 +30,10 @@ class TokenPieces:
         if not self._tokenizer.is_fast:
             return [self._decode([token]) for token in ids]
         stream = DecodeStream(skip_special_tokens=True)
-        pieces = [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
+        try:
+            pieces = [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
+        except Exception:  # bytes that are no character; the library has no narrower one
+            return [self._decode([token]) for token in ids]
         # The stream keeps bytes at the end that are no character.
         return pieces and [*pieces[:-1], pieces[-1] + self._decode(ids)[sum(map(len, pieces)) :]]
 

@@ -90,7 +90,7 @@ def resolve_model(name: str) -> Path:
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx2.HTTPError) as error:
         if name == DEFAULT_MODEL:
-            return _embedded_default()
+            return _checked(_embedded_default(), name)
         reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
         raise ValueError(
             f"unknown model {name!r}: there is no such folder, and the hub could not be reached ({reason}); give a "
@@ -272,9 +272,11 @@ def _from_hub(name: str) -> Path:
 def _embedded_default() -> Path:
     """The folder of the default model, converted from PyPI's wheel unless it is there; it comes into being whole."""
     folder = cache_folder() / "models" / CONVERTED
+    if folder.exists():
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{CONVERTED}.lock"):
-        if folder.exists():
+        if folder.exists():  # another process has built it meanwhile
             return folder
         for left_by_a_killed_process in folder.parent.glob(".building-*"):
             shutil.rmtree(left_by_a_killed_process)
