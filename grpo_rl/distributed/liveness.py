@@ -26,8 +26,8 @@ from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, exi
 from grpo_rl.distributed.meeting import Member
 
 LONGEST_INTERVAL_S = 1.0
-EXIT_MESSAGE_S = 30.0
-"""Seconds after a rank has ended with an error of its own: the others, if they have the same error, end meanwhile."""
+FAILED_S = 30.0
+"""Seconds that the others have after a rank ended with an error of its own: those with the same error end meanwhile."""
 BLOCKED_S = 2.0
 """Seconds that the main thread has to take notice; a thread that does not is inside of an exchange that never ends."""
 UNWINDING_S = 20.0
@@ -96,6 +96,7 @@ class Watch:
             yield
             return
         if self._lost.is_set():
+            self._unwinding.set()
             raise RankLostError(self.message)
         self._count, self._entered, self._exchange = self._count + 1, time.time(), name
         try:
@@ -227,7 +228,7 @@ class Watch:
             if status["exit_message"] == "":
                 continue
             if status["exit_message"]:
-                if now - self._failed_at.setdefault(member.rank, now) > EXIT_MESSAGE_S:
+                if now - self._failed_at.setdefault(member.rank, now) > FAILED_S:
                     return self._claim(member.rank, f"{member} ended with {status['exit_message']}, {_at(status)}")
             elif status["beat"] != self._heard[member.rank][0]:
                 self._heard[member.rank] = status["beat"], now

@@ -53,8 +53,8 @@ class WithinMemory:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of a micro-batch as used now."""
-        return self.batching.max_tokens
+        """The tokens that are scored at a time: as configured, or fewer once memory has run out."""
+        return min(self._configured.max_tokens, self.batching.max_tokens)
 
     def state(self) -> dict[str, Any]:
         """The sizes as configured and as used now, for a checkpoint."""
@@ -75,7 +75,7 @@ class WithinMemory:
         at the end of the block, so that no variable of the caller holds on to the memory that is lacking.
 
         Args:
-            began_again: is told, in a sentence, that what came of the step until now does not count.
+            began_again: called with a sentence that says that what came of the step until now does not count.
 
         Raises:
             OutOfMemoryError: a group alone does not fit, or processes would have to begin again within a pass.

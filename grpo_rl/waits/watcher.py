@@ -22,7 +22,7 @@ FILE = "waits.txt"
 STACKS = "\n\nStacks\n\n"
 POLL_S = 0.5
 GRACE_S = 1.0
-"""Seconds beyond its deadline after which a wait is logged: whoever waits may deal with a deadline by itself."""
+"""Seconds beyond its deadline after which a wait is logged: the caller may handle the deadline itself."""
 QUIET_S = 60.0
 """A wait of the same name is logged again after so many seconds, and not before it has lasted twice as long."""
 REMEDY = "if it goes on, end the run (Ctrl-C twice, or SIGTERM) and resume it"
@@ -97,7 +97,9 @@ class Watcher:
     def __enter__(self) -> Watcher:
         with suppress(ValueError, OSError, AttributeError, RuntimeError):  # standard error is no file
             # A handler of the user's own is called as well; the system's would end the process.
-            is_handled = callable(signal.getsignal(signal.SIGUSR1))
+            is_handled = callable(before := signal.getsignal(signal.SIGUSR1))
+            if before is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # holds from __exit__ on: a late signal is harmless
             faulthandler.register(signal.SIGUSR1, sys.__stderr__, chain=is_handled)  # pyrefly: ignore[bad-argument-type]
         self._thread.start()
         return self

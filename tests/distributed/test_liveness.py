@@ -21,12 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_rl.distributed.endings import LOST_CODE, Stopped
-from grpo_rl.distributed.meeting import meet
+from grpo_rl.distributed.endings import LOST_CODE, RankLostError, Stopped
+from grpo_rl.distributed.liveness import Watch
+from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.distributed.ranks import Ranks
 
 DEADLINE_S, TIMEOUT_S, AT = 2.0, 6.0, 5
-FAULTS = ("killed", "stopped", "stopped zero", "late", "broken", "in order")
+FAULTS = ("killed", "stopped", "stopped zero", "late", "broken", "in order", "killed zero")
 
 
 def be_rank(folder: Path, fault: str, rank: int) -> None:
@@ -39,10 +40,10 @@ def be_rank(folder: Path, fault: str, rank: int) -> None:
         for i in range(AT):
             assert ranks.sum({"i": i}) == {"i": 2 * i}
         time.sleep(DEADLINE_S / 4)  # as signs of life are told ten times in a deadline
-        if rank == (fault != "stopped zero"):
+        if rank == (not fault.endswith("zero")):
             (folder / f"fault {fault}").write_text(str(time.time()))
             match fault:
-                case "killed":
+                case "killed" | "killed zero":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stopped" | "stopped zero":
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -50,6 +51,12 @@ def be_rank(folder: Path, fault: str, rank: int) -> None:
                     time.sleep(60)
                 case "broken":
                     raise ZeroDivisionError("of rank 1")
+        if fault == "killed zero":
+            try:
+                while True:
+                    time.sleep(0.01)
+            finally:
+                print("closed", file=sys.stderr, flush=True)
         if fault == "in order":
             raise Stopped("Stopped after step 3")
         ranks.gather("a" * (rank + 1))
@@ -119,6 +126,24 @@ def test_a_killed_rank_is_named_at_once(found):
         rf"(, in the exchange `\w+` since [\d:]+)?\. The others end, with exit code {LOST_CODE}\.",
         error_line(killed, 0),
     )
+
+
+def test_a_rank_that_is_in_no_exchange_unwinds_when_another_is_lost(found):
+    alone = found["killed zero"]
+    assert alone["codes"] == {"0": -signal.SIGKILL, "1": LOST_CODE} and alone["seconds"]["1"] < 30
+    message, closed = [line for line in alone["said"][1].splitlines() if "[W" not in line]
+    assert message.startswith("error: rank 0 (") and closed == "closed"
+
+
+def test_a_rank_that_unwinds_from_an_exchange_is_not_interrupted_again():
+    watch = Watch(dist.HashStore(), "watch", [Member.here(0)], 0, DEADLINE_S)
+    try:
+        watch._lost.set()
+        with pytest.raises(RankLostError), watch.exchange("sum"):
+            pass
+        watch._on_lost()  # the signal's handler
+    finally:
+        watch.leave()
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("stopped", 1), ("stopped zero", 0)])

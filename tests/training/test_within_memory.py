@@ -192,8 +192,9 @@ def test_scoring_and_diagnosis_use_the_size_that_fits(model):
 
 
 def test_a_given_number_of_micro_batches_gives_way_and_the_advice_says_so(model):
-    _, said, within, _ = trained(model, 50, count=1, room=40)
+    _, said, within, _ = trained(model, 30, count=1, room=40)
     assert len(said) == 1 and (within.batching.count, within.batching.max_tokens) == (None, 40)
+    assert within.max_tokens == 30, "scoring must not take more memory than before"
     assert "train.micro_batch_tokens=40 and train.gradient_accumulation_steps=null saves the attempt" in said[0]
     # With what was advised memory does not run out; with the number still set, the size would count for nothing.
     assert trained(model, 40, count=None, room=40)[1] == [] != trained(model, 40, count=1, room=40)[1]

@@ -129,12 +129,13 @@ def test_ranks_that_do_not_join_are_waited_for_under_a_name(monkeypatch):
 
 
 ASKED = """
-import sys
+import signal, sys
 from pathlib import Path
 from grpo_rl.waits.watcher import watching
 with watching(600.0) as watcher, watcher.telling(Path(sys.argv[1])):
     print("ready", flush=True)
     {blocks}
+signal.raise_signal(signal.SIGUSR1)  # one that comes after the run
 print("ended", flush=True)
 """
 
