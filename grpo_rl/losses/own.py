@@ -39,7 +39,8 @@ class OwnTerm:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self.function, self.where = function, f"{key}={getattr(function, '__module__', '?')}:{name}"
         parameters = inspect.signature(function).parameters
-        if other := [name for name, p in parameters.items() if name not in takes and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+        asked = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if other := [p.name for p in asked if p.default is p.empty and p.name not in takes]:
             raise ValueError(f"{self.where} asks for {', '.join(other)}; it can have {', '.join(takes)}")
         self.takes = tuple(name for name in takes if name in parameters)
 

@@ -165,7 +165,7 @@ def remedy(text: str, history: History) -> str:
 def _is_done(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> bool:
     """True if a setting has the value of a remedy already, or can't have a lower one."""
     now = facts.get(name)
-    if what in ("-", "*") and value and isinstance(now, int) and not isinstance(now, bool):
+    if what in ("-", "*") and value and isinstance(now, int) and not name.endswith(".lr"):
         return now * float(value) < 1 if what == "*" else now < int(value)
     return (what == "?" and bool(now)) or (what == "=" and name in facts and _text(now) == value)
 

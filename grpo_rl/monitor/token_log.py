@@ -133,9 +133,8 @@ class TokenLog:
         if groups is None:
             taken = [group for update in self._updates for group in update.groups] if self._loss else []
             groups = list({group.group_id: group for group in taken}.values())
-        scored = list(dict.fromkeys(group_id for update in self._updates for group_id in update.scored))
-        order = {group_id: place for place, group_id in enumerate(scored)}
-        first = sorted(groups, key=lambda group: order.get(group.group_id, len(order)))
+        scored = {i: -number for number, update in reversed([*enumerate(self._updates)]) for i in update.scored}
+        first = sorted(groups, key=lambda group: scored.get(group.group_id, -len(self._updates)), reverse=True)
         with_text = {group.group_id for group in first[: self._groups]}
         # A collection whose training was cut short has groups that no optimizer step took.
         left = [group for group in groups if group.group_id not in self._visits]
