@@ -88,7 +88,7 @@ class MaskedSweep(Callback):
 
     @override
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        MaskedSweep.file = Path(config.hydra.sweep.dir) / "multirun.yaml"
+        MaskedSweep.file = Path(config.hydra.sweep.dir).resolve() / "multirun.yaml"  # jobs may change the folder
 
     @override
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
