@@ -24,11 +24,11 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged, program, typed
+from grpo_rl.settings.command_line import arranged, divided, program, typed
 from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained, folders
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.script_settings import fixed_folder, script_settings
+from grpo_rl.settings.script_settings import fixed_folder, mask_sweep, script_settings
 from grpo_rl.storage.masking import shown
 from grpo_rl.storage.streams import replace_unwritable
 from grpo_rl.waits.watcher import watching
@@ -97,7 +97,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                typed[:] = [*program(mode), *HydraConfig.get().overrides.task]
+                options = [word for word in divided(sys.argv[1:])[0] if word not in ("--multirun", "-m")]
+                typed[:] = [*program(mode), *options, *HydraConfig.get().overrides.task]
             try:
                 with leaving_nothing():
                     settings = script_settings(cfg, mode)
@@ -150,6 +151,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"
                 remedy = "free some space or set hydra.run.dir. Checkpoints that were written are whole"
                 raise SystemExit(". ".join([f"error: {what}; {remedy}", *getattr(error, "__notes__", [])])) from error
+            finally:
+                mask_sweep()  # no job may have started
 
         return entry
 

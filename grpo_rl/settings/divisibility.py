@@ -9,7 +9,7 @@ from typing import Literal
 from grpo_rl.settings.sections import Sections
 
 Where = Literal["cut", "left_over", "micro_batches", "run"]
-"""The thing that a error breaks: a group, a collection, an optimizer step, the run."""
+"""The part that the error breaks: a group, a collection, an optimizer step, the run."""
 
 
 class IndivisibleBatchError(ValueError):

@@ -9,13 +9,16 @@ from grpo_rl.by_name import is_name, short_name
 from grpo_rl.settings.declaration import REQUIRED, Section, read_section, setting, unknown
 from grpo_rl.settings.tasks import SINGLE
 
+OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
+"""Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
+
 
 class EvalTask(Section):
     """An entry of ``evaluate.tasks``."""
 
     task: str = setting(REQUIRED, "the task")
     rows: int = setting(REQUIRED, "the number of its held-out rows", at_least=2)
-    samples: int = setting(0, "responses to each row beside the greedy one", at_least=0)
+    samples: int = setting(0, "extra sampled responses to each row", at_least=0)
     path: str | None = setting(None, "its held-out data")
     env: Mapping[str, Any] = setting({}, "its own settings that differ from the defaults")
 
@@ -33,6 +36,8 @@ def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
             raise ValueError(f"evaluate.tasks[{i}].task: {unknown('task', task.task, known)}")
         if task.task == "agent":
             raise ValueError(f"evaluate.tasks[{i}] is agent, which is evaluated where it is trained; name its scorer")
+        if taken := [name for name in OF_TRAINING if name in task.env]:
+            raise ValueError(f"evaluate.tasks[{i}].env.{taken[0]} has no effect here; use task, path, rows and samples")
     names = [short_name(task.task) for task in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"evaluate.tasks names {twice[0]} twice")

@@ -71,6 +71,9 @@ class Settings(Sections):
         values = _with_own_defaults(values, dataset)
         known = declarations(dataset)
         check_keys(flat(values), dataset)
+        for name in sorted({key.rpartition(".")[0] for key in known} - {""}, key=len):
+            if not isinstance(section := select(values, name, {}), Mapping):
+                raise ValueError(f"{name} is {section!r}, and it is a section: give its keys, or leave it out")
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
             what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
             if all(key.startswith("loss.") for key in missing):

@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.machine import check_machine
@@ -17,6 +19,7 @@ from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.storage.masking import masked, masked_override
+from grpo_rl.storage.whole_file import write_whole
 
 
 def fixed_folder() -> str | None:
@@ -56,23 +59,48 @@ def _with_place(message: str, hydra: DictConfig) -> str:
     key = re.match(r"(?:unknown config key )?([\w.]+)", message)
     if not key or any(word.lstrip("+").startswith(f"{key[1]}=") for word in hydra.overrides.task):
         return message
-    line = re.compile(rf"\b{key[1].rpartition('.')[2]}\s*:")
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
         path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
-        if path and not path.is_relative_to(FOLDER) and (found := line.search(text := path.read_text("utf-8"))):
-            return f"{path}, line {text[: found.end()].count(chr(10)) + 1}: {message}"
+        if path and not path.is_relative_to(FOLDER):
+            tree = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+            if line := _line(tree, key[1]) or _line(tree, key[1].removeprefix(f"{group}.")):
+                return f"{path}, line {line}: {message}"
     return message
 
 
-class MaskedSweep(Callback):
-    """Masks the secrets in the config that a sweep writes (see ``config/grpo.yaml``); its jobs compose their own."""
+def _line(node: yaml.Node | None, key: str) -> int | None:
+    """The line of a dotted key in a YAML tree; None if it has none."""
+    line = None
+    for name in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        line, node = next(((at.start_mark.line + 1, value) for at, value in pairs if at.value == name), (None, None))
+    return line
 
+
+class MaskedSweep(Callback):
+    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``).
+
+    The config itself stays as it is: the sweeper takes the jobs' overrides from it.
+    """
+
+    file: Path | None = None
+
+    @override
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Masks the config, which the sweeper stores as multirun.yaml."""
-        values = OmegaConf.to_container(config, resolve=False)
-        assert isinstance(values, dict)
-        for name in values.keys() - {"hydra"}:
-            OmegaConf.update(config, str(name), masked(values[name], str(name)), merge=False)
-        config.hydra.overrides.task = [masked_override(word) for word in config.hydra.overrides.task]
-        config.hydra.job.override_dirname = ""
+        MaskedSweep.file = Path(config.hydra.sweep.dir).resolve() / "multirun.yaml"  # jobs may change the folder
+
+    @override
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        mask_sweep()
+
+
+def mask_sweep() -> None:
+    """Masks the secrets in multirun.yaml, if this process has started a sweep that wrote one."""
+    if MaskedSweep.file is None or not MaskedSweep.file.is_file():
+        return
+    values = yaml.safe_load(MaskedSweep.file.read_text(encoding="utf-8"))
+    given = values["hydra"]["overrides"]
+    given.update({name: [masked_override(word) for word in words] for name, words in given.items()})
+    values["hydra"]["job"]["override_dirname"] = ""  # all overrides as one text
+    write_whole(MaskedSweep.file, yaml.safe_dump(masked(values), sort_keys=False, allow_unicode=True))

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.compose import DEFAULT_CONFIG, OF_COMPOSING, compose_config, explained
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.mixture import SHARED, entries
@@ -35,7 +35,10 @@ def settings_for_task(
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(dataset, dataset)}", *overrides])
     for key, value in values.items():
         OmegaConf.update(cfg, key, plain(value), merge=False)
-    OmegaConf.update(cfg, "env", plain(env or {}), merge=True, force_add=True)
+    try:
+        OmegaConf.update(cfg, "env", plain(env or {}), merge=True, force_add=True)
+    except OF_COMPOSING as error:  # of another type than the default
+        raise ValueError(explained(error)) from error
     return Settings.read(cfg, divides=False)
 
 

@@ -25,11 +25,11 @@ _NAMED = re.compile(
     rf"""|(?<![\w-])--?[\w.-]{{0,50}}?({_NAMES}[\w.-]{{0,100}})"""
     r"""(?:[ \t]{1,9}(?=[^\s-])|["']?\s{0,9},\s{0,99}(?!["']?--?[a-z])(?=["']?[^\s"']))"""
     r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S))"""
-    r"""("(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'|[\[{"'][^\n]*|[^\s,;&}\]"']+)""",
+    r"""("(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'|[\[{].*|["'][^\n]*|[^\s,;&}\]"']+)""",
     re.IGNORECASE | re.DOTALL,
 )
 """A secret in a text, after its name with a sign between, an option of a command or of its list of arguments, or the
-scheme of an HTTP header. It ends with its quotes, at a space or comma, or with the line behind an open bracket."""
+scheme of an HTTP header. It ends with its quotes, at a space or comma; in brackets with the text."""
 _NO_SECRETS = ("null", "None", "true", "false", "True", "False", "VALUE")
 """Values that are none, as in messages of ours."""
 LEAST = 8
@@ -85,12 +85,19 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
         given = zip(value, options, names, strict=False)
         return [masked(item, key if option else name, told_apart) for item, option, name in given]
     if not is_secret(key):
-        return masked_text(value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        hidden, known = masked_text(value), _USERINFO.sub(MASK, value)
+        return f"{hidden} ({MASK}{_digits(key, known)})" if told_apart and hidden != known else hidden
     if value is None or isinstance(value, bool) or value == "" or str(value).startswith(MASK):
         return value
     if _is_number(str(value)) and not _NEVER_A_COUNT.search(key):
         return value
-    return MASK + hashlib.sha256(f"{key}\0{value}".encode()).hexdigest()[:3] * told_apart
+    return MASK + _digits(key, value) * told_apart
+
+
+def _digits(key: str, value: object) -> str:
+    return hashlib.sha256(f"{key}\0{value}".encode()).hexdigest()[:3]
 
 
 def masked_override(word: str) -> str:

@@ -80,8 +80,8 @@ def test_charts_are_drawn_when_they_come_near(tab, tmp_path, make_run):
 
 def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     run = make_run(tmp_path, steps=3)
-    (run / ".hydra" / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
-    (run / ".hydra" / "overrides.yaml").write_text(json.dumps([HOSTILE]))
+    (run / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
+    (run / "overrides.yaml").write_text(json.dumps([HOSTILE]))
     MetricsLog(run).log(4, {"reward/mean": math.nan, "grad_norm": math.inf, f"reward/{HOSTILE}": 1.0})
     url = url_of(run)
     tab.open(url)

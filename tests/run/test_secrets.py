@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
 
+from grpo_rl.settings import command_line
+from grpo_rl.settings.config import main
 from grpo_rl.testing import run_script
 
 SCRIPTS = Path(__file__).parents[2] / "sota"
@@ -112,7 +116,7 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_r
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        (["env.num_envs=0", "hydra.output_subdir=null"], "env.num_envs"),
+        (["env.num_envs=0"], "env.num_envs"),
         (["loss=grpo,none_such"], "none_such"),  # by Hydra, before any job
     ],
 )
@@ -121,6 +125,29 @@ def test_a_sweep_that_is_refused_leaves_no_secret_behind(words, refused, tiny_ru
     with pytest.raises(SystemExit, match=refused):
         run_script(SCRIPTS / "grpo.py", [*words, f"hydra.sweep.dir={tmp_path}"], tmp_path / "unused")
     assert "api_key: '***'" in (tmp_path / "multirun.yaml").read_text() and found_in(tmp_path) == []
+
+
+def test_jobs_of_a_sweep_get_their_secret_and_values_and_multirun_yaml_has_no_secret(tmp_path, monkeypatch):
+    got, name = [], f"{tmp_path.as_posix()}/conf=1"
+    (tmp_path / "conf=1").mkdir()
+    (tmp_path / "conf=1" / "mine.yaml").write_text("defaults: [grpo_gsm8k, _self_]\ntrain: {seed: 5}\n")
+    own = ["--config-dir", name, "--config-name", "mine"]
+    words = ["env.path=quickstart-train", "inference_model.engine=transformers", f"hydra.sweep.dir={tmp_path}"]
+    words += [*SETTINGS, "+hydra.job.env_set.WANDB_API_KEY=planted-behind", "sampling.max_new_tokens=64,128"]
+    monkeypatch.setattr("sys.argv", ["/runs/lr=1/grpo.py", "--multirun", *words, *own])
+    GlobalHydra.instance().clear()
+
+    def train(settings):
+        text = (tmp_path / "multirun.yaml").read_text()
+        assert "planted" not in text and "***" in text
+        got.append((settings.logger.settings["Quiet"]["api_key"], settings.sampling.max_new_tokens))
+        assert command_line.typed[:6] == ["python", "/runs/lr=1/grpo.py", *own] and settings.train.seed == 5
+        given = command_line.overrides()
+        assert given[0] == words[0] and given[-1] == f"sampling.max_new_tokens={got[-1][1]}"
+
+    main(config_name="grpo_gsm8k")(train)()
+    assert got == [("planted-api-key", 64), ("planted-api-key", 128)]
+    assert yaml.safe_load((tmp_path / "multirun.yaml").read_text())["sampling"]["max_new_tokens"] != "***"
 
 
 def test_the_search_finds_what_is_planted(tmp_path):

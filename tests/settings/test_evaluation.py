@@ -31,6 +31,11 @@ pytestmark = pytest.mark.slow
             ["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, env: {reward: {corectness: 1}}}]"],
             r"^evaluate.tasks\[0\]: .*corectness; did you mean env.reward.correctness",
         ),
+        (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 4, env: {reward: [1]}}]"], r"^evaluate.tasks\[0\]: "),
+        (
+            ["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 4, env: {eval_path: y}}]"],
+            r"^evaluate.tasks\[0\].env.eval_path has no effect here; use task, path",
+        ),
     ],
 )
 def test_settings_of_evaluation_that_make_no_sense_are_refused(words, message):

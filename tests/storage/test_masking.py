@@ -74,7 +74,9 @@ def test_an_override_that_holds_a_secret_anywhere_is_masked_whole(word):
 
 def test_a_text_may_have_a_secret_in_quotes_or_brackets():
     hidden = masked_text("it said password='ab c1', token=\"x\" and keys=[abc123, def456], more\nand went on")
-    assert hidden == "it said password=***, token=*** and keys=***\nand went on"
+    assert hidden == "it said password=***, token=*** and keys=***"
+    assert masked_text('{"api_keys": [\n "abc",\n "def"\n]}') == '{"api_keys": ***'
+    assert masked_text("credentials: {user: me,\n pin: hush}") == "credentials: ***"
     assert masked_text("password='never closed abc") == "password=***"
 
 
@@ -84,6 +86,8 @@ def test_masked_texts_are_told_apart_without_a_way_back():
 
     assert apart("key_column", "a") != apart("key_column", "b") and apart("key_column", "a") == apart("key_column", "a")
     assert masked({"key_column": apart("key_column", "a")}, told_apart=True) == {"key_column": apart("key_column", "a")}
+    yes, no = (apart("instructions", f"end with token: {verdict}") for verdict in ("yes", "no"))
+    assert yes != no and masked({"instructions": yes}, told_apart=True) == {"instructions": yes}
     # A new password of the same place is the same place.
     assert apart("path", "s3://me:pw@host/x") == apart("path", "s3://me:other@host/x") == "s3://***@host/x"
     # So few digits fit many texts, and can't be used to try a password.
