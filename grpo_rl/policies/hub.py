@@ -90,7 +90,7 @@ def resolve_model(name: str) -> Path:
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx2.HTTPError) as error:
         if name == DEFAULT_MODEL:
-            return _checked(_embedded_default(), name)
+            return _embedded_default()
         reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
         raise ValueError(
             f"unknown model {name!r}: there is no such folder, and the hub could not be reached ({reason}); give a "

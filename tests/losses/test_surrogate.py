@@ -175,3 +175,12 @@ def test_clipped_tokens_are_those_whose_gradient_or_weight_a_clip_has_changed():
     assert flags["clip_low"].int().tolist() == [1, 1, 0, 0, 0, 0]
     assert flags["clip_high"].int().tolist() == [0, 0, 0, 1, 1, 1]
     assert not any(flag.any() for kind in ("sapo", "plain") for flag in clipped_tokens(kind, **both).values())
+
+
+@pytest.mark.parametrize("log_ratio", [1000.0, math.inf])
+def test_with_a_dual_clip_no_ratio_overflows(log_ratio):
+    log_ratio = torch.tensor([log_ratio, log_ratio, -log_ratio], requires_grad=True)
+    loss = clipped_surrogate(log_ratio, torch.tensor([-1.0, 1.0, -1.0]), dual_clip=3.0)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor([3.0, -1.2, 0.8]))
+    assert log_ratio.grad.tolist() == [0.0, 0.0, 0.0]

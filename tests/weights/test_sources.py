@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -13,10 +17,11 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.loading import target_names
-from grpo_rl.policies.lora import LoRA, base_weights
+from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
+from grpo_rl.weights import sources
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.sources import merged_weights
 
@@ -84,6 +89,40 @@ def test_merged_weights_are_pefts_under_the_checkpoints_names_and_the_trainer_ke
         assert torch.equal(parameter, before[name])
 
 
+def test_the_sender_never_holds_two_merged_weights_at_once(folder):
+    policy = adapted(folder)
+    own = {parameter.data_ptr() for parameter in policy.model.parameters()}
+    most, made = 0, 0
+
+    class Counts(ScriptedEngine):
+        def update_weights(self, weights, version):
+            def counted():
+                nonlocal most, made
+                alive = weakref.WeakSet()
+                for name, tensor in weights:
+                    if tensor.data_ptr() not in own:
+                        alive.add(tensor)
+                        made += 1
+                    most = max(most, len(alive))
+                    yield name, tensor
+                    del tensor
+
+            for name, tensor in counted():
+                self.weights[name] = tensor.clone()
+                del tensor
+            self.version = version
+
+    WeightSync(policy.model, Counts(script)).push()
+    assert made == len(TARGETS) * 2 and most == 1
+
+
+def test_a_push_makes_every_merged_weight_once(folder, monkeypatch):
+    made = []
+    monkeypatch.setattr(sources, "factors", lambda layer: made.append(layer) or factors(layer))
+    WeightSync(adapted(folder).model, ScriptedEngine(script)).push()
+    assert len(made) == len(TARGETS) * 2
+
+
 def test_of_adapters_the_base_travels_once_and_they_with_every_push(folder):
     policy, engine = adapted(folder), TakesAdapters()
     sync = WeightSync(policy.model, engine)
@@ -97,6 +136,37 @@ def test_of_adapters_the_base_travels_once_and_they_with_every_push(folder):
     b = policy.model.get_parameter("model.layers.1.mlp.up_proj.lora_B.default.weight")
     assert torch.equal(engine.weights["model.layers.1.mlp.up_proj.lora_B.weight"], 2 * b)  # alpha / rank
     sync.verify()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.lora_A.weight", "model.norm.weight"])
+def test_an_engine_with_one_wrong_number_in_adapters_or_base_is_found_out(folder, name):
+    class Flipper(TakesAdapters):
+        def update_weights(self, weights, version):
+            super().update_weights(weights, version)
+            self.weights[name].view(-1).view(torch.int16)[3] ^= 1
+
+    with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors .*{name}"):
+        WeightSync(adapted(folder).model, Flipper()).push()
+
+
+def test_an_engine_that_keeps_the_old_adapter_is_found_out(folder):
+    class Deaf(TakesAdapters):
+        def update_weights(self, weights, version):
+            if self.weights:
+                weights = []
+            super().update_weights(weights, version)
+
+    policy = adapted(folder)
+    sync = WeightSync(policy.model, Deaf())
+    sync.push()
+    randomize(policy, seed=2)
+    with pytest.raises(WeightDeliveryError, match="16 of 16 tensors"):
+        sync.push()
+
+
+def test_an_engine_made_for_adapters_is_not_given_a_model_without(folder):
+    with pytest.raises(ValueError, match="the model has none"):
+        WeightSync(TrainPolicy.load(folder, torch.bfloat16).model, TakesAdapters())
 
 
 def test_adapters_are_not_put_on_another_base(folder, tmp_path):
@@ -263,6 +333,18 @@ def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one
         assert gap(policy, beside) < 1e-3
 
 
+def test_conversations_are_answered_by_the_adapter_too(folder, beside):
+    policy = adapted(folder, torch.float32)
+    WeightSync(policy.model, beside, beside.version).push()
+    beside.submit(7, PROMPT, Sampling(max_new_tokens=8))
+    finished = []
+    while not finished:
+        finished = beside.step()
+    with torch.no_grad():
+        groups = groups_of([finished[0][1]])
+        assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
+
+
 def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside, monkeypatch):
     monkeypatch.setattr(beside, "_is_one_worker", False)  # as with tensor parallelism
     policy = adapted(folder, torch.float32)
@@ -285,6 +367,23 @@ def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(folder,
         sync.verify()
     with pytest.raises(Exception, match=f"policy-{version}"):
         beside.generate([PROMPT], n=1, sampling=Sampling(max_new_tokens=1))
+
+
+@pytest.mark.nightly
+def test_a_closed_engine_with_adapters_leaves_no_layer_behind(folder):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(folder, max_model_len=64, adapter_rank=4, adapter_targets=TARGETS)
+    WeightSync(adapted(folder).model, engine).push()
+    engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
+    ours = {id(o) for o in gc.get_objects() if type(o).__name__ == "MergedQKVParallelLinearWithLoRA"}
+    engine.close()
+    del engine
+    gc.collect()
+    assert len(ours) >= 2
+    left = [o for o in gc.get_objects() if type(o).__name__ == "MergedQKVParallelLinearWithLoRA"]
+    assert len(left) <= len(ours) - 2
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
@@ -336,6 +435,21 @@ def test_exports_compute_what_the_policy_computes(folder, tmp_path, how, quantiz
                 base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             loaded = peft.PeftModel.from_pretrained(base.train(), tmp_path).train()
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.nightly
+def test_a_merged_export_is_read_without_peft(folder, tmp_path):
+    export(adapted(folder).model, AutoTokenizer.from_pretrained(folder), tmp_path, "merged")
+    script = (
+        "import sys; sys.modules['peft'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        f"assert len(AutoTokenizer.from_pretrained({str(tmp_path)!r})) == model.config.vocab_size\n"
+        "print(model.dtype, sum(p.numel() for p in model.parameters()))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    numel = sum(weight.numel() for _, weight in base_weights(TrainPolicy.load(folder, torch.bfloat16).model))
+    assert result.stdout.split() == ["torch.bfloat16", str(numel)]
 
 
 @pytest.mark.nightly

@@ -128,6 +128,60 @@ def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
     assert replayed.mean() < 0.7 * own.mean()
 
 
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder beside a runner without a model, whose step takes in what began and what ended, as vLLM's does."""
+    from grpo_rl.engines.vllm import routes
+    from grpo_rl.engines.vllm.sampling import ROUTES_KEY
+
+    class Layer(torch.nn.Module):
+        layer_id, moe_config = 0, Namespace(experts_per_token=2, num_logical_experts=4)
+        router = Namespace(set_capture_fn=lambda record: None)
+
+    class Runner:
+        model_config = Namespace(hf_text_config=Namespace(num_hidden_layers=1))
+
+        def __init__(self):
+            spec = object.__new__(routes.FullAttentionSpec)
+            object.__setattr__(spec, "block_size", 4)
+            group = Namespace(kv_cache_spec=spec, layer_names=["attention"])
+            self.kv_cache_config = Namespace(kv_cache_groups=[group], num_blocks=8)
+            self.requests = {}
+
+        def get_model(self):
+            return Layer()
+
+        def begin(self, name, key, siblings=1):
+            parameters = Namespace(extra_args={ROUTES_KEY: [key, siblings]})
+            self.requests[name] = Namespace(sampling_params=parameters, block_ids=[[len(self.requests)]])
+
+        def execute_model(self, scheduled):
+            for name in scheduled.finished_req_ids:
+                self.requests.pop(name, None)
+
+        def end(self, *names):
+            self.execute_model(Namespace(finished_req_ids=set(names)))
+
+    monkeypatch.setattr(routes, "MoERunner", Layer)
+    return routes.RouteRecorder(Runner())
+
+
+def test_of_forgotten_requests_nothing_is_kept_once_they_are_gone(recorder):
+    runner = recorder._runner
+    runner.begin("0_a", "a", 2)
+    runner.begin("1_a", "a", 2)
+    runner.begin("b", "b")
+    runner.end("0_a")
+    assert recorder._finished.keys() == {("a", 0)}
+    recorder.forget(["a", "never begun"])
+    assert not recorder._finished and recorder._forgotten == {"a"}, "one response is still under way"
+    runner.end("1_a")
+    assert not recorder._finished and not recorder._forgotten
+    runner.end("b")
+    assert recorder._finished.keys() == {("b", 0)}
+    assert [len(rows) for rows in recorder.take("b", [3])] == [3] and not recorder._finished
+
+
 @pytest.mark.parametrize("end", ["cancelled", "aborted", "taken"])
 def test_routes_that_nobody_takes_are_forgotten_behind_the_abort(end):
     """The request's caller may have been cancelled: vLLM then ends it itself, and says so to nobody."""
