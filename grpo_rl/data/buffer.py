@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
 from torchrl.data import ListStorage, ReplayBuffer, RoundRobinWriter
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
@@ -22,7 +25,7 @@ class GroupBuffer(ReplayBuffer):
         super().__init__(
             # As if to be compiled: TorchRL counts in plain numbers then. Its other counters have locks that processes
             # share, whose semaphores may stay in /dev/shm when the run is killed.
-            storage=ListStorage(num_groups, compilable=True),
+            storage=_GroupStorage(num_groups, compilable=True),
             writer=RoundRobinWriter(compilable=True),
             sampler=SamplerWithoutReplacement(),
             batch_size=groups_per_batch,
@@ -59,3 +62,14 @@ class GroupBuffer(ReplayBuffer):
         groups = list(self[:])
         self.empty()
         return groups
+
+
+class _GroupStorage(ListStorage):
+    """A list of groups that is extended in one call."""
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        end = len(self)
+        # TorchRL would take a lock for each item.
+        if isinstance(cursor, Tensor) and torch.equal(cursor, torch.arange(end, end + len(cursor))):
+            cursor = slice(end, None)
+        super().set(cursor, data, set_cursor=set_cursor)
