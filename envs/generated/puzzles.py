@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from grpo_rl.envs.generated.chains import COMPUTE
+
 SPLITS = ("train", "test")
 HELD_OUT_SHARE = 10  # One in so many sets of numbers is held out.
 MAX_TRIES = 100_000
 
-_COMPUTE = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2}
 _COMPOUND_ON_THE_RIGHT = {"+": 1, "-": 2, "*": 2, "/": 3}  # the weakest operand that needs no brackets there
 
@@ -94,6 +95,6 @@ def _combined(numbers: Sequence[int], rng: Random) -> tuple[int, str]:
         sign = rng.choice("+-*/" if divides else "+-*")
         before = left[1] if left[2] >= _LEVEL[sign] else f"({left[1]})"
         after = right[1] if right[2] >= _COMPOUND_ON_THE_RIGHT[sign] else f"({right[1]})"
-        operands.append((_COMPUTE[sign](left[0], right[0]), f"{before} {sign} {after}", _LEVEL[sign]))
+        operands.append((COMPUTE[sign](left[0], right[0]), f"{before} {sign} {after}", _LEVEL[sign]))
     value, expression, _ = operands[0]
     return value, expression

@@ -71,6 +71,8 @@ def check_loss(
         raise ValueError(f"loss.dual_clip is {dual_clip}; use at least 1 + loss.clip_high (3 is usual), or null")
     if dual_clip is not None and surrogate != "clipped" and not callable(surrogate):
         raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={surrogate} has none; set it to null")
+    if not min(tau_pos, tau_neg) > 0:
+        raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; temperatures are above 0")
     if not correction_low <= 1 <= correction_high:
         raise ValueError(
             f"loss.correction_low is {correction_low} and loss.correction_high {correction_high}; a weight of 1 must "

@@ -216,7 +216,7 @@ RULES: dict[str, Rule] = {
         ),
         lambda v, h: v < 1024,
         "an optimizer step is divided into many micro-batches, of {now:.0f} response tokens each",
-        "train.micro_batch_tokens=8192|train.gradient_accumulation_steps=null", "micro-batches-are-small",
+        "train.gradient_accumulation_steps=null|train.micro_batch_tokens=8192", "micro-batches-are-small",
     ),
     "memory_full": Rule(
         "share/memory", lambda h: min(h.values("share/memory", EARLY)) >= 0.95, lambda v, h: v >= 0.95,

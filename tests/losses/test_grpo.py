@@ -349,6 +349,7 @@ def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing,
     [
         ({"surrogate": "ppo"}, "loss.surrogate is 'ppo'; it can be clipped, cispo, sapo, plain, none"),
         ({"dual_clip": 1.1}, "loss.dual_clip is 1.1"),
+        ({"surrogate": "sapo", "tau_pos": 0.0}, "loss.tau_pos is 0.0"),
         ({"clip_low": 2.0}, "loss.clip_low is 2.0"),
         ({"correction_high": 0.5}, "a weight of 1 must lie between them"),
     ],

@@ -79,8 +79,7 @@ sections.tokens = function (root, data) {
   }
 
   const visible = (text) => text === "" ? "·" : text.replaceAll("\n", "↵\n");
-  // Rank zero records what it scored itself; a zero-variance group may be scored by nobody.
-  const unscored = "not scored on rank zero";
+  const unscored = "not scored: a zero-variance group";
   const exact = (value) => value === null ? "not recorded" : value.toFixed(4);
 
   function tell(target) {
