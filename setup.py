@@ -155,7 +155,7 @@ setup(
             "nbformat>=5.11,<6",
             "openai>=3.57,<4",  # the client of agents in tests
             "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
-            "pyrefly>=1.4,<2",
+            "pyrefly>=1.4.1,<1.5",  # each minor version checks more
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
             "ray>=2.60,<3",
