@@ -22,25 +22,6 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
 
 
 @pytest.mark.slow
-def test_naming_a_task_chooses_its_config_as_in_the_script(capsys):
-    assert main(["batches", "env.dataset=countdown"]) == 0
-    assert main(["batches", "--config-name", "grpo_math", "+experiment=open_r1_math"]) == 0
-    assert "28 prompts x 16 responses = 448 responses a collection" in capsys.readouterr().out
-
-
-def test_a_config_folder_of_ones_own_is_searched_as_by_the_script(capsys, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nenv:\n  num_envs: 12\n")
-    assert main(["batches", f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]) == 0
-    assert "12 prompts x 8 responses" in capsys.readouterr().out
-
-
-def test_batches_ends_with_one_where_something_does_not_divide(capsys):
-    assert main(["batches", "train.optim_batch_size=20"]) == 1
-    assert "left over: the group is cut" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,15 +39,6 @@ def test_bad_input_is_told_in_one_line(arguments, message, capsys):
     assert error.startswith("error: ") and message in error and "\n" not in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["batches", "--no-such-option"]])
-def test_what_is_no_command_line_ends_with_two_and_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.endswith(" --help says more\n") and error.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "mode"),
@@ -79,11 +51,6 @@ def test_train_runs_the_script_of_its_mode(arguments, mode, monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", *arguments, f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}; run sota/.* or grpo-rl train"):
         main()
-
-
-def test_train_is_of_one_mode(capsys):
-    assert main(["train", "--sft", "--async"]) == 2
-    assert capsys.readouterr().err == "error: --async and --sft exclude each other\n"
 
 
 def test_train_passes_hydras_options_on(monkeypatch, tmp_path, capsys):

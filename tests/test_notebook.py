@@ -53,10 +53,3 @@ def test_the_notebook_trains_and_shows_the_run(tmp_path, monkeypatch):
     ] * 2
     assert "runs/quickstart/report.html" in after["report"]
     assert after["sample"]
-
-
-def test_the_notebook_is_committed_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert len(code) == 7 and not any(cell.outputs or cell.execution_count for cell in code)

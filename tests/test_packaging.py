@@ -65,17 +65,6 @@ def sdist(checkout, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def later_checkout(checkout, tmp_path_factory) -> Path:
-    """The same files in another folder, written a day later."""
-    copy = tmp_path_factory.mktemp("later") / "elsewhere"
-    shutil.copytree(checkout, copy, symlinks=True)
-    for path in copy.rglob("*"):
-        times = path.stat().st_mtime + 86_400
-        os.utime(path, (times, times))
-    return copy
-
-
-@pytest.fixture(scope="module")
 def unpacked_sdist(sdist, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
@@ -116,16 +105,6 @@ def test_the_sdist_builds_the_wheel_of_the_checkout_byte_for_byte(unpacked_sdist
     (tmp_path / "b").mkdir()
     from_sdist = build("wheel", unpacked_sdist, tmp_path / "a")
     assert from_sdist.read_bytes() == build("wheel", checkout, tmp_path / "b").read_bytes()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["sdist", "wheel"])
-def test_a_second_build_elsewhere_and_later_has_the_same_bytes(kind, checkout, later_checkout, tmp_path, monkeypatch):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first, second = build(kind, checkout, tmp_path / "a"), build(kind, later_checkout, tmp_path / "b")
-    assert first.read_bytes() == second.read_bytes()
 
 
 def test_an_installed_wheel_imports_without_the_checkout(wheel, tmp_path):
@@ -170,28 +149,6 @@ def test_an_installed_wheel_trains_from_any_folder(environment, tmp_path):
     assert [row["step"] for row in read_metrics(run) if "loss/total" in row] == [1]
     assert yaml.safe_load((run / "config.yaml").read_text())["sampling"]["temperature"] == 0.9
     assert (run / "report.html").exists() and (run / "model").is_dir()
-
-
-def test_an_installed_wheel_has_its_version_and_the_scripts_as_modules(environment, tmp_path):
-    assert run_installed(environment / "grpo-rl", "--version", folder=tmp_path) == f"grpo-rl {grpo_rl.__version__}\n"
-    module = run_installed(
-        environment / "python", "-m", "grpo_rl.sota.grpo_async", "--info", "searchpath", folder=tmp_path
-    )  # fmt: skip
-    assert f"{environment.parent}/lib" in module and str(ROOT) not in module
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["checkout", "unpacked_sdist"])  # the second has no links
-def test_an_editable_install_imports_the_sources(source, request, tmp_path):
-    root = request.getfixturevalue(source)
-    with zipfile.ZipFile(build("editable", root, tmp_path)) as archive:
-        archive.extractall(tmp_path / "site")
-    code = (
-        "import grpo_rl.envs, grpo_rl.config, grpo_rl.data.keys, pathlib; "
-        "print(*(pathlib.Path(p).resolve() for m in (grpo_rl.envs, grpo_rl.config) for p in list(m.__path__)[:1]))"
-    )
-    assert run_with(tmp_path / "site", code) == f"{root}/envs {root}/config"
 
 
 def test_importing_the_package_itself_is_light():

@@ -94,22 +94,6 @@ def test_commands_of_the_docs_exist():
     assert known and not known - {*COMMANDS, "train"}
 
 
-def test_every_page_is_in_the_navigation():
-    text = (ROOT / "mkdocs.yml").read_text()
-    listed = set(re.findall(r"^\s*- (?:[\w ]+: )?([\w/]+\.md)$", text, re.MULTILINE))
-    assert {page.name for page in DOCS.glob("*.md")} <= listed
-
-
-def test_blocks_of_the_first_page_run_on_a_run(run, capsys):
-    exec(block("start.md", "completions"), {"run": run})
-    assert "completion" in capsys.readouterr().out
-    exec(block("start.md", "model"), {"run": run})
-    assert "Kim has 7 pens" in capsys.readouterr().out
-    names: dict = {}
-    exec(block("start.md", "reward"), names)
-    assert names["brevity"](["two words", "word " * 11]) == [1.0, 0.0]
-
-
 def test_the_page_on_metrics_has_every_metric_of_a_run(run):
     text = (DOCS / "metrics.md").read_text()
     named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>@]+)`", text)]

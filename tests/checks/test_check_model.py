@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
-    GptOssConfig,
-    GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3MoeConfig,
@@ -22,7 +20,6 @@ from transformers import (
 )
 
 from grpo_rl.checks import trial
-from grpo_rl.checks.model import layer_summary
 from grpo_rl.checks.template import template_findings
 from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
@@ -102,14 +99,6 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     (mean,) = re.findall(r"log-probs differ by (\S+) nats", out)
     first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["mismatch/mean"]
     assert first / 3 < float(mean) < 3 * first  # other prompts, the same rounding
-
-
-@pytest.mark.nightly
-def test_vllm_is_asked_unless_another_engine_is(model, check):
-    pytest.importorskip("vllm")
-    code, lines = check(model, *SHORT, "sampling.top_k=20", "sampling.stop=[ab]")  # which vLLM is started for
-    assert code == 0 and lines["weights"][1].endswith("arrived in vllm")
-    assert lines["sampler, trainer"][0] == "OK"
 
 
 def test_responses_are_sampled_as_in_training_but_for_their_length(model, check, monkeypatch):
@@ -298,50 +287,10 @@ def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypat
     assert not (copied / "ran").exists()
 
 
-def test_a_folder_without_weights_is_checked_quickly_and_told_otherwise(copied, check):
-    without(copied, "*.safetensors")
-    code, lines = check(copied, "--quick", *SHORT)
-    assert code == 0 and lines["gate"] == ("OK", "scored exactly: 2 x full attention") and "memory" in lines
-    assert "weights" not in lines
-    code, lines = check(copied, *SHORT)
-    assert code == 1 and "with *.safetensors beside it" in fixes(lines)["model"]
-
-
 @pytest.mark.nightly
 def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
-
-
-def test_a_kind_of_model_that_is_not_planned_is_a_note(copied, check):
-    hybrid().config.save_pretrained(copied)
-    code, lines = check(copied, "--quick", *SHORT)
-    assert code == 0 and lines["memory"][0] == "note"
-    assert lines["memory"][1].startswith("not planned: Lfm2ForCausalLM has layers that carry a state")
-
-
-def test_router_replay_is_for_models_with_routers(model, copied, check):
-    replay = "policy.router_replay=true"
-    code, lines = check(model, "--quick", *SHORT, replay)
-    assert code == 1 and list(fixes(lines)) == ["gate"]
-    assert fixes(lines)["gate"].startswith(f"{replay}: LlamaForCausalLM has no experts to choose from")
-    mixture().config.save_pretrained(copied)
-    assert check(copied, "--quick", *SHORT, replay)[0] == 0
-
-
-def test_a_model_is_given_once_and_for_one_process(model, capsys):
-    for override in ("model.name=other", "mode=async", "inference_model.engine=vllm"):
-        assert main(["check-model", str(model), *ENGINE, override]) == 2
-        assert override in capsys.readouterr().err
-
-
-def test_the_gate_tells_how_each_layer_mixes_tokens():
-    sizes = SIZES | dict(num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1, sliding_window=4)
-    with torch.device("meta"):
-        summary = layer_summary(GptOssForCausalLM(GptOssConfig(**sizes)))
-    assert (
-        "1 x attention in windows of 4 tokens with sinks, 1 x full attention with sinks; mixture of experts" in summary
-    )
 
 
 # ---- chat templates ----
@@ -400,26 +349,6 @@ def test_the_token_behind_a_response_has_to_end_generation(model):
     assert on_template(model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")["end of turn"].kind == "note"
     assert on_template(model, None)["end of turn"].kind == "OK"  # the tokenizer's own eos is <end>
     assert on_template(model, None, ends=[7])["end of turn"].kind == "FIX"
-
-
-def test_without_a_generation_config_generation_stops_at_the_ends_of_the_config(copied, check):
-    without(copied, "generation_config.json")
-    assert check(copied, "--quick", *SHORT)[1]["end of turn"] == ("OK", "<end> (0), where generation stops")
-    edit(copied, "config.json", eos_token_id=5)
-    assert "generation stops at 5 alone" in fixes(check(copied, "--quick", *SHORT)[1])["end of turn"]
-
-
-def test_special_tokens_without_an_embedding_are_a_note_and_words_without_one_a_fault(model):
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["<image>"], special_tokens=True)  # as Gemma 3's of text alone have
-    found = {embedded: next(template_findings(tokenizer, {0}, embedded)) for embedded in (258, 257, 256)}
-    assert [finding.kind for finding in found.values()] == ["OK", "note", "FIX"]
-    assert "not <image>: no prompt may hold that" in found[257].text
-
-
-def test_a_base_model_without_template_is_no_fault(model):
-    found = on_template(model, None)
-    assert found["chat template"].kind == "note" and "several turns" not in found
 
 
 def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys):

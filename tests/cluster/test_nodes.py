@@ -9,13 +9,10 @@ import sys
 import time
 
 import pytest
+from ray.cluster_utils import Cluster
 
-ray = pytest.importorskip("ray")
-
-from ray.cluster_utils import Cluster  # noqa: E402
-
-from grpo_rl.cluster.nodes import _init, _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
-from grpo_rl.settings.config import RunIsOver  # noqa: E402
+from grpo_rl.cluster.nodes import _private_folder, check_nodes, cluster, nodes, places
+from grpo_rl.settings.config import RunIsOver
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +22,6 @@ def two_nodes():
     with cluster(made.address):
         yield made
     made.shutdown()
-
-
-def test_an_address_without_a_cluster_is_told_in_one_sentence():
-    with pytest.raises(ValueError, match=r"no Ray cluster answers at ray.address=127.0.0.1:1"), cluster("127.0.0.1:1"):
-        pass
 
 
 def test_every_node_that_joined_is_asked(two_nodes):
@@ -85,26 +77,6 @@ def test_rays_folder_stays_after_an_error_alone(end, stays, tmp_path, monkeypatc
         if end:
             raise end
     assert os.path.exists(folder) == stays == bool(os.listdir(tmp_path / "new"))
-
-
-def test_a_folder_that_ray_can_t_be_given_is_named(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="RAY_TMPDIR=.*file"), _private_folder():
-        pass
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("mode", "is_told"), [(None, True), ("token", False), ("disabled", False)])
-def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_somebody_has_chosen(
-    mode, is_told, monkeypatch, caplog
-):
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    if mode:
-        monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
-    _init(None, (), None, {})
-    assert ("asks nobody for a token" in caplog.text) == is_told
 
 
 @pytest.mark.nightly

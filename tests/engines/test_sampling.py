@@ -141,14 +141,6 @@ def test_where_top_k_is_the_whole_vocabulary_kept_sets_are_empty(engine, folder)
     assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
 
 
-def test_an_engine_without_a_tokenizer_refuses_stop_strings(folder):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.common import VLLMBase
-
-    with pytest.raises(ValueError, match="this engine has no tokenizer"):
-        VLLMBase(folder, 64)._parameters(1, Sampling(stop=("a",)))
-
-
 def test_an_engine_on_a_gpu_that_returns_kept_sets_is_asked_in_the_terms_it_takes():
     """vLLM refuses requests without a top-k there, and greedy ones."""
     pytest.importorskip("vllm")

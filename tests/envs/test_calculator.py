@@ -3,20 +3,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
-import torch
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import Unjudgeable
-from grpo_rl.envs.calculator import CALCULATOR, Calculator, CalculatorEnv, load_rows
+from grpo_rl.envs.calculator import CALCULATOR, Calculator, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
-from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}
 
@@ -77,18 +73,6 @@ def test_a_result_counts_as_used_however_it_is_written():
     for later in ("-1,234.50", "$1234.5", "so 1234.500 less"):
         after = [call, {"role": "tool", "content": "-1234.5"}, {"role": "assistant", "content": later}]
         assert task.score_dialog(row, task.prompt(row) + after).parts["tool_use"] == 0.5, later
-
-
-def test_one_answer_is_a_conversation_of_one_message():
-    parts = {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.5}
-    assert Calculator([]).score(ROW, "<answer>50</answer>").parts == parts
-
-
-def test_weights_come_from_the_config():
-    task = Calculator([ROW], correctness=1, tool_use=3, answer_format=-1)
-    assert task.score_dialog(ROW, dialog(CALL, "<answer>50</answer>")).parts == {
-        "correctness": 1.0, "tool_use": 3.0, "answer_format": -1.0,
-    }  # fmt: skip
 
 
 def test_each_call_is_answered_until_the_policy_answers():
@@ -165,38 +149,7 @@ def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):
     assert calculate("2+3") == "5" and failed == ["2+3"]
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("piece", ["Calculator: 1+1\n", "Calculator: ", "<tool_call>", "1,1", "9", "<answer>1"])
-def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
-    text = piece * (1_000_000 // len(piece))
-    start = time.process_time()
-    Calculator([]).score_dialog(ROW, dialog(CALL, text, text + "5"))
-    assert time.process_time() - start < 5  # a quadratic scan takes hours
-
-
-def test_an_expression_longer_than_the_calculator_takes_is_told_by_it():
-    assert MAX_ARGUMENT_CHARS > 200  # its own message says how long an expression may be
-    [reply] = dialog(f"Calculator: {'1+' * 150}1")[-1:]
-    assert reply["content"].startswith("Error: the expression has 301 characters, at most 200; use numbers, + - * / **")
-
-
 # ---- the environment and its data ----
-
-
-def test_the_environment_plays_several_turns(tmp_path, tokenizer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW))
-    env = CalculatorEnv(1, 2, tokenizer, path=path, system_prompt=None, reward={"tool_use": 1.0}, max_turns=3)
-    turns = iter([[CALL, "50"], ["<answer>50</answer>", ""]])
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), next(turns), strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=2, policy=policy, break_when_any_done=False, break_when_all_done=True)
-    assert rollout[keys.REWARD][:, -1].flatten().tolist() == [3.5, 2.0]
 
 
 def test_generated_problems_are_solved_by_their_steps():

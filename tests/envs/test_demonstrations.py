@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from grpo_rl.envs import chat
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.demonstrations import Demonstrations
@@ -179,32 +178,12 @@ def test_rows_without_anything_to_imitate_are_refused(task, message, tokenizer):
         demonstrations(task(), tokenizer)
 
 
-def test_long_demonstrations_are_refused_or_skipped_and_never_all(tokenizer):
-    rows = [*GSM8K_ROWS, {"question": "?", "answer": f"{'long ' * 20}#### 1"}]
-    tokens = len(tokenizer(rows[-1]["answer"])["input_ids"]) + 1
-    with pytest.raises(ValueError, match=f"row 5 has {tokens} tokens with its end, and sampling.max_new.* is 50"):
-        demonstrations(GSM8K(rows), tokenizer)
-    left = demonstrations(GSM8K(rows), tokenizer, long_prompt="skip")
-    assert (len(left), left.skipped) == (5, 1)
-    assert 5 not in {group.row for group in left.take(10)}
-    with pytest.raises(ValueError, match="all 1 rows are too long"):
-        demonstrations(GSM8K(rows[-1:]), tokenizer, long_prompt="skip")
-
-
 def test_a_text_with_an_end_of_turn_in_it_is_refused(tokenizer):
     # As data have it that a chat template was applied to: a policy would learn to end twice.
     for text in ("2<end>", "2<end>and 3"):
         rows = [*GSM8K_ROWS, {"question": "1 + 1?", "answer": text}]
         with pytest.raises(ValueError, match="of row 5 has '<end>' in its text, at which generation ends.*remove such"):
             demonstrations(GSM8K(rows), tokenizer)
-
-
-def test_held_out_rows_that_are_too_long_are_refused_with_what_helps(tokenizer):
-    rows = demonstrations(GSM8K(GSM8K_ROWS), tokenizer, longest=(130, 20), long_prompt="skip")
-    with pytest.raises(ValueError, match=r"of row 2, held out has 24 tokens.*raise it, or set evaluate.rows=2, as"):
-        rows.groups([*GSM8K_ROWS[:2], {"question": "?", "answer": "a" * 23}])
-    with pytest.raises(ValueError, match=r"the prompt of row 1, held out has \d+ tokens, 130 fit; .*evaluate.rows=0"):
-        rows.groups([GSM8K_ROWS[0], {"question": "?" * 60, "answer": "2"}])
 
 
 def test_a_thought_that_the_prompt_begins_is_not_begun_twice(tokenizer):
@@ -220,16 +199,6 @@ def test_a_thought_that_the_prompt_begins_is_not_begun_twice(tokenizer):
         assert group.response_ids.tolist() == [*thinking(rest)["input_ids"], END]
         (group,) = demonstrations(task, tokenizer).take(1)
         assert group.response_ids.tolist() == [*tokenizer(text)["input_ids"], END]
-
-
-def test_each_row_is_tokenised_once_at_the_start(tokenizer, monkeypatch):
-    seen = []
-    encode = chat.encode_prompts
-    monkeypatch.setattr(
-        chat, "encode_prompts", lambda t, asked, *how: seen.extend([] if how[1] else asked) or encode(t, asked, *how)
-    )
-    demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
-    assert len(seen) == len(GSM8K_ROWS)
 
 
 def test_the_end_is_the_templates_where_generation_stops_there_and_otherwise_generations_own(tokenizer):

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_rl.envs import episodes
-from grpo_rl.envs.agent import make_agent_task
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.testing import check_task
 
@@ -98,14 +96,6 @@ def test_a_reward_is_paid_once_and_an_equal_conversation_is_played_again():
     assert [task.score(row, "x").total for _ in range(3)] == [2.0, 3.0, 4.0]  # the first was opened for the prompt
 
 
-def test_prompts_are_not_remembered_for_ever(monkeypatch):
-    monkeypatch.setattr(episodes, "MAX_REMEMBERED", 2)
-    task = Count([])
-    for goal in (1, 2, 3, 3, 1):
-        assert task.prompt({"goal": goal})[-1]["content"] == f"Reach {goal}."
-    assert task.opened == 4 and len(task._kept.first) == 2
-
-
 @pytest.mark.parametrize("name", ["step", "cut_off", "measures"])
 def test_an_episode_is_closed_where_its_environment_fails(name):
     task, row = Count([]), {"goal": 50}
@@ -124,8 +114,3 @@ def test_an_episode_is_closed_where_its_environment_fails(name):
 @pytest.mark.slow
 def test_a_stepped_environment_keeps_a_tasks_promises():
     check_task(Count([{"goal": 5}, {"goal": 7}]), responses=["1", "2", "7", "no number"])
-
-
-def test_episodes_do_not_score_the_sessions_of_an_agent():
-    with pytest.raises(ValueError, match="test_episodes:Count rewards the steps of an episode"):
-        make_agent_task([{"goal": 5}], scorer="tests.envs.test_episodes:Count")

@@ -8,12 +8,11 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
-from grpo_rl.envs.base import Reward, ScoreGuard
+from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
-from grpo_rl.envs.rewards.combined import with_rewards
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -25,17 +24,6 @@ PIECES = [
     "1,", "1,234,5", "-", "$", "1/", "^{", "</answer>", ".", "1e", "1.", "\\", " ", "\u202f1", "<answer> 1", "answer ",
     "1=", "1 + ", "\\boxed{", "#### 1=", "x",
 ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.cases(10)
-@pytest.mark.parametrize("piece", PIECES)
-def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
-    text = piece * (1_000_000 // len(piece))
-    for hostile in (text, text + "5", "<answer>" + text, "-" + text + "x"):
-        start = time.process_time()
-        GSM8K([]).score(ROW, hostile)
-        assert time.process_time() - start < 5  # a quadratic scan takes hours
 
 
 @pytest.mark.slow
@@ -103,22 +91,6 @@ def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkey
     assert "^(x+x+)+y" in told[0] and r"\d$" not in told[0] and f"'{'x' * 40}'" in told[0]
 
 
-def test_a_subclass_that_scores_in_its_own_way_is_asked():
-    class Mine(GSM8K):
-        def score(self, row, response):
-            return Reward(dict.fromkeys(self.reward_parts, 7.0))
-
-    assert ScoreGuard(Mine([ROW])).score(ROW, ["a"], "row 0") == [Mine([ROW]).score(ROW, "a")]
-    more = with_rewards(Mine([ROW]), {"repetition_penalty": 0.2})
-    [reward] = ScoreGuard(more).score(ROW, ["a"], "row 0")
-    assert isinstance(reward, Reward) and [reward.parts[name] for name in GSM8K.reward_parts] == [7.0] * 3
-
-
-def test_weights_and_patterns_come_from_the_config():
-    task = GSM8K([ROW], correctness=1, reasoning_format=0.0, answer_format=-1.5, answer_pattern=r"^\d+$")
-    assert task.score(ROW, "42").parts == {"correctness": 1.0, "reasoning_format": 0.0, "answer_format": -1.5}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,11 +140,6 @@ def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
     # Both rows ask the same question: what makes two groups of them is the id.
     assert rollout[keys.GROUP_ID].flatten().unique().numel() == 2
     assert env.query(0) == "What is 50 - 8?" and env.gold(0) == "42"
-
-
-def test_an_unknown_split_is_named():
-    with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
-        load_rows(None, "validation")
 
 
 @pytest.mark.parametrize(

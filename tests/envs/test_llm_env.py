@@ -128,12 +128,6 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
     assert rows(1)[:40] not in (first[:40], first[40:])
 
 
-def test_more_prompts_than_rows_get_groups_of_their_own(tokenizer):
-    prompts = LLMEnv(Letters(2), tokenizer, num_envs=5, repeats=2).next_prompts()
-    assert [prompt.group_id for prompt in prompts] == [0, 1, 2, 3, 4]
-    assert sorted(prompt.row for prompt in prompts[:4]) == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize("used", [0, 1, 2, 7])
 def test_a_restored_environment_asks_the_same_next_prompts(tokenizer, used):
     env = LLMEnv(Letters(5), tokenizer, num_envs=3, repeats=2, seed=7)
@@ -156,14 +150,6 @@ def test_a_position_in_other_data_is_refused(tokenizer):
     reordered.rows = reordered.rows[::-1]
     with pytest.raises(ValueError, match="other content"):
         LLMEnv(reordered, tokenizer, 2, 2).load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", ["mean", "pass@4"])
-def test_a_part_named_like_a_metric_is_refused(tokenizer, name):
-    task = Letters(4)
-    task.reward_parts = (name,)
-    with pytest.raises(ValueError, match=name):
-        LLMEnv(task, tokenizer, 2, 2)
 
 
 def test_a_part_named_accuracy_has_to_be_what_tells_what_is_right(tokenizer):
@@ -226,18 +212,6 @@ def test_data_of_long_prompts_only_is_refused_not_searched_for_ever(tokenizer, c
         call(env)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"repeats": 1}, r"env\.repeats=1"),
-        ({"task": Letters(0)}, "Letters has no rows"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(tokenizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        LLMEnv(**{"task": Letters(), "tokenizer": tokenizer, "num_envs": 2, "repeats": 2, **options})
-
-
 class Talking(Letters):
     """Says "go on" to responses of fewer than three letters; the whole conversation is worth its letters."""
 
@@ -275,12 +249,6 @@ def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):
     reset["_reset"] = torch.tensor([[True], [False]])
     with pytest.raises(ValueError, match="begin at the same time"):
         env.reset(reset)
-
-
-def test_without_a_chat_template_a_prompt_is_its_contents(tokenizer):
-    tokenizer.chat_template = None
-    env = LLMEnv(Letters(4), tokenizer, 1, 2)
-    assert tokenizer.decode(env.encode({"count": 3})) == "xxx\n\n"
 
 
 def test_a_template_that_refuses_a_role_says_what_to_set(tokenizer):

@@ -4,16 +4,13 @@ import itertools
 import json
 
 import pytest
-import torch
-from torchrl.envs.utils import check_env_specs
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import ScoreGuard, Unjudgeable
 from grpo_rl.envs.grading import verification
 from grpo_rl.envs.grading.boxed import equal
 from grpo_rl.envs.grading.verification import MAX_CHARS, verify
 from grpo_rl.envs.guards.isolation import WorkerDied
-from grpo_rl.envs.math import Math, MathEnv, load_rows
+from grpo_rl.envs.math import Math, load_rows
 
 pytestmark = pytest.mark.slow
 
@@ -152,36 +149,12 @@ def test_a_batch_is_judged_as_its_answers_are_alone():
             assert isinstance(result, Unjudgeable)
 
 
-def test_examples_are_earlier_turns():
-    task = Math([ROW], system_prompt="Be brief.", examples=[{"problem": "1 + 1?", "solution": r"\boxed{2}"}])
-    assert task.prompt(ROW) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": r"\boxed{2}"},
-        {"role": "user", "content": "What is 1/4 + 1/4?"},
-    ]
-    assert Math([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 1/4 + 1/4?"}]
-
-
 def test_the_gold_answer_is_the_answer_or_the_solutions_last_box():
     task = Math([])
     assert task.gold({"problem": "?", "answer": "5", "solution": r"\boxed{6}"}) == "5"
     assert task.gold({"problem": "?", "solution": r"\boxed{5}, so \boxed{6}"}) == "6"
     assert task.gold({"problem": "?", "answer": r"$\boxed{5}$"}) == "5"
     assert task.gold({"problem": "?", "solution": "5"}) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
-        ({"examples": [{"problem": "?", "answer": "5"}]}, r"env\.examples\[0\] has no solution"),
-        ({"rows": [{"problem": "?", "solution": "5"}] * 3}, "none of the 3 rows has a gold answer"),
-    ],
-)
-def test_a_wrong_setting_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        Math(**{"rows": [ROW], **options})
 
 
 @pytest.fixture
@@ -211,22 +184,3 @@ def test_rows_are_read_with_either_gold_column_and_numbers_as_answers(file):
 def test_a_broken_row_is_named(file, row, message):
     with pytest.raises(ValueError, match=message):
         load_rows(file([ROW, row]))
-
-
-def test_an_unknown_split_is_named():
-    with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
-        load_rows(None, "validation")
-
-
-def test_the_environment_scores_what_a_policy_samples(file, tokenizer):
-    env = MathEnv(2, 2, tokenizer, path=file([ROW, ROW]), system_prompt=None)
-    check_env_specs(env)
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), [r"\boxed{0.5}", "0.5", r"\boxed{5}", r"\boxed{1/2}"], strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=1, policy=policy)
-    assert rollout[keys.REWARD].flatten().tolist() == pytest.approx([1.1, 0.0, 0.1, 1.1])
-    assert env.query(0) == "What is 1/4 + 1/4?" and env.gold(0) == r"\frac{1}{2}"

@@ -172,15 +172,6 @@ def test_which_responses_are_right_is_told_by_the_task_of_the_reward(tokenizer):
     assert task.is_right(Reward({"ifeval/longest": 1.0})) is None and task.tells_right
 
 
-@pytest.mark.parametrize(
-    ("scales", "told"),
-    [({"c": 2.0}, "the scale of c is of no task .* has a, b")],
-)
-def test_a_scale_that_makes_no_sense_is_refused(tokenizer, scales, told):
-    with pytest.raises(ValueError, match=told):
-        mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": 1}, scales=scales)
-
-
 def test_a_scaled_reward_that_fp32_can_not_hold_ends_the_run(tokenizer):
     env = mixture(tokenizer, {"a": Says("x")}, {"a": 1}, scales={"a": 1e39})
     with pytest.raises(ScoreError, match="a: a reward of 1e.39 at its scale is too large; lower the scale"):

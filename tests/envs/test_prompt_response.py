@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 import time
 
 import pytest
-import torch
-from torchrl.envs.utils import check_env_specs
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import Failure, LLMEnv, ScoreGuard
-from grpo_rl.envs.prompt_response import PromptResponse, PromptResponseEnv, load_rows
-from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.prompt_response import PromptResponse, load_rows
+from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.rewards.functions import RewardFunctionError
 from grpo_rl.envs.task import Reward, Unjudgeable
 from tests.envs.chat_templates import tokenizer_of
@@ -110,33 +105,6 @@ def test_the_datas_own_response_is_there_for_logs(response, gold):
     row = {"prompt": "Say hi.", "best": response}
     assert PromptResponse([row], reward=LENGTH, completion_column="best").gold(row) == gold
     assert PromptResponse([row], reward=LENGTH).gold(row) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"prompt_column": "question"}, r"row 0: there is no column question; its columns are \['prompt'"),
-        (
-            {"completion_column": "answer"},
-            r"env\.completion_column=answer is no column of all rows, which have completion, prompt, topic",
-        ),
-        ({"rows": [ROWS[0], {"prompt": ""}]}, r"row 1: prompt is ''; it must be a text, a list of texts, or messages"),
-        ({"rows": [{"prompt": None}]}, "row 0: prompt is None"),
-        ({"rows": [{"prompt": []}]}, "row 0: prompt is \\[\\]"),
-        ({"rows": [{"prompt": [{"role": "user"}]}]}, "row 0: prompt is \\[{'role': 'user'}\\]"),
-        ({"rows": [{"prompt": [{"role": "assistant", "content": "Hi."}]}]}, "no question before the assistant's"),
-        ({"reward": "no_such_module:reward"}, "there is no module no_such_module"),
-        ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght, only reward_len, sentence_ending"),
-        ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:name"),
-        ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
-        ({"reward": {LENGTH: float("nan")}}, "reward_len=nan; a weight is"),
-        ({"reward": {LENGTH: "1"}}, "reward_len='1'; a weight is"),
-        ({"reward": [LENGTH, LENGTH]}, "two functions of one name: reward_len, reward_len"),
-    ],
-)
-def test_a_wrong_setting_is_named_before_anything_is_scored(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PromptResponse(**{"rows": ROWS, "reward": LENGTH, **settings})
 
 
 def test_what_is_no_number_costs_its_response_only():
@@ -319,31 +287,6 @@ def jsonl(tmp_path):
     return write
 
 
-def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
-    rows = [{"prompt": "Say hi."}, {"prompt": CHAT}]
-    env = PromptResponseEnv(2, 2, tokenizer, path=jsonl(rows), reward=[LENGTH, ENDING], rewards={"tag_count": 1.0})
-    check_env_specs(env)
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), ["x" * 20, "Hi.", "Hi", "<think>\n!"], strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=1, policy=policy)
-    # -20 + the length, + 1 for the end of a sentence, + 0.25 for a tag.
-    assert rollout[keys.REWARD].flatten().tolist() == [0.0, -16.0, -18.0, -9.75]
-    assert env.query(0) == env.query(1) == "Say hi."
-
-
-def test_all_rewards_may_be_added_ones_but_there_must_be_some(jsonl, tokenizer):
-    path = jsonl([{"prompt": "Say hi."}])
-    env = PromptResponseEnv(1, 2, tokenizer, path=path, rewards={"tag_count": 2.0})
-    assert [reward.parts for reward in env.score(0, [tokenizer("<think>\n")["input_ids"]])] == [{"tag_count": 0.5}]
-    for empty in (None, [], {}):
-        with pytest.raises(ValueError, match=r"env\.reward is empty; set it to package\.module:function, or add"):
-            PromptResponseEnv(1, 2, tokenizer, path=path, reward=empty, rewards={})
-
-
 @pytest.mark.parametrize(("split", "count"), [("dev", 619), ("test", 618)])
 def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, count):
     rows = load_rows(real_data / "scitldr" / f"scitldr_A_{split}.jsonl")
@@ -373,25 +316,6 @@ def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, c
     assert 0.5 * count / 2 < sum(reward.parts["sentence_ending"] for reward in rewards) == 0.5 * endings
     wrong = task.score_many(rows[1:], [row["target"][0] for row in rows[:-1]])
     assert sum(reward.parts["best_overlap"] for reward in wrong) < 0.5 * len(wrong)
-
-
-@pytest.mark.slow
-def test_thousands_of_responses_are_scored_in_seconds(tokenizer):
-    rows = [{"prompt": f"Sum up {n}.", "completion": str(n)} for n in range(512)]
-    task = with_rewards(
-        PromptResponse(rows, reward=[LENGTH, ENDING, exact], completion_column="completion"),
-        {
-            "format": 1.0, "tag_count": 1.0, "reasoning_steps": 1.0, "code_format": 1.0, "repetition_penalty": 1.0,
-            "length": {"correct": "exact"}, "cosine": {"correct": "exact"},
-            "soft_overlong_punishment": {"max_len": 256, "cache": 64},
-        },
-        token_counter(tokenizer),
-    )  # fmt: skip
-    responses = ["<think>\nFirst, I add. " + "So it goes on and on. " * (n % 40) for n in range(4096)]
-    start = time.process_time()
-    rewards = task.score_many([rows[n // 8] for n in range(4096)], responses)
-    assert len(rewards) == 4096 and all(len(reward.parts) == 11 for reward in rewards)
-    assert time.process_time() - start < 20  # about a second; a quadratic one takes minutes
 
 
 OWN = """
@@ -432,14 +356,3 @@ def test_a_named_function_that_freezes_costs_its_group_and_not_the_run(own):
     assert guard.score(row, ["a"], "row 4")[0].total == 1.0  # another process
     assert len(told) == 2 and "own_frozen:freezes gave no result within 1 s" in told[0] and "row 2" in told[0]
     assert "exit code 3" in told[1] and "row 3" in told[1]
-
-
-def test_which_process_calls_a_function_follows_from_its_name_and_the_setting(own, tokenizer):
-    def called_in(reward, isolated):
-        env = LLMEnv(PromptResponse([{"prompt": "Hi"}], reward=reward), tokenizer, 1, 2, isolated=isolated)
-        return env.guard.score(env.task.rows[0], ["a"], "row 0")[0].total
-
-    here = float(os.getpid())
-    assert called_in(f"{own}:process", None) != here
-    assert called_in(f"{own}:process", False) == here
-    assert called_in(importlib.import_module(own).process, None) == here

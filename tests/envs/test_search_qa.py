@@ -2,18 +2,15 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.grading.words import exact_match, f1
-from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, load_rows
+from grpo_rl.envs.search_qa import SearchQA, load_rows
 from grpo_rl.envs.tools.calls import find_calls
 from grpo_rl.envs.tools.search_index import Document, SearchIndex, load_corpus
 
@@ -171,28 +168,6 @@ def test_the_prompt_shows_searches_and_results_as_they_are(form, role):
     assert SearchQA([ROW], SearchIndex(DOCUMENTS), system_prompt=None, examples=()).prompt(ROW) == [question]
 
 
-def test_the_examples_in_the_prompt_earn_and_find_nothing():
-    example = {"question": "?", "call": "Emma", "result": "Title: Emma (novel)\nText: A novel.", "answer": "Steventon"}
-    task = SearchQA([ROW], SearchIndex(DOCUMENTS), examples=[example])
-    for end in ([], [{"role": "assistant", "content": ""}]):
-        messages = task.prompt(ROW) + end
-        assert task.score_dialog(ROW, messages).total == 0
-        assert measured(task, ROW, messages) == {"supporting_recall": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"f1": float("nan")}, r"env\.reward\.f1=nan"),
-        ({"form": "xml"}, r"env\.form=xml"),
-        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "row 0 names no supporting facts"),
-    ],
-)
-def test_a_wrong_setting_is_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SearchQA(**{"rows": [ROW], "index": SearchIndex(DOCUMENTS), **settings})
-
-
 # ---- the data and the environment ----
 
 
@@ -264,43 +239,6 @@ def test_documents_come_from_every_kind_of_file(file):
 def test_what_is_wrong_with_a_file_is_named(file, load, content, message):
     with pytest.raises(ValueError, match=message):
         load(file("rows.json", content))
-
-
-def test_wrong_splits_and_missing_files_are_named(file, tmp_path):
-    path = file("rows.json", [question(0)])
-    with pytest.raises(ValueError, match="there is no split 'dev'; there are train and test"):
-        load_rows(path, "dev")
-    with pytest.raises(ValueError, match=r"no row of .* is left for test at env\.held_out=0\.1"):
-        load_rows(path, "test", held_out=0.1)
-    with pytest.raises(ValueError, match="can't be read"):
-        load_corpus(tmp_path / "missing.json")
-
-
-def test_the_environment_plays_several_turns(file, tokenizer):
-    path = file("rows.json", [{**question(0), "answer": "Two"}])
-    env = SearchQAEnv(1, 2, tokenizer, path=path, system_prompt=None, reward={"f1": 0.5}, max_turns=2)
-    turns = iter([["Search: one two", "<answer>two three</answer>"], ["<answer>Two.</answer>", ""]])
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), next(turns), strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=2, policy=policy, break_when_any_done=False, break_when_all_done=True)
-    assert rollout[keys.REWARD][:, -1].flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("piece", ["Search: ", "Search: a\n", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])
-def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
-    task = SearchQA([ROW], SearchIndex(DOCUMENTS))
-    text = piece * (1_000_000 // len(piece))
-    start = time.process_time()
-    for hostile in (text, f"Search: {text}", f"<answer>{text}</answer>"):
-        messages = said(hostile, task=task)
-        task.score_dialog(ROW, messages)
-    assert time.process_time() - start < 10  # a quadratic scan takes hours
 
 
 def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):

@@ -17,9 +17,6 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.derived import eval_source
-from grpo_rl.settings.schema import Settings
 
 ROWS = [{"question": "3 + 4?", "answer": "#### 7"}, {"question": "8 + 1?", "answer": "#### 9"}]
 THEIRS = [{"problem": row["question"], "solution": row["answer"], "level": "easy"} for row in ROWS]
@@ -59,14 +56,6 @@ def test_a_folders_files_tell_their_splits_by_their_names(tmp_path):
     assert gsm8k.load_rows(Source(str(tmp_path), split="validation")) == ROWS[1:]
     with pytest.raises(ValueError, match=r"has no split test; it has train, validation: set env\.split"):
         gsm8k.load_rows(tmp_path, "test")
-
-
-def test_a_folder_without_names_of_splits_is_one_split_as_a_file_is(tmp_path):
-    (tmp_path / "mine.jsonl").write_text(lines(ROWS))
-    (tmp_path / "notes.txt").write_text("mine")
-    assert gsm8k.load_rows(tmp_path) == gsm8k.load_rows(tmp_path, "test") == ROWS
-    with pytest.raises(ValueError, match="has no split dev; it has train"):
-        gsm8k.load_rows(Source(str(tmp_path), split="dev"))
 
 
 def test_what_datasets_saved_is_read_by_split(tmp_path):
@@ -160,14 +149,6 @@ def test_a_column_that_is_missing_is_named_with_those_there_are_and_the_nearest(
         gsm8k.load_rows(path)
 
 
-def test_a_setting_that_means_nothing_for_a_file_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
-    with pytest.raises(ValueError, match=r"env\.revision=v1 means nothing for files"):
-        gsm8k.load_rows(Source(str(tmp_path / "rows.jsonl"), revision="v1"))
-    with pytest.raises(ValueError, match="means nothing for generated puzzles"):
-        countdown.load_rows(Source(revision="v1"))
-
-
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
 
 
@@ -194,13 +175,6 @@ def test_the_prompt_of_a_conversation_is_what_stands_before_the_assistants_last_
     assert task.prompt(row) == CHAT and task.gold(row) == "7"
 
 
-def test_a_conversation_that_asks_nothing_is_named(tmp_path):
-    messages = [{"role": "assistant", "content": "7"}]
-    (tmp_path / "rows.jsonl").write_text(lines([{"messages": messages, "answer": "#### 7"}]))
-    with pytest.raises(ValueError, match="line 1: messages has no question"):
-        gsm8k.load_rows(tmp_path / "rows.jsonl")
-
-
 def test_a_gold_answer_that_says_more_than_its_text_is_refused_with_its_line(tmp_path):
     said = {"role": "assistant", "content": "#### 7", "reasoning_content": "3 and 4."}
     (tmp_path / "rows.jsonl").write_text(lines([{"messages": [*CHAT, said]}]))
@@ -217,33 +191,11 @@ def test_tools_that_a_task_would_leave_out_are_refused_with_their_line(tmp_path)
     assert gsm8k.load_rows(path)[0]["question"] == CHAT
 
 
-def test_a_task_of_several_turns_takes_texts_alone(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(lines([{"messages": CHAT, "answer": "#### 7"}]))
-    with pytest.raises(ValueError, match="line 1 has no question"):
-        load_calculator(tmp_path / "rows.jsonl")
-
-
 def test_conversations_beside_the_prompt_are_not_read(tmp_path):
     from datasets import Dataset
 
     Dataset.from_list([row | {"messages": CHAT} for row in ROWS]).to_parquet(str(tmp_path / "rows.parquet"))
     assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS
-
-
-@pytest.mark.slow
-def test_a_message_names_the_setting_that_the_rows_came_from(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
-    (tmp_path / "empty.jsonl").write_text("")
-    for words, message in (
-        (["eval_path=rows.jsonl", "eval_split=dev"], "env.eval_split=dev means nothing for files"),
-        (["eval_path=empty.jsonl"], "env.eval_path={}/empty.jsonl has no rows"),
-        (["eval_path=."], "env.eval_path={} has no split dev"),
-    ):
-        given = [f"env.{word}".replace("path=", f"path={tmp_path}/") for word in words]
-        split = ["env.eval_split=dev"] if words == ["eval_path=."] else []
-        settings = Settings.read(compose_config("grpo_gsm8k", given + split))
-        with pytest.raises(ValueError, match=re.escape(message.format(tmp_path))):
-            gsm8k.load_rows(eval_source(settings), "test")
 
 
 @pytest.mark.parametrize(

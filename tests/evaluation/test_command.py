@@ -12,7 +12,7 @@ from grpo_rl.engines.base import OutOfMemoryError
 from grpo_rl.envs.base import Reward, Task
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.evaluation.models import model_folder
-from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval, write_responses
+from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_responses
 from grpo_rl.evaluation.sources import ServedSource
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import Evaluation
@@ -133,25 +133,6 @@ def test_a_comparison_is_by_rows_with_a_verdict_in_words():
     assert "worse" in [*worse.columns[6].cells]
 
 
-def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
-    header = {"model": "m", "settings": {}}
-    for name, ids in (("a", "abc"), ("b", "abd")):
-        write_eval(tmp_path / name, header, result(ids, reward=[0, 1, 1]))
-    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b" / "eval.json")]) == 2
-    assert "not the same ones" in capsys.readouterr().err
-    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
-    assert "no difference" in capsys.readouterr().out
-    assert read_eval_file(tmp_path / "a")[1]["gsm8k"].scores == {"reward": [0, 1, 1]}
-
-
-def test_a_comparison_names_the_settings_that_differ(tmp_path, capsys):
-    for name, own in (("a", {"rows": 3}), ("b", {"rows": 3, "dtype": "float32"})):
-        write_eval(tmp_path / name, {"model": "m", "settings": own}, result("abc", reward=[0, 1, 1]))
-    for pair in ("ab", "ba"):
-        assert main(["eval", "--compare", *(str(tmp_path / name) for name in pair)]) == 0
-        assert "Note: the evaluations differ in dtype\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -207,13 +188,6 @@ def test_a_comparison_names_the_overrides_that_differ_and_no_secret_is_stored(se
     assert "hidden" not in (tmp_path / "b" / "eval.json").read_text()
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "Note: the evaluations differ in env.api_key, env.weight" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_prompt_that_is_too_long_is_told_with_the_settings_of_an_evaluation(data, tmp_path, capsys):
-    model = str(save_tiny_model(tmp_path / "model"))
-    words = ["tasks=[gsm8k]", f"path.gsm8k={data}", "max_new_tokens=4", "max_model_len=8", "engine=transformers"]
-    assert main(["eval", model, *words]) == 2
-    assert "4 fit; raise max_model_len= or lower rows=" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import subprocess
-import sys
-import time
-from dataclasses import replace
-from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import fuzz_targets
 import pytest
-from fuzz_inputs import FRAGMENTS, as_bytes, mutated
+from fuzz_inputs import FRAGMENTS, as_bytes
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -86,10 +79,6 @@ def target_of(read, error=None, **more):
     return fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["x"], error=error, **more)
 
 
-def test_an_input_follows_from_its_seed():
-    assert mutated(Random("0/x/7"), ["abc"]) == mutated(Random("0/x/7"), ["abc"]) != mutated(Random("0/x/8"), ["abc"])
-
-
 @pytest.mark.parametrize(
     ("read", "what"),
     [
@@ -116,61 +105,4 @@ def test_another_error_than_the_documented_one_is_told(tmp_path, canary):
         fuzz_targets.run(target_of(lambda text: b"\xff".decode(), ValueError), "x", tmp_path)
 
 
-@pytest.mark.parametrize("line", ["json.loads(text)", "int(text)"])
-def test_an_error_of_the_documented_kind_that_no_line_of_ours_raises_is_told(line, tmp_path, canary):
-    here = {"json": json}
-    exec(compile(f"def read(text):\n    return {line}", f"{fuzz_targets.OURS}reader.py", "exec"), here)
-    with pytest.raises(fuzz_targets.Broken, match="raised (JSONDecodeError|ValueError)"):
-        fuzz_targets.run(target_of(here["read"], ValueError), "x", tmp_path)
-
-
-def test_the_time_of_other_processes_counts(tmp_path, canary, monkeypatch):
-    slow = target_of(lambda text: time.sleep(0.2), deadline_s=0.1)
-    fuzz_targets.run(slow, "x", tmp_path)
-    with pytest.raises(fuzz_targets.Broken, match="took"):
-        fuzz_targets.run(replace(slow, clock=time.monotonic), "x", tmp_path)
-    comparisons = SimpleNamespace(map=lambda calls: time.sleep(0.2) or [[]])
-    monkeypatch.setattr(fuzz_targets, "_comparisons", lambda: comparisons)
-    fuzz_targets.run(fuzz_targets.BY_NAME["math"], "1/2", tmp_path)
-    with pytest.raises(fuzz_targets.Broken, match="took"):
-        fuzz_targets.run(replace(fuzz_targets.BY_NAME["math"], deadline_s=0.1), "1/2", tmp_path)
-
-
 # ---- make fuzz ----
-
-
-FUZZER = """
-import sys, time
-sys.path.insert(0, {folder!r})
-import fuzz_targets
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("fuzzer", {folder!r} + "/__main__.py")
-sys.modules["fuzzer"] = fuzzer = module_from_spec(spec)
-spec.loader.exec_module(fuzzer)
-
-def target(name, read):
-    return fuzz_targets.Target(name, lambda data, folder: data, read, lambda folder: ["abc"], error=None)
-
-def breaks(text):
-    if text != "abc":
-        raise KeyError(text)
-
-fuzzer.HANG_S = fuzzer.CHUNK = 2
-fuzz_targets.BY_NAME = {{
-    "sound": target("sound", lambda text: time.sleep(0.04)),  # 100 of them take twice as long as a hang
-    "breaks": target("breaks", breaks),
-    "hangs": target("hangs", lambda text: text == "abc" or time.sleep(30)),  # the seed is read before
-}}
-print([fuzzer.fuzz(name, seed=0, first=0, count=100, processes=1) for name in fuzz_targets.BY_NAME])
-"""
-
-
-@pytest.mark.nightly
-def test_make_fuzz_names_the_inputs_that_break_and_ends_where_one_hangs():
-    code = FUZZER.format(folder=str(Path(__file__).parent))  # pytest's own watchdog and another don't go together
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
-    inputs = [mutated(Random(f"0/breaks/{number}"), ["abc"]) for number in range(100)]
-    broken = [number for number, text in enumerate(inputs) if text != "abc"]
-    assert told.stdout.endswith(f"[0, {len(broken)}, 1]\n")
-    assert f"--target 'breaks' --only {broken[0]}: Broken: it raised KeyError" in told.stdout
-    assert "hangs: 100 inputs" in told.stdout and "Timeout (0:00:02)" in told.stderr

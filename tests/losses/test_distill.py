@@ -65,23 +65,3 @@ def test_without_a_teacher_there_is_nothing_to_train_on():
         Settings.read(compose_config("grpo_gsm8k", [*TEACHER, "loss.kl_in=reward", "loss.kl=k1"]))
     with pytest.raises(ValueError, match=r"set policy\.kl_coef=1 and ref_model\.name=TEACHER"):
         Settings.read(compose_config("grpo_gsm8k", ["loss=distill", "mode=sync"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["ref_model.name=null"], "the policy's own model.*set ref_model.name=TEACHER"),
-        (["train_model.lora.rank=8"], "the policy without its adapters.*train_model.lora.rank=0"),
-        (["train.max_resamples=3"], "train.max_resamples=3 resamples zero-variance groups.*teach as much as others"),
-        (["loss.ratio=sequence"], "loss.ratio=sequence means nothing with loss.surrogate=none"),
-    ],
-)
-def test_a_teacher_that_is_the_policy_and_settings_of_advantages_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("grpo_gsm8k", [*TEACHER, *overrides]))
-
-
-def test_settings_that_distillation_reads_are_taken():
-    read = ["loss.aggregate=sequence_mean", "loss.mask_truncated=true", "policy.entropy_coef=0.01", "train.epochs=2"]
-    Settings.read(compose_config("grpo_gsm8k", [*TEACHER, *read]))

@@ -113,17 +113,6 @@ def test_wrong_settings_are_told_before_anything_starts(overrides, message):
         Settings.read(config(*overrides))
 
 
-@pytest.mark.slow
-def test_weights_of_parts_are_checked_against_the_tasks():
-    cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
-    Settings.read(cfg)
-    make_advantages(cfg, ("correctness", "style"))
-    with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
-        make_advantages(cfg, ("correctness", "format"))
-    with pytest.raises(ValueError, match="read by loss.advantage=multi_reward, not by zscore"):
-        make_advantages(config("+loss.reward_weights.style=2.0"), ("style",))
-
-
 @pytest.fixture(scope="module")
 def tiny(tiny_run, own_cache):
     """One collection and four optimizer steps."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.metrics import MetricsLog, memory_limit, memory_metrics, read_metrics, reward_metrics, time_metrics
+from grpo_rl.monitor.metrics import MetricsLog, memory_limit, memory_metrics, read_metrics, reward_metrics
 from grpo_rl.testing import random_group
 
 
@@ -117,13 +117,6 @@ def test_staleness_is_over_tokens_that_the_policy_chose():
 def test_no_groups_is_an_error_that_says_why():
     with pytest.raises(ValueError, match="dropped"):
         reward_metrics([])
-
-
-def test_rates_of_a_phase_that_did_not_run_are_left_out():
-    metrics = time_metrics({"sample": 0.0, "train": 2.0}, 3.5, sampled_tokens=0, trained_tokens=10)
-    assert metrics["throughput/train_tokens_per_s"] == 5.0
-    assert metrics["time/other_s"] == 1.5
-    assert "throughput/sample_tokens_per_s" not in metrics
 
 
 def strict_lines(path) -> list[dict]:

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline, summary_lines, summary_panel
+from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -68,18 +68,6 @@ def test_a_log_file_gets_one_line_a_step_however_long():
     assert lines[0].endswith("30.0 s/step, ETA 4:30") and lines[1].endswith("10.0 s/step, ETA 1:20")
 
 
-def test_a_first_step_that_compiles_says_so_and_leaves_the_eta_to_those_after_it():
-    screen, clock = console(terminal=False), Clock()
-    with Progress(10, screen, clock=clock) as progress:
-        progress.compiles = True
-        for step, seconds in ((1, 300), (2, 10), (3, 20)):
-            clock.now += seconds
-            progress.update(step, METRICS)
-    ends = [line.rpartition(" · ")[2] for line in screen.file.getvalue().splitlines()]
-    # 9 x 300 s at most; then 8 x 10 s, and 7 x 15 s.
-    assert ends == ["300.0 s, compilation included, ETA below 45:00", "10.0 s/step, ETA 1:20", "20.0 s/step, ETA 1:45"]
-
-
 def test_the_eta_counts_from_where_a_run_was_resumed():
     clock = Clock()
     progress = Progress(10, console(terminal=False), first_step=6, clock=clock)
@@ -87,15 +75,6 @@ def test_the_eta_counts_from_where_a_run_was_resumed():
     clock.now += 5
     progress.update(7, METRICS)
     assert progress.eta_s == 15.0
-
-
-def test_evaluation_alone_is_no_step():
-    clock = Clock()
-    progress = Progress(10, console(terminal=False), clock=clock)
-    clock.now += 5
-    progress.update(0, {"eval/reward": 0.5})
-    assert progress.eta_s is None
-    assert progress.console.file.getvalue()[20:] == "step 0/10 · held-out reward 0.500\n"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -205,16 +184,6 @@ def test_the_summary_says_what_was_gained_and_where_it_lies():
     assert "".join(c for c in text if c not in " │\n").count(path) == 1
 
 
-@pytest.mark.parametrize("interval, verdict", [([-0.1, 0.3], "no clear change"), ([-0.5, -0.1], "got worse")])
-def test_the_summary_does_not_boast(interval, verdict):
-    assert verdict in print_summary({"eval_gain": 0.1, "eval_gain_ci95": interval})
-
-
-def test_a_summary_without_evaluation_still_names_the_checkpoint():
-    text = print_summary({"steps": 3, "eval_before": None}, checkpoint="checkpoint_3.pt")
-    assert "checkpoint_3.pt" in text and "gain" not in text and "held-out" not in text
-
-
 @pytest.mark.nightly
 def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
     """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
@@ -258,13 +227,3 @@ def test_nothing_of_the_live_view_is_torn_or_cut(width):
         "48%",
     ):
         assert expected in text
-
-
-def test_the_result_is_a_few_short_lines_to_paste():
-    summary = {"model": "m", "task": "t", "steps": 5, "seconds": 61, "command": "python sota/grpo.py"}
-    rewards = {"train_reward_first": 0.25, "train_reward_last": 0.5}
-    assert summary_lines(summary | rewards) == [
-        "m on t: 5 steps in 1:01",
-        "training reward 0.250 -> 0.500 (first and last steps)",
-        "python sota/grpo.py",
-    ]

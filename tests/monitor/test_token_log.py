@@ -101,15 +101,6 @@ def test_each_reason_for_no_gradient_is_named(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_first_reason_that_applies_is_named_of_groups_that_were_not_scored_too(tmp_path):
-    alike = group_of(
-        0, [2, 2], [0, 0], truncated=torch.tensor([True, False]), trainable=torch.tensor([True, False, True, True])
-    )
-    rows = log_step(tmp_path, [alike], mask_truncated=True)
-    assert rows["log_prob"].isna().all()
-    assert rows["mask_reason"].tolist() == ["truncated", "tool", *["zero_advantage_group"] * 2]
-
-
 def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_path):
     rows = log_step(tmp_path, [group_of(0, [2, 1], [1, -1]), group_of(1, [1, 1], [0, 0])])
     skipped = rows[rows["group_id"] == 1]
@@ -193,12 +184,6 @@ def test_a_whole_run_is_read_at_once_and_a_step_that_is_not_stored_is_refused(tm
         read_step(tmp_path, 2)
 
 
-def test_a_step_of_zero_variance_groups_alone_is_stored(tmp_path):
-    rows = log_step(tmp_path, [group_of(0, [1, 2], [0, 0])])
-    assert rows["mask_reason"].astype(str).tolist() == ["zero_advantage_group"] * 3
-    assert read_step(tmp_path, 1).updates[0].scored == {}
-
-
 def scored(*groups):
     ids = torch.tensor([group.group_id for group in groups for _ in group.response_ids])
     count = torch.arange(len(ids), dtype=torch.float32)
@@ -247,36 +232,9 @@ def test_the_first_visit_of_a_group_counts_and_no_number_goes_over_to_the_next_s
     assert read(tmp_path, 2)["log_prob"].isna().all() and len(read(tmp_path, 2)) == 3
 
 
-def test_so_many_groups_are_recorded_as_were_asked_for(tmp_path):
-    groups = [random_group(lengths=[1, 1], group_id=i) for i in range(4)]
-    log = few_groups(tmp_path, 3)
-    log.begin(groups)
-    log.add(scored(groups[3], groups[2]), None)
-    log.add(scored(groups[1]), None)
-    log.add(scored(groups[0]), None)  # one more than was asked for
-    log.write(1, groups, 0.0)
-    assert read(tmp_path, 1)["group_id"].drop_duplicates().tolist() == [1, 2, 3]
-    log.begin(groups)
-    log.add(scored(groups[3]), None)
-    log.write(2, groups, 0.0)
-    assert read(tmp_path, 2)["group_id"].drop_duplicates().tolist() == [0, 1, 3]
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
-
-
-def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
-    pieces = TokenPieces(tokenizer)  # a token a byte
-    ids = tokenizer("é 中!", add_special_tokens=False)["input_ids"]
-    assert [piece for piece, _ in pieces(ids)] == ["", "é", " ", "", "", "中", "!"]
-
-
-def test_special_tokens_stand_by_their_names(tokenizer):
-    end = tokenizer.eos_token_id
-    ids = [*tokenizer("ab", add_special_tokens=False)["input_ids"], end]
-    assert TokenPieces(tokenizer)(ids) == [("a", False), ("b", False), (tokenizer.eos_token, True)]
 
 
 @given(st.lists(st.integers(1, 255), max_size=40))

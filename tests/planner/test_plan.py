@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -65,15 +64,6 @@ def model():
 @pytest.fixture(scope="module")
 def shape(model):
     return Shape.of(model)
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory):
-    """The folder of that model with a layer alone, of which nothing takes time."""
-    folder = tmp_path_factory.mktemp("llama")
-    config = json.loads((LLAMA_70B / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    return folder
 
 
 BF16 = ["train_model.dtype=bfloat16"]  # whatever this machine is fast at
@@ -304,30 +294,6 @@ def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_bot
     assert not any("sleep" in text for text in advice)
 
 
-@pytest.mark.nightly
-def test_the_command_says_how_one_device_is_divided(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    config = dict(zip(SHAPE, QWEN["7b"][1], strict=True))
-    Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    words = ["plan", f"model.name={tmp_path}", "cluster=1xH200", "mode=async", "train_model.lora.rank=16"]
-    assert main([*words, "inference_model.gpu_memory_utilization=0.4"]) == 0
-    out = capsys.readouterr().out
-    assert "train 1, inference on the same, 1 engine; async" in out
-    assert "the engine has 40% of its memory (56.2 GiB), the trainer 55% (77.2 GiB)" in out
-    # 7.6 billion weights of 2 bytes, six times at 4,800 GB/s.
-    assert "sync 19 ms; at once on one device, at most" in out
-    assert main([*words, "inference_model.gpu_memory_utilization=0.9"]) == 2
-    assert "which trains at the same time, leaves training 5% of its memory" in capsys.readouterr().err
-
-
-def test_an_engine_is_planned_with_as_many_responses_as_it_is_sent(model):
-    # 64 prompts x 16 responses, of three versions, on 4 engines; and 16 bytes a word of each.
-    engine = scenario_of(model, "64xH100", *LARGE).engine(8, engines=4)
-    assert engine.sequences == 768
-    more = scenario_of(model, "64xH100", *LARGE, "inference_model.max_num_seqs=800").engine(8, engines=4)
-    assert more.sequences == 800 and more.work - engine.work == 32 * 16 * 128256
-
-
 def test_seconds_of_training_are_operations_over_rates(model):
     device = "64xMine,memory_gib=80,tflops=1000,memory_gb_s=1e9,link_gb_s=1e9,network_gb_s=1e9"
     overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
@@ -399,24 +365,6 @@ def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
 def test_between_nodes_the_network_is_the_narrow_place():
     device = Device("x", 1, 1, 1, link_gb_s=400, network_gb_s=50, node=8)
     assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["cluster=0xH100"], "give a count and a device, as in 64xH100"),
-        (["cluster=8xH900"], "H900 is none of A100-40GB"),
-        (["cluster=8xH100,tflops=fast"], "tflops"),
-        (["cluster=4xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1", "train_model.num_devices=2"], "ref_model"),
-        (["cluster=2xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1"], "2 devices are too few to train"),
-        (["cluster=4xH100", "model.name=/no/such/folder"], "/no/such/folder"),
-    ],
-)  # fmt: skip
-def test_a_wrong_scenario_is_told_in_one_line(words, message, capsys, monkeypatch, one_layer):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["plan", f"model.name={one_layer}", *words]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and message in error and "\n" not in error
 
 
 def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned(capsys, tmp_path):
@@ -608,12 +556,3 @@ def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
         lines = shown.rstrip().splitlines()
         starts = [i for i in range(len(printed)) if printed[i : i + len(lines)] == lines]
         assert starts, printed
-
-
-def test_without_gpus_everything_shares_the_cpu(model):
-    cpu = Cluster(1, Device("CPU", 24, 0.8, 70, 70, 70, 1, "cpu"))
-    settings = Settings.read(compose_config("grpo_gsm8k", ["mode=sync", *BF16]))
-    plan = make_plan(Scenario(settings, model, cpu))
-    assert plan.layout.colocated and not math.isinf(plan.missing["train"])
-    # vLLM's cache is 2 GiB there, whatever the share of a GPU's memory.
-    assert plan.engine.cache == pytest.approx(2 * GIB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -64,66 +63,8 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 )
 
 
-@pytest.mark.nightly
-@needs_compiler
-def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):
-    counts = []
-    for _ in range(2):
-        said = started(COUNT.format(folder=str(folder)), GRPO_RL_CACHE=str(tmp_path))
-        counts.append([int(number) for line in said.splitlines()[-2:] for number in line.split()])
-    (_, missed, _, built), (hit, missed_again, _, built_again) = counts
-    assert missed > 0 and built > 0
-    assert hit > 0 and missed_again == built_again == 0
-    assert (tmp_path / "compiled").is_dir()
-
-
-def test_a_cache_that_the_user_names_or_that_cannot_be_made_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(compiler.INDUCTOR_CACHE, "/elsewhere")
-    compiler.keep_compiled_code()
-    assert os.environ[compiler.INDUCTOR_CACHE] == "/elsewhere"
-
-    pytorchs = compiler.default_cache_dir()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiler.INDUCTOR_CACHE, pytorchs)
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "file"))
-    compiler.keep_compiled_code()
-    assert os.environ[compiler.INDUCTOR_CACHE] == pytorchs
-
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
-    compiler.keep_compiled_code()
-    assert os.environ[compiler.INDUCTOR_CACHE] == str(tmp_path / "cache" / "compiled")
-
-
-KILLING = """#!/bin/sh
-case "$*" in *.main.so*)
-  if rm {armed} 2>/dev/null; then
-    while [ "$1" != -o ]; do shift; done
-    : > "$2"
-    kill -9 0
-  fi;;
-esac
-exec g++ "$@"
-"""
 SMALL = """
 from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
 keep_compiled_code()
 print(why_uncompiled("cpu"))
 """
-
-
-@pytest.mark.nightly
-@needs_compiler
-def test_a_library_that_a_killed_process_left_unfinished_is_built_again(tmp_path):
-    cxx, armed = tmp_path / "g++", tmp_path / "armed"
-    cxx.write_text(KILLING.format(armed=armed))
-    cxx.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name != compiler.INDUCTOR_CACHE}
-    env |= {"CXX": str(cxx), "GRPO_RL_CACHE": str(tmp_path / "cache")}
-    assert started(SMALL, **env).splitlines()[-1] == "None"
-    (library,) = (tmp_path / "cache" / "compiled").glob("*/*.main.so")
-    library.unlink()
-    armed.write_text("")
-    killed = subprocess.run([sys.executable, "-c", SMALL], env=env, start_new_session=True, timeout=600)
-    assert killed.returncode == -signal.SIGKILL and library.stat().st_size == 0
-    assert started(SMALL, **env).splitlines()[-1] == "None" and library.stat().st_size > 0

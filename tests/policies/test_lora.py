@@ -18,7 +18,6 @@ from transformers import (
 
 from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.policies.compiler import has_compiler
-from grpo_rl.policies.loading import check_model
 from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
@@ -289,28 +288,6 @@ def test_peft_reads_a_folder_of_adapters_of_a_mixture_as_they_were_trained(name,
     torch.testing.assert_close(read(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("targets", [GATED, ["down_proj"]])
-def test_adapters_that_peft_would_not_read_again_are_refused_before_weights_are_read(tmp_path, targets):
-    tiny_config(transformers.DeepseekV3ForCausalLM, None).save_pretrained(tmp_path)
-    told = f"export=adapter: peft takes {', '.join(targets)} of DeepseekV3ForCausalLM .* set .*export=merged"
-    with pytest.raises(ValueError, match=told):
-        check_model(tmp_path, LoRA(rank=2, targets=[*targets, "o_proj"], export="adapter"))
-    check_model(tmp_path, LoRA(rank=2, targets=["o_proj"], export="adapter"))
-    check_model(tmp_path, LoRA(rank=2, targets=targets))
-
-
-@pytest.mark.parametrize(
-    ("quantization", "rank", "compiled", "message"),
-    [
-        ("nf4", 0, None, "quantization=nf4 without adapters"),
-        ("nf4", 4, True, "compile=true with quantization=nf4"),
-    ],
-)
-def test_a_base_that_cannot_be_quantised_so_is_refused(quantization, rank, compiled, message):
-    with pytest.raises(ValueError, match=f"train_model.{message}"):
-        check_quantization(quantization, LoRA(rank=rank), compiled)
-
-
 def test_int8_on_a_gpu_is_refused_as_the_engine_would_compute_something_else(monkeypatch):
     pytest.importorskip("bitsandbytes")
     check_quantization("nf4", LoRA(rank=4), None)
@@ -318,18 +295,6 @@ def test_int8_on_a_gpu_is_refused_as_the_engine_would_compute_something_else(mon
     check_quantization("nf4", LoRA(rank=4), None)
     with pytest.raises(ValueError, match="quantization=int8 on a GPU: .* use nf4"):
         check_quantization("int8", LoRA(rank=4), None)
-
-
-def test_missing_libraries_are_named_with_their_extra(monkeypatch):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="peft, which is not installed; install the extra `lora`"):
-        LoRA(rank=1)
-    LoRA(rank=0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else object())
-    with pytest.raises(ValueError, match="bitsandbytes, which is not installed; install the extra `qlora`"):
-        check_quantization("nf4", LoRA(rank=1), None)
 
 
 @pytest.mark.slow

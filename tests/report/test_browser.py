@@ -69,15 +69,6 @@ def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_pa
     assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
 
 
-def test_charts_are_drawn_when_they_come_near(tab, tmp_path, make_run):
-    tab.open(url_of(make_run(tmp_path)))
-    tab.page.wait_for_timeout(200)
-    drawn = tab.page.locator(".uplot").count()
-    assert 0 < drawn < 42
-    tab.card("Throughput").scroll_into_view_if_needed()
-    tab.card("Throughput").locator(".uplot").wait_for()
-
-
 def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     run = make_run(tmp_path, steps=3)
     (run / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
@@ -92,23 +83,6 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert "<script>window.hacked=1</script>" in tab.page.locator("#configuration pre").inner_text()
     assert "(1 not finite)" in tab.card("Gradient norm").locator(".legend").inner_text()
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_many_equal_extremes_are_told_to_be_the_first_of_them(tab, tmp_path, make_run):
-    tab.open(url_of(make_run(tmp_path, steps=3)))
-    tab.page.get_by_text("Best and worst of the run").click()  # three steps of eight responses with a reward of 2
-    assert "24 have 2; these are the first of them." in tab.page.locator(".extremes").inner_text()
-
-
-def test_pointing_at_a_chart_reads_all_of_them(tab, tmp_path, make_run):
-    tab.open(url_of(make_run(tmp_path)))
-    legend = tab.card("Reward parts").locator(".legend")
-    before = legend.inner_text()
-    assert "→" in before
-    tab.card("Reward").locator(".u-over").hover()
-    assert "→" not in legend.inner_text() and "→" not in tab.card("Reward").locator(".legend").inner_text()
-    tab.page.mouse.move(5, 5)
-    assert legend.inner_text() == before
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_resets(tab, tmp_path, make_run):
@@ -137,22 +111,6 @@ def left_edge(tab: Tab, plot) -> float:
     return plot.evaluate("(node) => node.card.plot.posToVal(0, 'x')")
 
 
-def test_the_keyboard_reads_and_zooms(tab, tmp_path, make_run):
-    tab.open(url_of(make_run(tmp_path)))
-    plot = tab.card("Reward").locator(".plot")
-    plot.focus()
-    for key in ("Home", "ArrowRight", "ArrowRight"):
-        tab.page.keyboard.press(key)
-    said = tab.card("Reward").get_by_role("status").inner_text()
-    assert said.startswith("Step 3: mean reward ")
-    tab.page.keyboard.press("+")
-    assert tab.page.get_by_role("button", name="Reset zoom").is_visible()
-    tab.page.keyboard.press("Escape")
-    assert not tab.page.get_by_role("button", name="Reset zoom").is_visible()
-    tab.card("Reward").get_by_role("button", name="Log scale: Reward").press("Enter")
-    assert plot.evaluate("(node) => node.card.plot.scales.y.distr") == 3
-
-
 def test_search_finds_charts_by_metric_and_settings_by_key(tab, tmp_path, make_run):
     tab.open(url_of(make_run(tmp_path)))
     tab.page.get_by_label("Search metrics").fill("kl/ref")
@@ -162,17 +120,6 @@ def test_search_finds_charts_by_metric_and_settings_by_key(tab, tmp_path, make_r
     assert tab.page.locator("#configuration tbody tr").all_inner_texts() == ["train.optim_batch_size\t32"]
     tab.page.get_by_role("button", name="Copy overrides").click()
     assert tab.page.evaluate("navigator.clipboard.readText()") == "+experiment=quickstart optimizer.lr=5e-5"
-
-
-def test_curves_are_drawn_over_time_and_smoothed(tab, tmp_path, make_run):
-    tab.open(url_of(make_run(tmp_path)))
-    plot = tab.card("Reward").locator(".plot")
-    assert plot.evaluate("(node) => node.card.plot.series.length") == 3  # x, as logged, smoothed
-    tab.page.get_by_label("Smoothing").fill("0")
-    assert plot.evaluate("(node) => node.card.plot.series.length") == 2
-    tab.page.locator("#axis").select_option("time")
-    last = tab.page.evaluate("() => document.querySelector('.plot').card.plot.data[0].at(-1)")
-    assert 5 < last < 15  # 40 steps of about 14 s, in minutes
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 from grpo_rl.report.charts import columns_of, curves
 from grpo_rl.report.sample import MAX_POINTS
 
@@ -10,16 +8,6 @@ def test_a_long_run_is_averaged_in_bins():
     run = columns_of([{"step": i, "lr": float(i), "lucky": 1.0} for i in range(1, 2 * MAX_POINTS + 1)])
     assert len(run["step"]) == MAX_POINTS and run["step"][:2] == [2, 4] and run["step"][-1] == 2 * MAX_POINTS
     assert run["columns"]["lr"]["values"][:2] == [1.5, 3.5]
-
-
-def test_a_value_that_is_not_finite_is_left_out_of_its_bin():
-    rows = [{"step": i, "x": math.inf if i == 1 else 3.0} for i in range(1, 2 * MAX_POINTS + 1)]
-    assert columns_of(rows)["columns"]["x"]["values"][:2] == [3, 3]
-
-
-def test_an_evaluation_and_a_step_share_a_point():
-    run = columns_of([{"step": 1, "lr": 1.0}, {"step": 2, "lr": 1.0}, {"step": 2, "eval/reward": 0.5}])
-    assert run["step"] == [1, 2] and run["columns"]["eval/reward"] == {"at": [1], "values": [0.5]}
 
 
 def test_time_and_tokens_add_up_over_steps():
@@ -51,15 +39,6 @@ def test_runs_are_drawn_in_one_chart_a_metric():
     ]
 
 
-def test_the_phases_of_a_step_keep_their_order_and_colours_and_an_evaluation_is_none_of_them():
-    def phases(*names):
-        (chart,) = (c for c in curves({"r": [{"step": 1} | dict.fromkeys(names, 1.0)]})["charts"] if c["stacked"])
-        return [(label, colour) for _, label, _, colour in chart["series"]]
-
-    assert phases("time/train_s", "time/evaluate_s", "time/sample_s") == [("sample", 0), ("train", 3)]
-    assert phases("time/other_s", "time/train_s", "time/wait_s") == [("wait", 1), ("train", 3), ("other", 5)]
-
-
 def test_other_tasks_have_a_chart_each_and_lengths_and_errors_stand_apart():
     names = ["eval/reward", "eval/correct", "eval/pass@4", "eval/accuracy", "eval/standard_error", "eval/measure/words"]
     names += ["eval/mean_length", "eval/math/reward", "eval/math/pass@4", "eval/math/mean_length", "eval/math/correct"]
@@ -73,8 +52,3 @@ def test_other_tasks_have_a_chart_each_and_lengths_and_errors_stand_apart():
         "Standard error of the held-out reward": ["eval/standard_error"],
         "Held-out response length": ["eval/mean_length", "eval/math/mean_length"],
     }
-
-
-def test_a_legend_compares_the_ends_that_the_headline_compares():
-    run = columns_of([{"step": i, "x": float(i)} for i in range(1, 13)])
-    assert run["columns"]["x"]["ends"] == [3, 10]  # means of 1 to 5 and of 8 to 12

@@ -118,28 +118,6 @@ def test_hostile_texts_are_shown_as_text(tab):
     assert "<img" in tab.locator("#responses mark").first.inner_text()
 
 
-def test_arrow_keys_go_through_steps_and_with_shift_through_groups(tab):
-    viewer = tab.locator("#responses .viewer")
-    viewer.focus()
-    assert "a of step 1" in viewer.inner_text()
-    tab.keyboard.press("ArrowRight")
-    assert "a of step 2" in viewer.inner_text() and tab.locator("#responses .place").inner_text() == "2 (2 of 2)"
-    tab.keyboard.press("ArrowRight")  # there is no third
-    assert "a of step 2" in viewer.inner_text()
-    tab.keyboard.press("Shift+ArrowLeft")
-    assert "Prompt of row 3" in viewer.inner_text()
-    tab.keyboard.press("Shift+ArrowLeft")
-    assert "a of step 1" in viewer.inner_text()
-
-
-def test_responses_are_sorted_by_reward(tab):
-    assert titles(tab) == ["Response 1", "Response 2", "Response 3"]  # rewards 1, 3, 2
-    tab.get_by_label("Order of responses").select_option("best")
-    assert titles(tab) == ["Response 2", "Response 3", "Response 1"]
-    tab.get_by_label("Order of responses").select_option("worst")
-    assert titles(tab) == ["Response 1", "Response 3", "Response 2"]
-
-
 def test_filters_leave_what_matches(tab):
     status = tab.locator("#responses [role=status]")
     assert status.inner_text() == "4 of 4 groups on this page."
@@ -156,13 +134,6 @@ def test_filters_leave_what_matches(tab):
     assert titles(tab) == ["Response 3"]
     tab.get_by_label("Search in texts").fill("nowhere")
     assert "No group matches" in tab.locator("#responses .viewer").inner_text()
-
-
-def test_the_best_response_of_the_run_is_a_click_away(tab):
-    tab.get_by_text("Best and worst of the run").click()
-    assert "first of them" not in tab.locator(".extremes").inner_text()  # two have 3, and the list goes on below them
-    tab.get_by_role("button", name="3 · step 2, row 4, response 2").click()
-    assert "b of step 2" in tab.locator("#responses .response.chosen").inner_text()
 
 
 def test_a_conversation_tells_calls_results_and_what_is_trained_on_apart(tab):
@@ -194,46 +165,6 @@ def test_a_group_leads_from_its_responses_to_its_tokens_and_back(tab):
     assert "b of step 2" in tab.locator("#responses .response.chosen").inner_text()
 
 
-def test_a_token_shows_its_numbers(tab):
-    strip, detail = tab.locator("#tokens .strip"), tab.locator("#tokens .detail")
-    strip.locator("[data-at='0']").hover()
-    said = detail.inner_text().replace("\n", " ")
-    # exp(-0.6931) is a half; the trainer's -0.75 is 0.0569 away.
-    for expected in (
-        'token " four"',
-        "id 40",
-        "log-prob -0.6931 (50 %)",
-        "log-prob -0.7500",
-        "trainer| 0.0569",
-        "entropy 1.2500",
-        "version 1",
-    ):
-        assert expected in said, expected
-    strip.locator("[data-at='0']").focus()
-    tab.keyboard.press("End")
-    said = detail.inner_text().replace("\n", " ")
-    assert 'token "<|end|>"' in said and "special token" in said and "version 2" in said
-    tab.keyboard.press("ArrowLeft")
-    said = detail.inner_text().replace("\n", " ")
-    assert "read, not sampled" in said and "trainer| n/a" in said
-    assert tab.evaluate("document.activeElement.dataset.at") == "2"
-
-
-def test_tokens_are_coloured_by_the_chosen_number_on_the_legends_scale(tab):
-    def strength(at):
-        return float(
-            tab.locator(f"#tokens [data-at='{at}']").evaluate("one => getComputedStyle(one).getPropertyValue('--v')")
-        )
-
-    # Scaled to the 99th percentile of 0.6931, 1.6931, 3.6931, twice: 3.6931.
-    assert (strength(0), strength(1), strength(2), strength(3)) == pytest.approx((0.188, 0.458, 0, 1), abs=2e-3)
-    tab.get_by_label("Colour by").select_option("version")
-    assert (strength(0), strength(3)) == (0, 1)
-    assert tab.locator("#tokens .strip .version").all_inner_texts() == ["v1", "v2"]
-    tab.get_by_label("Colour by").select_option("entropy")
-    assert strength(0) == 1 and "1.25 nats" in tab.locator("#tokens .scale").inner_text()
-
-
 def test_a_held_out_prompt_has_its_responses_before_and_after(tab):
     section = tab.locator("#held_out")
     assert "1 earn more, 0 less, 1 the same" in section.inner_text()
@@ -243,13 +174,3 @@ def test_a_held_out_prompt_has_its_responses_before_and_after(tab):
     assert section.locator("article pre").all_inner_texts() == ["second at 0", "second at 2"]
     tab.get_by_label("Only changed rewards").check()
     assert section.locator(".place").inner_text() == "0 (1 of 1)"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_a_phone(browser, url, scheme):
-    context = browser.new_context(viewport={"width": 360, "height": 800}, color_scheme=scheme)
-    tab = context.new_page()
-    tab.goto(url)
-    tab.wait_for_selector("body[data-ready]")
-    assert tab.evaluate("document.documentElement.scrollWidth") == 360
-    context.close()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_rl.report.files import read_config
 from grpo_rl.report.headline import headline, note, training_change
 
 
@@ -44,10 +43,6 @@ def test_without_an_evaluation_first_and_last_steps_are_compared_with_an_interva
     )
 
 
-def test_a_reward_that_never_moved_is_said_as_such():
-    assert headline(steps(*[0.0] * 12), {}) == "Training reward was 0.000 in all 12 steps."
-
-
 def test_noise_alone_is_called_a_change_as_seldom_as_the_interval_promises():
     rng = np.random.default_rng(0)
     called = [training_change(list(rng.normal(size=60))).verb is not None for _ in range(1000)]
@@ -78,21 +73,3 @@ def test_a_standard_error_of_zero_is_one():
     rows[-1] |= {"eval/standard_error": math.nan}  # of one response
     assert headline(rows, {}).startswith("2 steps are too few")
     assert "no standard errors" in note(rows, {}, "ended")
-
-
-def test_the_note_says_whether_held_out_reward_was_measured():
-    evaluated = {"step": 0, "eval/reward": 0.5, "eval/standard_error": 0.1}
-    assert "was not measured (evaluate.rows)" in note(steps(0.1, 0.2), {}, "ended")
-    assert "measured once, after step 0: 0.500" in note([evaluated, *steps(0.1, 0.2)], {}, "running")
-
-
-def test_without_a_step_nothing_is_claimed():
-    assert headline([], {}) == "No training step was logged yet."
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int ''", "[" * 2000])
-def test_a_config_that_yaml_cant_read_is_named(tmp_path, value):
-    (tmp_path / "config.yaml").write_text(f"a: {value}\n")
-    with pytest.raises(ValueError, match=r"config\.yaml is not YAML"):
-        read_config(tmp_path)

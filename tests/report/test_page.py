@@ -6,12 +6,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import files
-from grpo_rl.report import page as pages
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)> {{ 7 * 7 }}"
@@ -147,19 +143,6 @@ def test_a_run_killed_at_its_first_step_has_a_report(tmp_path, make_run):
     assert "up to step 1" in page.text and "Held-out reward" not in titles(page)
 
 
-def test_an_empty_folder_has_a_report(tmp_path):
-    page = page_of(tmp_path)
-    assert "No training step was logged yet." in page.text and set(page.data) == {"summary"}
-
-
-def test_a_summary_that_is_none_is_named_with_the_remedy(tmp_path, make_run):
-    make_run(tmp_path, steps=1)
-    for rubbish in (b"{", b"\xff", b"[]"):
-        (tmp_path / "summary.json").write_bytes(rubbish)
-        with pytest.raises(ValueError, match=r"summary\.json (is not JSON|holds list).*; remove it"):
-            write_report(tmp_path)
-
-
 def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, make_run):
     def broken(_):
         raise ValueError("part-7 can't be read")
@@ -172,13 +155,6 @@ def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, m
     assert json.loads(found["broken"])["left_out"].startswith("KeyError: 'lost' (a defect")
 
 
-def test_damaged_overrides_leave_the_configuration_out_and_are_named(tmp_path, make_run):
-    make_run(tmp_path, steps=1)
-    (tmp_path / "overrides.yaml").write_text("- 'a\n- b: [")
-    page = page_of(tmp_path)
-    assert "overrides.yaml is not YAML" in page.data["configuration"]["left_out"] and "charts" in page.data
-
-
 def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path, make_run):
     make_run(tmp_path, steps=1)
     config = {
@@ -189,31 +165,6 @@ def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path, make_run):
     (tmp_path / "overrides.yaml").write_text("- +logger.settings.api_key=hunter2\n- x={password: hunter2}\n")
     html = write_report(tmp_path).read_text()
     assert "hunter2" not in html and "logger.settings.api_key=***" in html and "https://***@host/x" in html
-
-
-def test_metrics_are_read_once_for_all_sections_until_the_file_changes(tmp_path, make_run, monkeypatch):
-    make_run(tmp_path, steps=2)
-    read, reads = files.read_metrics, []
-    monkeypatch.setattr(files, "read_metrics", lambda path: reads.append(path) or read(path))
-    build(SECTIONS, tmp_path)
-    build(SECTIONS, tmp_path)
-    assert len(reads) == 1
-    MetricsLog(tmp_path).log(3, {"reward/mean": 0.5})
-    build(SECTIONS, tmp_path)
-    assert len(reads) == 2
-
-
-def test_settings_that_are_none_or_empty_are_written_as_yaml_writes_them(tmp_path, make_run):
-    make_run(tmp_path, steps=1)
-    (tmp_path / "config.yaml").write_text("resume: null\nrewards: {}\nvllm: true\nbetas: [0.9, 0.95]\n")
-    settings = page_of(tmp_path).data["configuration"]["settings"]
-    assert settings == [["resume", "null"], ["rewards", "{}"], ["vllm", "true"], ["betas", "[0.9, 0.95]"]]
-
-
-def test_every_section_has_its_script():
-    scripts = pages.joined("js")
-    for section in SECTIONS:
-        assert f"sections.{section.id} = function" in scripts
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_page(tmp_path):

@@ -50,14 +50,6 @@ def test_the_best_and_worst_responses_of_the_run_say_where_they_are_and_how_many
     assert data["worst"][0] == {"group": 1, "response": 1, "reward": -1.0, "alike": 1}
 
 
-def test_of_a_large_step_the_first_and_the_extreme_groups_are_chosen(monkeypatch):
-    # Means 1, 0.5, 3, 0, 1; variances 0, 0.25, 1, 0, 4.
-    rewards = {5: [1.0, 1.0], 6: [0.0, 1.0], 7: [2.0, 4.0], 8: [0.0, 0.0], 9: [-1.0, 3.0]}
-    chosen = responses._choose_of(None, 1, rewards, 6, recorded=False)
-    assert chosen == {5: "first of its step", 9: "rewards differ most", 7: "highest mean", 8: "lowest mean"}
-    assert list(responses._choose_of(None, 1, rewards, 2, recorded=False)) == [5, 9]
-
-
 @pytest.mark.slow
 def test_a_large_run_is_shown_in_evenly_spaced_steps_within_its_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "RESPONSES", 40)
@@ -100,10 +92,6 @@ def test_a_part_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path):
     (log.path / "part-00000001.parquet").write_bytes(b"half")
     with pytest.raises(ValueError, match="part-00000002"):
         responses.build(tmp_path)
-
-
-def test_a_run_without_completions_has_no_such_section(tmp_path):
-    assert responses.build(tmp_path) is None
 
 
 def test_control_characters_of_a_response_are_left_out(tmp_path):

@@ -55,25 +55,6 @@ def test_the_first_the_best_and_the_worst_response_come_before_others(tmp_path, 
     assert [one["response"] for one in found] == [0, 2, 4] and found[1]["reward"] == 2.0
 
 
-def test_the_page_holds_only_so_many_tokens_of_evenly_spaced_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "TOKENS", 60)
-    monkeypatch.setattr(tokens, "TOKENS_OF_RESPONSE", 10)
-    for step in range(1, 22):
-        write(tmp_path, step, [["x"] * 25])
-    data = tokens.build(tmp_path)
-    assert sum(len(one["ids"]) for one in data["responses"]) <= 60 and data["responses"][0]["cut"] == 15
-    shown = [one["step"] for one in data["responses"]]
-    assert shown[0] == 1 and shown[-1] == 21 and (data["all_steps"], data["shown_steps"]) == (21, len(shown))
-
-
-def test_a_response_has_the_row_of_its_prompt(tmp_path):
-    write(tmp_path, 1, [["a"]])
-    about = {"prompt": "", "answer": None, "tokens": 1, "truncated": False, "policy_version": 0, "completion": ""}
-    CompletionsLog(tmp_path).log(1, [about | {"group_id": 7, "row": 175, "reward": 0.5, "advantage": 0.0}])
-    (one,) = tokens.build(tmp_path)["responses"]
-    assert (one["group"], one["row"], one["reward"]) == (7, 175, 0.5)
-
-
 def test_a_group_that_was_not_scored_has_no_numbers_of_the_trainer(tmp_path):
     write(tmp_path, 1, [["a", "b"]])
     parts = StepParts(tmp_path / TOKENS_FOLDER)
@@ -84,7 +65,3 @@ def test_a_group_that_was_not_scored_has_no_numbers_of_the_trainer(tmp_path):
     parts.write(1, table)
     one = tokens.build(tmp_path)["responses"][0]
     assert one["trainer"] == one["entropy"] == [None, None] and one["sampler"] == [-0.5, -1.5]
-
-
-def test_a_run_without_recorded_tokens_has_no_such_section(tmp_path):
-    assert tokens.build(tmp_path) is None

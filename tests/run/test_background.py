@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.background import Background
 from grpo_rl.run.folder import Room, RunFolder
-from grpo_rl.run.run import Run
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
@@ -70,19 +65,6 @@ def test_the_optimizer_waits_with_its_step_until_its_weights_are_written(folder,
     stepping.join(60)
     assert torch.equal(load(path)["optimizer"]["masters"]["weight"], before)
     assert not torch.equal(model.weight, before)
-
-
-def test_the_wait_for_a_checkpoint_is_no_training(folder, slow_disk):
-    run = Run(
-        folder, MagicMock(), MagicMock(), MagicMock(), MagicMock(note=None), MagicMock(), MagicMock(), MagicMock()
-    )
-    run.record = StepRecord()
-    path = folder.save(1, lambda: {"step": 1}, keep=2)
-    threading.Timer(0.5, slow_disk.set).start()
-    with run.phase("train"):
-        run.parts.optimizer.before_step()
-        assert path.exists()
-    assert 0 <= run.record.phases_s["train"] < 0.4
 
 
 def test_one_is_written_at_a_time_and_the_folder_closes_after_the_last(tmp_path, slow_disk):
@@ -231,50 +213,3 @@ def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkey
         found = list(threads.map(opened, (0, 1)))
     assert found == [None if is_lost else (2, [0.5])] * 2
     assert len(read_metrics(tmp_path / "run")) == (2 if is_lost else 3)
-
-
-def test_the_printed_remedy_for_metrics_that_are_damaged_everywhere_works(tmp_path):
-    run = tmp_path / "run"
-    metrics = evaluated_run(run)
-    metrics.write_bytes(b"\0" + metrics.read_bytes()[1:])
-    train = Train(total_dialog_turns=99)
-    with pytest.raises(ValueError, match="on with one that is whole without the logs before it, give its file"):
-        RunFolder(run, str(run), {}, "", Room(3, 1000, 1000), train)
-    named = run / "checkpoints" / "checkpoint_000002.pt"
-    with RunFolder(run, str(named), {}, "", Room(3, 1000, 1000), train) as opened:
-        opened.prepare()
-        assert opened.step == 2 and f"{metrics} had a line that can't be read: dropped" in opened.notes
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 2]
-
-
-def test_checkpoints_that_a_run_has_already_need_no_room_when_it_resumes(tmp_path, monkeypatch):
-    run, room = tmp_path / "run", Room(3, 1000, 500)  # 3,500 bytes in all
-    evaluated_run(run)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1500))
-    with RunFolder(run, str(run), {}, "", room, Train(total_dialog_turns=99)) as opened:
-        assert opened.step == 2
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1499))
-    with pytest.raises(ValueError, match="of which 0.0 GiB are to be written; free some space"):
-        RunFolder(run, str(run), {}, "", room, Train(total_dialog_turns=99))
-    with pytest.raises(ValueError, match="of which 0.0 GiB are to be written"):  # a later one replaces none
-        older = run / "checkpoints" / "checkpoint_000001.pt"
-        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2499))
-        RunFolder(run, str(older), {}, "", room, Train(total_dialog_turns=99))
-    with pytest.raises(ValueError, match="free, and 3 checkpoints and the exported model take about 0.0 GiB; free"):
-        RunFolder(tmp_path / "new", None, {}, "", room, Train(total_dialog_turns=99))
-
-
-def test_a_checkpoint_of_another_version_is_refused_by_what_it_lacks(tmp_path):
-    state = {"step": 1, "config": "{}", **BEGUN}
-    del state["totals"]
-    save(tmp_path / "run" / "checkpoints", 1, state)
-    MetricsLog(tmp_path / "run").log(1, {})
-    with pytest.raises(ValueError, match="the checkpoint has no totals: another version wrote it"):
-        RunFolder(
-            tmp_path / "new",
-            str(tmp_path / "run" / "checkpoints" / "checkpoint_000001.pt"),
-            {},
-            "",
-            Room(1, 0, 0),
-            Train(),
-        )

@@ -139,26 +139,6 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_at_its_place(tiny,
     assert [row["step"] for row in read_metrics(tmp_path / "moved")] == [1, 2]
 
 
-def test_the_log_of_the_folder_has_each_step_and_note_with_its_time(finished):
-    lines = (finished / "grpo.log").read_text().splitlines()
-    stamp = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\]"
-    assert len([line for line in lines if re.match(rf"{stamp}.* - step [1-4]/4 · reward", line)]) == 4
-    said = r"The run writes checkpoints of 0.0 GB and a model of 0.0 GB to .* GB are free"
-    assert any(re.search(said, line) for line in lines)
-
-
-@pytest.mark.nightly
-def test_a_run_that_keeps_no_checkpoint_says_that_it_cannot_be_prolonged(tiny, tmp_path, monkeypatch, capsys):
-    settings = [*tiny, "train.keep_final_checkpoint=false", "train.total_dialog_turns=16"]
-    folder = run(settings, tmp_path / "run")
-    assert not list((folder / "checkpoints").iterdir()) and (folder / "model" / "config.json").exists()
-    assert json.loads((folder / "summary.json").read_text())["checkpoint"] is None
-    assert "(in the end the model alone)" in capsys.readouterr().out
-    monkeypatch.setattr("grpo_rl.policies.policy.TrainPolicy.load", MagicMock(side_effect=AssertionError))
-    run([*settings, "train.total_dialog_turns=32", f"resume={folder}"], tmp_path / "unused")
-    assert "without a checkpoint it can't be prolonged" in capsys.readouterr().out
-
-
 def test_the_model_of_a_run_has_a_card_that_the_hub_takes_and_can_be_pushed(finished, capsys):
     found = ModelCard.load(finished / "model" / "README.md")
     assert found.data.to_dict()["tags"][0] == "grpo" and "a gain of" in found.text
@@ -172,23 +152,6 @@ def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
     assert AutoTokenizer.from_pretrained(finished / "model").chat_template
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
     assert all(moved)
-
-
-def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, own_cache):
-    rates = json.loads((own_cache / "rates.json").read_text())
-    assert len(rates) == 1 and "bfloat16" in next(iter(rates))  # measured in the first run, known to the others
-    for row in read_metrics(finished)[1:5]:
-        # A model of 100,000 parameters keeps no machine busy.
-        assert 0 < row["limit_fraction"] < 0.5
-        parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
-        phases = ("sample", "score", "train", "sync", "other")
-        step_s = sum(row[f"time/{phase}_s"] for phase in phases)
-        assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
-
-
-def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished):
-    for row in read_metrics(finished)[1:5]:
-        assert row["train/skipped_groups"] == row["reward/zero_std_fraction"] * 4
 
 
 @pytest.mark.cases(1)
@@ -277,18 +240,6 @@ def test_every_metric_of_a_run_is_in_a_chart_that_explains_it(finished):
     assert all(chart["help"] for chart in drawn if chart["group"] != "Everything else")
 
 
-def test_the_evaluation_before_training_is_on_the_clock_where_it_began(finished):
-    before, first = read_metrics(finished)[:2]
-    phases = [value for name, value in first.items() if name.startswith("time/") and name != "time/at_s"]
-    assert before["time/at_s"] + before["time/evaluate_s"] <= first["time/at_s"] - sum(phases)
-
-
-@pytest.mark.nightly
-def test_no_token_is_recorded_where_none_is_asked_for(tiny, tmp_path):
-    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "logger.token_groups=0"], tmp_path / "run")
-    assert not (folder / "tokens.parquet").exists() and not (folder / "held_out.parquet").exists()
-
-
 def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path):
     with pytest.raises(SystemExit, match=r"optimizer\.lr: 0\.01 in the checkpoint, 0\.5 here"):
         run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path)
@@ -332,53 +283,6 @@ def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
-
-
-def test_a_run_says_what_it_does_before_its_first_step(tiny, tmp_path, capsys):
-    run([*tiny, "train.total_dialog_turns=16"], tmp_path / "run")
-    told = [line.rpartition(" … ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith(" s")]
-    told = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in told]  # from the run's logs on
-    assert [line for line in told if line and "measuring" not in line] == [
-        "importing torch and the rest",
-        "finding " + tiny[0].partition("=")[2],
-        "reading the data of gsm8k",
-        "loading the model",
-        "starting the transformers engine",
-        "evaluating 4 held-out rows",
-    ]
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.name=/no/such/model", "unknown model"),
-        ("env.path=/no/such/file.jsonl", "no/such/file"),
-        ("env.repeats=1", "env.repeats is 1"),
-        ("train.optim_batch_size=10", "not a multiple of env.repeats=4"),
-        ("inference_model.max_model_len=9", "the prompt of row"),
-        ("train_model.num_devices=99", "99"),
-        ("optimizer.name=adam", "optimizer.name is 'adam'"),
-        ("resume=/no/such/run", "no checkpoint there"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
-        ("sampling.temperature=0", "temperature"),
-    ],
-)
-def test_bad_input_is_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, monkeypatch, override, message):
-    def no_model(*_, **__):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-    with pytest.raises(SystemExit, match=message):
-        run([*tiny, override], tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_rows_without_their_columns_are_refused(tiny, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "1?", "answer": "#### 1"}\n{"prompt": "2?"}\n')
-    with pytest.raises(SystemExit, match="question"):
-        run([*tiny, f"env.path={path}"], tmp_path / "run")
 
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
@@ -442,16 +346,6 @@ def test_responses_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_pa
 def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished):
     with pytest.raises(SystemExit, match="already holds a run"):
         run(tiny, finished)
-
-
-@pytest.mark.nightly
-def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path):
-    path = tmp_path / "held_out.jsonl"
-    path.write_text(
-        '{"question": "1?", "answer": "#### 1"}\n' * 2 + f'{{"question": "{"9" * 99}", "answer": "#### 9"}}\n'
-    )
-    with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
-        run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run")
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path):
@@ -524,19 +418,6 @@ def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finis
     run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused")
     assert json.loads((longer / "summary.json").read_text())["steps"] == 5
     assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
-
-
-@pytest.mark.nightly
-def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, monkeypatch, capsys):
-    def broken(*_):
-        raise KeyError("group_id")
-
-    monkeypatch.setattr("grpo_rl.report.headline.headline", broken)
-    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The report can't be written" in said and "(KeyError: 'group_id')" in said and "all else is there" in said
-    assert f"grpo-rl report {folder}" in said
-    assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
 
 
 @pytest.mark.nightly
@@ -683,19 +564,6 @@ def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
         run([*tiny, f"resume={damaged}"], tmp_path / "unused")
 
 
-@pytest.mark.nightly
-def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
-    from grpo_rl.data.buffer import GroupBuffer
-
-    def broken(self, groups):
-        raise ValueError("a bug of ours")
-
-    monkeypatch.setattr(GroupBuffer, "extend", broken)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(RuntimeError, match="failed after step 0: a bug of ours"):
-        run(tiny, tmp_path / "run")
-
-
 def sections(section, prefix=""):
     """The beginning of the keys of each section."""
     from grpo_rl.settings.declaration import Section
@@ -811,12 +679,6 @@ def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkey
     monkeypatch.setattr("grpo_rl.monitor.metrics.MetricsLog.log", fail)
     with pytest.raises(SystemExit, match=r"error: can't write to metrics\.jsonl: Read-only.*set hydra\.run\.dir"):
         run(tiny, tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path):
-    with pytest.raises(SystemExit, match="error: "):
-        run([*tiny, "optimizer.lr=[1"], tmp_path / "run")
 
 
 def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tmp_path, monkeypatch):

@@ -214,22 +214,6 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
     assert [row["train/tokens"] for row in rows] == [8]  # two epochs of two rows, a letter and the end each
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sampling.temperature=0.7"], "sampling.temperature=0.7 means nothing to mode=sft.*own distribution"),
-        (["loss=dapo"], r"loss\.\w+=.* means nothing to mode=sft"),
-        (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
-        (["policy.kl_coef=0.1"], "policy.kl_coef=0.1 means nothing"),
-        (["train.gradient_accumulation_steps=33"], "=33 micro-batches cannot be made of the 32 rows.*use at most 32"),
-        (["train_model.lora.rank=8", "train_model.lora.push=adapter"], "train_model.lora.push=adapter means nothing"),
-    ],
-)
-def test_settings_of_sampling_and_rewards_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("sft", overrides))
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -40,10 +40,6 @@ def test_one_gpu_is_shared_by_all_roles_in_sync_mode():
     assert plan.colocated and plan.replicas == 1
 
 
-def test_without_kl_there_is_no_reference():
-    assert allocate(config(), visible=1).ref == ()
-
-
 def test_three_gpus_one_for_each_role():
     plan = allocate(config(train=1, ref=1, inference=1, kl_coef=0.1), visible=3)
     assert [indices(g) for g in (plan.train, plan.ref, plan.inference)] == [[0], [1], [2]]
@@ -67,15 +63,6 @@ def test_a_reference_left_null_shares_the_training_devices():
     assert plan.ref == plan.train and indices(plan.inference) == [2]
 
 
-def test_counts_avoid_the_indices_of_lists():
-    plan = allocate(config(train=[1, 3], inference=2), visible=4)
-    assert (indices(plan.train), indices(plan.inference)) == ([1, 3], [0, 2])
-
-
-def test_a_list_keeps_its_order_since_it_is_the_order_of_ranks():
-    assert indices(allocate(config(train=[3, 1]), visible=4).train) == [3, 1]
-
-
 def test_in_async_mode_inference_left_null_takes_all_that_are_left():
     plan = allocate(config(train=2), mode="async", visible=8)
     assert indices(plan.inference) == [2, 3, 4, 5, 6, 7] and not plan.colocated
@@ -91,29 +78,12 @@ def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_
     )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_lists_that_name_the_same_single_gpu_share_it(mode):
-    plan = allocate(config([1], inference=[1]), mode=mode, visible=4)
-    assert (indices(plan.train), indices(plan.inference)) == ([1], [1])
-    assert plan.engine_share == (0.5 if mode == "async" else 0)
-
-
 def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
     with pytest.raises(ValueError, match="GPU 0 is in both train_model.devices and inference_model.devices"):
         allocate(config([0, 1], inference=[0, 1]), mode="async", visible=4)
     with pytest.raises(ValueError, match="none is left to sample"):
         allocate(config(), mode="async", visible=1, counts_only=True)
     assert allocate(config(share=0.9), mode="async", visible=2).engine_share == 0
-
-
-def test_null_tensor_parallel_size_means_all_inference_devices():
-    assert allocate(config(train=1, inference=4), visible=8).tensor_parallel_size == 4
-
-
-def test_num_devices_that_agrees_with_the_list_is_accepted():
-    cfg = config(train=[0, 1])
-    cfg.train_model.num_devices = 2
-    assert indices(allocate(cfg, visible=2).train) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -201,42 +171,6 @@ def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
     cpu = torch.device("cpu")
     assert plan == devices.Devices((cpu,), (cpu,), (cpu,) * 3, 1) and plan.replicas == 3
     assert len(allocate(config(), mode="async", visible=0, cores=4, world=2).train) == 2
-
-
-@pytest.mark.parametrize(
-    ("cfg", "cores", "world", "message"),
-    [
-        (
-            config(inference=2),
-            2,
-            1,
-            "train 1 + inference 2 = 3 processes, 2 CPU cores there; lower inference_model.num",
-        ),
-        (
-            config(train=2),
-            2,
-            1,
-            "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices",
-        ),
-        (config(), 2, 2, "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices"),
-        (
-            config(),
-            1,
-            1,
-            "train 1 + inference 1 = 2 processes, 1 CPU cores there; use mode=sync, where they take turns",
-        ),
-        (config(inference=[0]), 2, 1, "inference_model.devices=[0], but no GPU is visible; leave it null, and set"),
-        (
-            config(tp=2),
-            4,
-            1,
-            "inference_model.tensor_parallel_size=2, but no GPU is visible: on a CPU an engine is one",
-        ),
-    ],
-)
-def test_async_mode_refuses_more_processes_than_cores(cfg, cores, world, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        allocate(cfg, mode="async", visible=0, cores=cores, world=world)
 
 
 def test_on_a_cluster_gpus_are_counted_and_not_named():

@@ -278,25 +278,6 @@ def test_what_help_says_is_there():
     assert keys <= declarations(None).keys() | {"loss", "experiment"}
 
 
-def test_a_config_of_ones_own_that_is_right_reaches_the_script(tmp_path, monkeypatch):
-    got = []
-    (tmp_path / "conf" / "loss").mkdir(parents=True)
-    (tmp_path / "conf" / "loss" / "mine.yaml").write_text("defaults: [dapo, _self_]\nclip_high: 0.4\n")
-    (tmp_path / "conf" / "mine.yaml").write_text(
-        "defaults: [grpo_countdown, {override loss: mine}, _self_]\n"
-        "optimizer: {lr: 1e-6}\nenv:\n  puzzles: {max_number: 20}\nhydra: {job: {chdir: false}}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(
-        sys, "argv", ["script.py", "env.repeats=4", "env.num_envs=8", "--config-dir", "conf", "--config-name=mine"]
-    )
-    main(config_name="grpo_gsm8k")(lambda settings: got.append(settings))()
-    (settings,) = got
-    assert (settings.optimizer.lr, settings.env.repeats, settings.loss.clip_high) == (1e-6, 4, 0.4)
-    assert (settings.env.task["puzzles"]["max_number"], settings.loss.aggregate) == (20, "token_mean")
-
-
 def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_imported(tmp_path):
     wrong = [
         (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),

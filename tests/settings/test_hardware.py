@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_rl.assembly.training import note_on_dtype
-from grpo_rl.cli import main
 from grpo_rl.settings import hardware
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.derived import dtype
-from grpo_rl.settings.hardware import default_dtype, lacks_bfloat16
+from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script, save_tiny_model, tiny_run
+from grpo_rl.testing import run_script, tiny_run
 
 ZEN_3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_2 fma avx f16c avx2 vaes\nbugs\t: spectre_v1\n"
 ZEN_4 = ZEN_3.replace("avx2", "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16")
@@ -53,61 +49,6 @@ def cpu(tmp_path, monkeypatch):
 def test_the_dtype_is_float32_on_an_x86_cpu_without_avx512(cpu, text, expected):
     cpu(text)
     assert default_dtype() == dtype(Settings.read(compose_config("grpo_gsm8k", []))) == expected
-
-
-def test_what_can_not_be_read_means_bfloat16(cpu):
-    assert default_dtype() == "bfloat16"  # there is no such file, as on a Mac
-
-
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="the rule is for x86 and Linux")
-def test_this_cpu_is_what_pytorch_says():
-    assert lacks_bfloat16() == (not torch.cpu.get_capabilities()["avx512_bw"])
-    assert lacks_bfloat16() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@pytest.mark.slow
-def test_a_dtype_that_is_set_stays_and_a_cluster_is_not_this_machine(cpu):
-    cpu(ZEN_3)
-    assert Settings.read(compose_config("grpo_gsm8k", ["train_model.dtype=bfloat16"])).train_model.dtype == "bfloat16"
-    cluster = Settings.read(compose_config("grpo_gsm8k", ["ray.address=auto", "mode=async"]))
-    assert cluster.train_model.dtype == "bfloat16"
-
-
-def test_a_gpu_means_bfloat16(cpu, tmp_path, monkeypatch):
-    cpu(ZEN_3)
-    (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(hardware, "GPU_FILES", (str(tmp_path / "nvidiactl"),))
-    monkeypatch.setattr(hardware.importlib.metadata, "version", lambda name: "2.13.0+cu130")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert default_dtype() == "bfloat16"
-    monkeypatch.setattr(hardware.importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    assert default_dtype() == "float32"  # which torch can't use
-
-
-@pytest.mark.slow
-def test_a_plan_for_gpus_is_the_same_whatever_cpu_it_is_made_on(cpu, tmp_path, capsys):
-    command = ["plan", f"model.name={save_tiny_model(tmp_path / 'model')}", "cluster=8xH100"]
-
-    def planned() -> str:
-        main(command)
-        return capsys.readouterr().out
-
-    cpu(ZEN_4)
-    on_zen_4 = planned()
-    cpu(ZEN_3)
-    assert planned() == on_zen_4
-
-
-def test_a_run_says_what_its_dtype_has_to_do_with_the_cpu(cpu):
-    cpu(ZEN_3)
-    assert note_on_dtype("float32", torch.device("cpu")) == (
-        "Weights are float32: nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16"
-    )
-    slow = note_on_dtype("bfloat16", torch.device("cpu"))
-    assert slow and slow.endswith("train_model.dtype=float32 may be many times faster")
-    assert note_on_dtype("bfloat16", torch.device("cuda")) is None
-    cpu(ZEN_4)
-    assert note_on_dtype("float32", torch.device("cpu")) is note_on_dtype("bfloat16", torch.device("cpu")) is None
 
 
 @pytest.mark.nightly

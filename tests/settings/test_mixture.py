@@ -53,29 +53,6 @@ def test_an_entry_has_its_own_of_what_the_tasks_share():
     assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
 
 
-def test_an_entrys_own_rewards_and_curriculum_take_the_place_of_the_mixtures():
-    settings = read(
-        "env.mixture={gsm8k: {weight: 1, rewards: {cosine: 1}, curriculum: {}}, math: 1}",
-        "+env.rewards={format: 0.5}",
-        "env.curriculum={high: 0.8}",
-    )
-    own = settings_of_mixture(settings)
-    assert (own["gsm8k"].env.rewards, own["math"].env.rewards) == ({"cosine": 1}, {"format": 0.5})
-    assert (own["gsm8k"].env.curriculum, own["math"].env.curriculum) == ({}, {"high": 0.8})
-
-
-def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
-    settings = read(
-        "env.mixture={calculator: {weight: 1, form: function, mcp: []}, math: {weight: 1, tool_parser: llama3_json}}",
-        "env.tool_parser=hermes",
-        "env.mcp=[server]",
-    )
-    own = {name: of_task.env for name, of_task in settings_of_mixture(settings).items()}
-    assert own["calculator"].task["form"] == "function"
-    assert (own["calculator"].tool_parser, own["math"].tool_parser) == ("hermes", "llama3_json")
-    assert (list(own["calculator"].mcp), list(own["math"].mcp)) == ([], ["server"])
-
-
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -103,16 +80,3 @@ def test_tasks_have_the_parser_and_the_servers_of_the_mixture_or_their_own():
 def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):
     with pytest.raises(ValueError, match=told):
         read(*overrides)
-
-
-@pytest.mark.parametrize(
-    ("entry", "told"),
-    [
-        ("prompt_response: 1", r"env\.mixture\.prompt_response: env\.reward must be set"),
-        ("gsm8k: {weight: 1, sytem_prompt: x}", r"env\.mixture\.gsm8k: .*sytem_prompt; did you mean env\.system"),
-        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k: env\.reward\.correctness is 'x'"),
-    ],
-)  # fmt: skip
-def test_a_tasks_own_settings_are_checked_under_their_names_in_the_mixture(entry, told):
-    with pytest.raises(ValueError, match=told):
-        settings_of_mixture(read(f"env.mixture={{{entry}}}"))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
 from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
-from grpo_rl.envs.base import Reward, Task
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.sections import declarations
 from grpo_rl.testing import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -150,20 +145,6 @@ def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tok
     assert env.score(0, [tokenizer("night").input_ids])[0].total == 1.0
 
 
-@pytest.mark.parametrize(
-    ("task", "words", "message"),
-    [
-        ("Echo", ["env.columns={word: noun}"], "rows.jsonl, line 1 has no noun; its columns are ['word']"),
-        ("Silent", [], "prompt of rows.jsonl, line 1 is 'night'; it must be a list of messages"),
-        ("Buggy", [], "own_tasks:Buggy can't score an empty response: Buggy"),
-    ],
-)
-def test_a_task_that_does_not_do_its_work_is_told_at_the_start(folder, tokenizer, task, words, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        make_env(settings(*words, task=task), tokenizer)
-    assert "\n" not in str(error.value)
-
-
 def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):
     (folder / "others.jsonl").write_text('{"word": "night"}\n\n{"words": "day"}\n')
     message = r"prompt of others.jsonl, line 3 raised KeyError: 'word' \(.*own_tasks.py, line \d+\);.* mean words\?"
@@ -218,25 +199,6 @@ def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_cl
         settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")
 
 
-@dataclass
-class Typed(Task):
-    rows: list
-    kind: Literal["a", "b"] | None = None
-
-    reward_parts = ("x",)
-
-    def prompt(self, row):
-        return []
-
-    def score(self, row, response):
-        return Reward({"x": 0.0})
-
-
-def test_a_choice_that_may_be_null_has_its_choices():
-    fields = task_section(f"{__name__}:Typed").__dataclass_fields__
-    assert fields["kind"].metadata["setting"].choices == ("a", "b") and fields["kind"].metadata["setting"].null
-
-
 # ---- Through a script ----
 
 
@@ -278,14 +240,6 @@ def test_a_wrong_setting_of_the_task_in_a_config_file_is_told_with_its_line(in_a
         started(monkeypatch, *in_a_file(ECHO), "env.weigth=5")
 
 
-def test_a_setting_of_the_task_is_taken_beside_an_experiment(folder, monkeypatch):
-    (folder / "conf" / "experiment").mkdir(parents=True, exist_ok=True)
-    (folder / "conf" / "experiment" / "fast.yaml").write_text("# @package _global_\noptimizer: {lr: 1e-4}\n")
-    words = ["--config-dir", "conf", "+experiment=fast", "env.task=own_tasks:Echo", "env.path=rows.jsonl"]
-    (env,) = started(monkeypatch, *words, "env.weight=4", f"hydra.run.dir={folder / 'run'}")
-    assert env.dataset == "own_tasks:Echo" and env.task["weight"] == 4
-
-
 @pytest.mark.nightly
 def test_a_sweep_over_two_tasks_takes_a_setting_of_both(folder, monkeypatch):
     words = [
@@ -297,20 +251,3 @@ def test_a_sweep_over_two_tasks_takes_a_setting_of_both(folder, monkeypatch):
     ]
     got = started(monkeypatch, *words, "+env.tags=[x]")
     assert [(env.dataset, env.task["weight"]) for env in got] == [("own_tasks:Echo", 9), ("own_tasks:Made", 9)]
-
-
-class Numbered(Typed):
-    def __init__(self, rows, size: Literal[1, 2] = 1):
-        self.rows = rows
-
-
-def test_a_choice_of_numbers_takes_them_and_tells_them():
-    name = f"{__name__}:Numbered"
-    read = {"env.task": name, "env.path": "rows.jsonl"}
-    words = [f"{key}={value}" for key, value in read.items()]
-    assert Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=2"])).env.task["size"] == 2
-    with pytest.raises(ValueError, match=r"env\.size is 3; it can be 1, 2"):
-        Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=3"]))
-    with pytest.raises(ValueError, match=r"env\.size is 'one'; it must be a whole number"):
-        Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=one"]))
-    assert declarations(name)["env.size"].comment == f"1 | 2; a parameter of {name}"

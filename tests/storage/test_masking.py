@@ -38,15 +38,6 @@ def test_a_password_that_is_not_percent_encoded_is_masked_whole(password):
     assert masked_text(f"at https://me:{password}@host:1/x?y=z, and on") == "at https://***@host:1/x?y=z, and on"
 
 
-def test_a_port_is_no_password():
-    for text in ("http://host:8000/v1@x", "http://host:80?mail=me@host", "https://hub/x@main", "a://b c:d@e"):
-        assert masked_text(text) == text
-
-
-def test_a_prompt_under_the_name_of_a_secret_is_masked():
-    assert masked({"credentials": {"stop": "abc123"}}) == {"credentials": {"stop": "***"}}
-
-
 def test_the_user_of_a_url_is_masked_with_the_password():
     assert masked({"tracking_uri": "https://me:p@ss@host:1/x"}) == {"tracking_uri": "https://***@host:1/x"}
     assert masked_override("logger.settings.uri=http://me:pw@host") == "logger.settings.uri=***"
@@ -70,14 +61,6 @@ def test_a_secret_of_digits_is_masked_and_counts_are_not(name):
 )
 def test_an_override_that_holds_a_secret_anywhere_is_masked_whole(word):
     assert masked_override(word) == "x=***"
-
-
-def test_a_text_may_have_a_secret_in_quotes_or_brackets():
-    hidden = masked_text("it said password='ab c1', token=\"x\" and keys=[abc123, def456], more\nand went on")
-    assert hidden == "it said password=***, token=*** and keys=***"
-    assert masked_text('{"api_keys": [\n "abc",\n "def"\n]}') == '{"api_keys": ***'
-    assert masked_text("credentials: {user: me,\n pin: hush}") == "credentials: ***"
-    assert masked_text("password='never closed abc") == "password=***"
 
 
 def test_masked_texts_are_told_apart_without_a_way_back():
@@ -154,32 +137,6 @@ def test_whatever_follows_the_option_of_a_secret_in_a_list_is_masked(option, val
         "args": ["run", option, ["***"] if isinstance(value, list) else "***", "x"]
     }
     assert option in (text := masked_text(str(["run", option, value, "x"]))) and str(value) not in text
-
-
-def test_stop_strings_that_look_like_arguments_stay():
-    assert masked({"stop": ["--api-key", "abc"]}) == {"stop": ["--api-key", "abc"]}
-
-
-def test_what_follows_an_option_with_its_value_stays():
-    assert masked({"args": ["--model=monkey", "serve"]})["args"][1] == "serve"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "run --max-tokens 64",
-        "run --tokenizer gpt2",
-        "a --keys-only --fast",
-        "a --list-keys\nnext",
-        "Basic arithmetic",
-        "the bearer of this",
-        "a token-budget of 5",
-        "--max-tokens, 64",
-        "with --api-key, --port and more",
-    ],
-)
-def test_options_and_words_without_a_secret_stay(text):
-    assert masked_text(text) == text
 
 
 def test_what_is_shown_holds_no_secret_of_the_environment(monkeypatch):

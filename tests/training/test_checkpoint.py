@@ -32,10 +32,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report.files import BEGAN_FROM
-from grpo_rl.run.claim import claim, set_logs_aside
+from grpo_rl.run.claim import claim
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.masking import masked
 from grpo_rl.training import checkpoint
 
 
@@ -123,21 +122,6 @@ def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
     assert anew.resume is None and anew.folder == tmp_path / "nothing" / "new"
     with pytest.raises(ValueError, match="no checkpoint there"):
         checkpoint.restore(claimed(str(tmp_path / "nowhere"), tmp_path).resume)
-
-
-def test_a_linked_checkpoints_folder_is_of_the_run_that_links_to_it(tmp_path, monkeypatch):
-    path = write_whole(tmp_path / "large disk", 1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(path.parent)
-    MetricsLog(tmp_path / "run").log(1, {})
-    linked = tmp_path / "run" / "checkpoints" / path.name
-    for resume in (linked, linked.parent, linked.parent.parent):
-        taken = claimed(str(resume), tmp_path)
-        assert taken.inside and taken.folder == tmp_path / "run"
-        assert checkpoint.restore(taken.resume, taken.folder)[0] == linked
-    beside = write_whole(tmp_path / "other" / "checkpoints", 1)
-    monkeypatch.chdir(beside.parent)
-    assert claimed(beside.name, tmp_path).folder == tmp_path / "other"
 
 
 def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_live_one_of_another(tmp_path):
@@ -270,17 +254,6 @@ def test_auto_leaves_a_finished_run_that_keeps_no_checkpoint_as_it_is(tmp_path):
     assert not claimed("auto", tmp_path, {"optimizer": {"lr": 1e-4}}).over
 
 
-def test_logs_of_a_run_that_begins_again_are_set_aside(tmp_path):
-    for attempt in ("first", "second"):
-        (tmp_path / "metrics.jsonl").write_text(attempt)
-        (tmp_path / "tokens.parquet").mkdir()
-        (tmp_path / "tokens.parquet" / attempt).touch()
-        set_logs_aside(tmp_path)
-    assert names(tmp_path) == ["metrics.jsonl.abandoned", "tokens.parquet.abandoned"]
-    assert (tmp_path / "metrics.jsonl.abandoned").read_text() == "second"
-    assert names(tmp_path / "tokens.parquet.abandoned") == ["second"]
-
-
 def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
     broken = tmp_path / "checkpoint_000001.pt"
     broken.write_bytes(b"rubbish")
@@ -311,39 +284,6 @@ def test_another_config_is_refused_with_the_keys_that_differ():
         checkpoint.check_config(saved, current)
     assert "logger" not in str(error.value)
     checkpoint.check_config(saved, saved | {"resume": "auto"})
-
-
-def test_what_a_run_that_lacks_memory_is_told_to_set_may_be_set():
-    saved = {"train": {"micro_batch_tokens": 8192, "gradient_accumulation_steps": 2}, "policy": {"kl_coef": 0.1}}
-    told = {
-        "train": {"micro_batch_tokens": 512, "gradient_accumulation_steps": None},
-        "train_model": {"gradient_checkpointing": True},
-        "inference_model": {"gpu_memory_utilization": 0.3},
-    }
-    checkpoint.check_config(saved, saved | told)
-    with pytest.raises(ValueError, match=r"policy\.kl_coef"):
-        checkpoint.check_config(saved, told)
-
-
-def test_another_text_that_is_masked_is_another_config(tmp_path):
-    def settings(text, password="p"):
-        values = {"env": {"key_column": text}, "logger": {"settings": {"api_key": text}}, "db": f"x://me:{password}@h"}
-        return {name: masked(value, name, told_apart=name != "logger") for name, value in values.items()}
-
-    checkpoint.check_config(settings("a"), settings("a", "q"))
-    with pytest.raises(ValueError, match=r"env\.key_column: \*\*\*\w{3} in the checkpoint, \*\*\*\w{3} here$"):
-        checkpoint.check_config(settings("a"), settings("b"))
-
-
-def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():
-    saved = {"optimizer": {"lr": 1e-5}, "mismatch": {"bound": 0.2, "first_tokens": 256}}
-    checkpoint.check_config(saved, saved | {"mismatch": {"bound": None, "first_tokens": 256}})
-
-
-def test_a_checkpoint_from_before_the_settings_of_scoring_goes_on_with_them():
-    saved = {"optimizer": {"lr": 1e-5}, "env": {"repeats": 4}}
-    scoring = {"env": {"repeats": 4, "isolated": None, "score_timeout_s": 60}}
-    checkpoint.check_config(saved, saved | scoring)
 
 
 def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
@@ -588,20 +528,6 @@ def test_only_the_checkpoint_that_metrics_reach_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_file, "check", lambda path: hashed.append(path.name) or check(path))
     assert checkpoint.restore(tmp_path, tmp_path)[0].name == hashed[0] == "checkpoint_000001.pt"
     assert len(hashed) == 1
-
-
-def test_the_advice_beside_a_torn_checkpoint_loads_no_tensors_of_another(tmp_path, monkeypatch):
-    paths = [write_sharded(tmp_path, step) for step in (1, 2)]
-    damage(paths[1])
-    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("tensors were put together"))
-    with pytest.raises(ValueError, match=r"the newest good one beside it is .*_000001\.pt"):
-        checkpoint.load(paths[1])
-
-
-def test_a_file_of_weights_is_no_checkpoint_to_go_on_with(tmp_path):
-    checkpoint_file.write(tmp_path / "weights.pt", {"model.norm.weight": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"weights\.pt is no checkpoint of a run: it holds model\.norm\.weight"):
-        checkpoint.restore(tmp_path / "weights.pt")
 
 
 def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):

@@ -14,9 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from grpo_rl.distributed import ranks as ranks_module
-from grpo_rl.waits import watcher as watcher_module
 from grpo_rl.waits.registry import PROCESS, Waits, waiting
-from grpo_rl.waits.watcher import Watcher, table, watching
+from grpo_rl.waits.watcher import Watcher, watching
 
 
 class Clock:
@@ -91,18 +90,6 @@ def test_signs_of_life_start_the_deadline_anew_and_a_wait_may_be_ended_twice(wat
     assert not said and not waits.open
 
 
-def test_the_table_has_a_row_for_each_name_with_the_oldest_wait(waits, clock):
-    with waiting("responses of engine 0", "group 7", 120, version=4, waits=waits):
-        clock.now = 130
-        with waiting("responses of engine 0", "group 8", 120, version=5, waits=waits), waiting("groups", waits=waits):
-            lines = table(list(waits.open), "rank 1").splitlines()
-    assert [" ".join(line.split()) for line in lines] == [
-        "role waits for since deadline",
-        "rank 1 responses of engine 0 (group 7, version 4), and 1 more 130 s 120 s passed",
-        "rank 1 groups 0.0 s 10 min",
-    ]
-
-
 def test_each_rank_writes_a_file_of_its_own_and_a_start_removes_that_of_the_start_before(waits, clock, tmp_path):
     (tmp_path / "waits.rank1.txt").write_text("of before")
     watcher = Watcher(waits)
@@ -163,17 +150,6 @@ def test_sigusr1_prints_the_stacks_whatever_the_main_thread_does(blocks, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_handler_of_sigusr1_that_was_there_before_is_called():
-    called = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
-    try:
-        with watching(600.0):
-            signal.raise_signal(signal.SIGUSR1)
-        assert called == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_logged_by_its_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", printed := io.StringIO())
     with watching(0.0, poll_s=0.05) as outer, watching(600.0) as inner:
@@ -184,31 +160,3 @@ def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_logged_by_its_thre
                 time.sleep(0.05)
         assert "trainer has waited" in err and "for a frozen thing, longer than 0.0 s" in err
     assert not [thread for thread in threading.enumerate() if thread.name == "waits"]
-
-
-def test_a_file_that_cannot_be_written_ends_neither_the_run_nor_the_warnings(tmp_path, monkeypatch, capsys):
-    def fails(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(watcher_module, "replacing", fails)
-    said, came = [], threading.Event()
-    with watching(0.0, poll_s=0.05) as watcher, watcher.telling(tmp_path):
-        watcher.say = lambda text: (said.append(text), len(said) == 2 and came.set())
-        with waiting("a checkpoint on the disk"):
-            while not said:
-                time.sleep(0.05)
-            with waiting("the logger wandb"):
-                assert came.wait(60)
-    assert "Waits can't be logged (OSError" in capsys.readouterr().err
-
-
-def test_a_wait_costs_less_than_20_us_of_cpu_time():
-    def seconds(count=20_000):
-        begun = time.thread_time()
-        for _ in range(count):
-            with waiting("responses of engine 0", deadline_s=120.0):
-                pass
-        return (time.thread_time() - begun) / count
-
-    with watching(600.0):
-        assert min(seconds() for _ in range(5)) < 20e-6

@@ -11,8 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
@@ -75,20 +73,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     timeless = [[without_clocks(row) for row in read_metrics(f)] for f in (cut, whole)]
     assert timeless[0] == timeless[1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train_model.lora.push=adapter"], "push=adapter needs inference_model.engine=vllm, not transformers"),
-        (["train_model.lora.rank=0", "train_model.quantization=nf4"], "quantization=nf4 without adapters"),
-        (["ref_model.num_devices=1"], "the reference is the policy without its adapters, on the policy's device"),
-        (["ref_model.name=other"], "without its adapters; leave ref_model.name at null"),
-    ],
-)
-def test_bad_settings_are_refused(tiny, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("grpo_gsm8k", [*tiny, *overrides]))
 
 
 @pytest.mark.nightly

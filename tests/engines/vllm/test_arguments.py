@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.vllm import common
 from grpo_rl.engines.vllm.common import VLLMBase
 
@@ -29,13 +28,6 @@ def on_gpu(monkeypatch):
 def arguments_of(max_num_seqs=96, max_model_len=1024, **settings):
     settings |= {"gpu_memory_utilization": 0.4, "max_num_seqs": max_num_seqs}
     return VLLMBase("model", max_model_len, **settings)._arguments
-
-
-def test_an_engine_on_a_gpu_returns_kept_sets_if_it_is_started_for_sampling_that_cuts(on_gpu):
-    assert arguments_of(sampling=Sampling(top_p=0.9))["return_sampling_mask"] is True
-    assert arguments_of()["return_sampling_mask"] is False
-    with pytest.raises(ValueError, match="this engine returns no kept sets"):
-        VLLMBase("model", 64)._parameters(1, Sampling(min_p=0.1))
 
 
 @pytest.mark.parametrize(("max_num_seqs", "graphs"), [(1, 1), (100, 16), (1000, 82), (1024, 83)])

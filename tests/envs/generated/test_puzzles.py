@@ -60,8 +60,3 @@ def test_a_row_depends_on_seed_and_index_alone_and_none_is_stored():
     assert endless[5] != Puzzles(6, seed=4)[5]
     with pytest.raises(IndexError):
         Puzzles(6)[6]
-
-
-def test_an_unknown_split_is_named():
-    with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
-        Puzzles(5, "validation")

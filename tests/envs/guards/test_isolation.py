@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 import re
 import subprocess
@@ -138,14 +137,6 @@ def test_calls_for_which_no_time_is_left_are_not_made(act):
         assert calls.map([("double", 4)]) == [8]
 
 
-@pytest.mark.alone
-def test_starting_a_worker_is_no_part_of_a_deadline(act):
-    # A fresh interpreter alone takes longer than this.
-    with IsolatedCalls(act, workers=1, deadline_s=0.03) as calls:
-        results = calls.map([("sleep", 1), ("double", 4), ("sleep", 1), ("double", 5)])
-    assert [type(result) for result in results] == [TimeoutError, int, TimeoutError, int]
-
-
 @pytest.mark.parametrize(
     ("crash", "end"),
     [
@@ -190,23 +181,6 @@ def test_a_call_that_takes_too_much_memory_gets_a_memory_error(act):
     assert small == int(0.1 * 2**30) and isinstance(large, MemoryError) and after == 2
 
 
-def test_workers_start_with_the_first_call_and_are_used_again(act):
-    with IsolatedCalls(act, workers=1) as calls:
-        assert not calls._live
-        [first] = calls.map([("pid",)])
-        assert first != os.getpid()
-        assert set(calls.map([("pid",)] * 50)) == {first}
-
-
-@pytest.mark.alone
-def test_several_workers_share_a_batch(act):
-    with IsolatedCalls(act, workers=2) as calls:
-        calls.map([("double", 1)] * 2)
-        start = time.monotonic()
-        assert calls.map([("sleep", 1)] * 2) == ["slept"] * 2
-        assert time.monotonic() - start < 1.9  # one after the other would be 2 s
-
-
 def test_any_thread_may_call_and_several_at_the_same_time(act):
     results: dict[int, list] = {}
     with IsolatedCalls(act, workers=2) as calls:
@@ -241,13 +215,6 @@ def test_close_ends_the_workers_and_calls_after_it_are_refused(act):
     with pytest.raises(RuntimeError, match="after shutdown"):
         calls.map([("double", 1)])
     calls.close()
-
-
-def test_workers_end_with_the_object_that_has_them(act):
-    calls = IsolatedCalls(act, workers=1)
-    [worker] = calls.map([("pid",)])
-    del calls
-    assert ended(worker)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="groups are killed everywhere, /proc is Linux's")
@@ -297,36 +264,6 @@ def test_nothing_is_left_behind_when_the_program_is_killed_while_a_call_hangs(ac
     script.kill()
     script.communicate()
     assert ended(worker)
-
-
-def test_a_function_that_workers_cannot_find_is_refused(act, monkeypatch):
-    def local() -> None: ...
-
-    for function in (local, lambda: None):
-        with pytest.raises(ValueError, match="can't be sent to a worker process.*top of a module"):
-            IsolatedCalls(function)
-    monkeypatch.setattr(act, "__module__", "__main__")
-    with pytest.raises(ValueError, match="is in the main script.*top of a module"):
-        IsolatedCalls(act)
-
-
-def test_a_worker_that_cannot_import_the_function_says_why(act, tmp_path):
-    calls = IsolatedCalls(act, workers=1)
-    (tmp_path / "isolated_cases.py").unlink()
-    for folder in (tmp_path / "__pycache__").glob("*"):
-        folder.unlink()
-    with pytest.raises(RuntimeError, match="can't be started: ModuleNotFoundError.*isolated_cases"):
-        calls.map([("double", 1)])
-    calls.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"workers": 0}, "workers=0"), ({"deadline_s": 0}, "deadline_s=0"), ({"memory_gib": -1}, "memory_gib=-1")],
-)
-def test_numbers_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        IsolatedCalls(operator.pow, **settings)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import nltk
 import pytest
-import torch
-from torchrl.envs.utils import check_env_specs
 
-from grpo_rl.data import keys
-from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
+from grpo_rl.envs.ifeval import IFEval, load_rows, split_of
 from grpo_rl.envs.ifeval import sentences as sentences_module
 from grpo_rl.envs.ifeval.task import HUB_NAME
 
@@ -42,28 +39,6 @@ def test_the_parts_are_paid_by_their_weights():
         assert task.score(ROW, answer).parts == {"strict": strict, "all": everything, "loose": loose}, answer
 
 
-def test_a_part_without_weight_is_neither_named_nor_judged():
-    task = IFEval([ROW])
-    assert task.reward_parts == ("strict", "all")
-    assert task.score(ROW, '["hello world"]').parts == {"strict": 1.0, "all": 1.0}
-    assert IFEval([ROW], strict=0, all=0, loose=-2).score(ROW, "hello world").parts == {"loose": -2 * 2 / 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loose": "1"}, r"env\.reward\.loose"),
-        ({"strict": 0, "all": 0.0}, "pay for nothing"),
-        ({"rows": [ROW, {**ROW, "kwargs": [{}, {}, {"num_words": 2}]}]},
-         r"row 1 \(key 7\), instruction 3 \(length_constraints:number_words\) has the arguments {'num_words': 2}"),
-        ({"rows": [{**ROW, "instruction_id_list": ["punctuation:none"] * 3}]}, r"row 0 \(key 7\), .* is unknown"),
-    ],
-)  # fmt: skip
-def test_a_wrong_setting_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        IFEval(**{"rows": [ROW], **options})
-
-
 def test_the_prompt_is_the_rows_after_the_system_prompt():
     user = {"role": "user", "content": ROW["prompt"]}
     assert IFEval([ROW]).prompt(ROW) == [user]
@@ -79,21 +54,6 @@ def jsonl(tmp_path):
         return path
 
     return write
-
-
-def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
-    env = IFEvalEnv(1, 4, tokenizer, path=jsonl(ROW), reward={"strict": 3, "all": 1}, seed=1)
-    check_env_specs(env)
-
-    def policy(tensordict):
-        texts = ['["hello world"]', "hello world", "hello, world", ","]
-        for row, text in zip(tensordict.unbind(0), texts, strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=1, policy=policy)
-    assert rollout[keys.REWARD].flatten().tolist() == [4.0, 2.0, 1.0, 0.0]
-    assert env.query(0) == ROW["prompt"] and env.gold(0) is None
 
 
 # ---- rows ----
@@ -134,12 +94,6 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
 def test_a_broken_file_is_named_with_its_line(jsonl, rows, message):
     with pytest.raises(ValueError, match=message):
         load_rows(jsonl(*rows))
-
-
-def test_an_unknown_split_is_named(jsonl):
-    for path in (None, jsonl(ROW)):
-        with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
-            load_rows(path, "validation")
 
 
 # ---- NLTK's data ----

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-import sys
 from string import ascii_uppercase
 
 import nltk
 import pytest
 
-from grpo_rl.envs import verifiers
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.calculator import load_rows as calculator_rows
 from grpo_rl.envs.verifiers import Verifiers, load_rows
@@ -31,17 +29,6 @@ def said(task, row, *texts):
             break
         messages += reply
     return messages
-
-
-def test_a_missing_package_is_named_with_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    verifiers._environment.cache_clear()
-    with pytest.raises(ValueError, match=r"needs verifiers: pip install grpo-rl\[verifiers\]"):
-        load_rows(name="sums")
-    with pytest.raises(ValueError, match="env.name is empty; give a taskset of verifiers"):
-        load_rows()
-    with pytest.raises(ValueError, match="env.path=rows.jsonl means nothing for verifiers"):
-        load_rows("rows.jsonl", name="sums")
 
 
 @needs_verifiers

@@ -118,35 +118,6 @@ def plan(*words, visible=4, mode="sync"):
     return allocate(settings, mode, visible=visible)
 
 
-@pytest.mark.slow
-def test_the_device_plan_gives_it_a_gpu_of_its_own_or_that_of_training():
-    shared, own, listed = "{name: m}", "{name: m, num_devices: 1}", "{name: m, devices: [3]}"
-    assert plan(f"+env.rewards.model={shared}").reward == ()
-    given = plan(f"+env.rewards.model={own}", "inference_model.num_devices=2")
-    assert str(given).startswith("train cuda:0, ref none, inference cuda:2 cuda:3, reward cuda:1 (")
-    assert str(plan(f"+env.rewards.model={listed}", mode="async")).startswith(
-        "train cuda:0, ref none, inference cuda:1 cuda:2, reward cuda:3 ("
-    )
-    with pytest.raises(ValueError, match=r"train 1 \+ reward 1 \+ inference 1 = 3 GPUs, 2 visible"):
-        plan(f"+env.rewards.model={own}", "inference_model.num_devices=1", visible=2)
-    with pytest.raises(ValueError, match=r"env.rewards.model.devices=\[3\], but no GPU is visible"):
-        plan(f"+env.rewards.model={listed}", visible=0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"name": "m", "batch": 0}, "batch=0"),
-        ({"name": "m", "max_tokens": 0}, "max_tokens=0"),
-        ({"name": "m", "num_devices": 2}, "the classifier takes one device"),
-        ({"name": "m", "label": 1, "sigmoid": True}, "sigmoid=true is of a model with one logit"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told):
-        Classifier(**settings)
-
-
 @pytest.mark.nightly
 def test_a_logit_is_the_reward_of_torchrls_wrapper(tokenizer, tmp_path):
     """Its import takes five seconds, as it brings vLLM."""

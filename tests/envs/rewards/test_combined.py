@@ -5,9 +5,9 @@ import pytest
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
-from grpo_rl.envs.rewards.combined import WithRewards, token_counter, with_rewards
+from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.registry import REWARDS, Known
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
 RIGHT, WRONG = "42", "41"
@@ -50,15 +50,6 @@ def test_parts_are_added_under_their_names_with_their_weights():
         "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
         "repetition_penalty": pytest.approx(-0.1),
     }  # fmt: skip
-
-
-def test_everything_else_is_the_tasks_own():
-    own = GSM8K(ROWS)
-    task = with_rewards(own, {"format": 1.0})
-    assert task.rows is own.rows
-    assert task.prompt(ROWS[0]) == own.prompt(ROWS[0])
-    assert task.gold(ROWS[1]) == "7"
-    assert with_rewards(own, {}) is own and with_rewards(own, None) is own
 
 
 def test_a_length_is_judged_within_the_responses_to_one_prompt():
@@ -147,16 +138,6 @@ def test_tokens_are_the_tokenizers(tokenizer):
     assert list(token_counter(tokenizer)(["", "abc", "é"])) == [0, 3, 2]  # a token a byte
 
 
-def test_a_task_of_several_turns_stays_one():
-    task = with_rewards(GuessAgain(), {"reasoning_steps": {"enough": 1}, "cosine": {"correct": "hit", "max_len": 1}})
-    assert plays_turns(task) and not plays_turns(with_rewards(Guess(), {"format": 1.0}))
-    dialog = [*task.prompt(task.rows[1]), {"role": "assistant", "content": "First, 2"}]
-    assert task.reply(task.rows[1], dialog) == [{"role": "user", "content": "Again."}]
-    dialog += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "1"}]
-    assert task.reply(task.rows[1], dialog) is None
-    assert task.score_dialog(task.rows[1], dialog).parts == {"hit": 1.0, "reasoning_steps": 0.0, "cosine": 0.5}
-
-
 @pytest.mark.parametrize(
     ("task", "config", "message"),
     [
@@ -176,12 +157,6 @@ def test_a_task_of_several_turns_stays_one():
 def test_what_a_task_cannot_offer_is_named(task, config, message):
     with pytest.raises(ValueError, match=message):
         with_rewards(task(), config)
-
-
-def test_a_part_that_the_task_has_already_is_named(monkeypatch):
-    monkeypatch.setitem(REWARDS, "correctness", Known(lambda text: 1.0))
-    with pytest.raises(ValueError, match=r"GSM8K has a reward part correctness of its own"):
-        WithRewards(GSM8K(ROWS), {"correctness": 1.0})
 
 
 def test_an_environment_takes_it_as_any_task(tokenizer):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from grpo_rl.envs.rewards.text import answer_format, code_format, reasoning_steps, tag_count
@@ -88,33 +86,3 @@ def test_code_counts_in_a_closed_block_of_its_language_inside_the_answer(answer,
     assert code_format(CODE.format(answer), language="java") == java
     assert code_format(answer) == 0
     assert code_format(f"<think>\n{answer}\n</think>\n<answer>\n7\n</answer>") == 0
-
-
-@pytest.mark.parametrize(
-    ("reward", "settings", "message"),
-    [
-        (reasoning_steps, {"enough": 0}, "enough=0"),
-        (code_format, {"language": "py thon"}, "language='py thon'"),
-        (code_format, {"language": ""}, "language=''"),
-    ],
-)
-def test_a_wrong_setting_is_named(reward, settings, message):
-    with pytest.raises(ValueError, match=message):
-        reward("text", **settings)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "piece",
-    ["<think>\n", "\n</think>\n", "\n</think>\n<answer>\n", "</think> ", "```python", "```", " ", "\n", "1", "1.\n",
-     "Step ", "Step 1", "\n-", "First"],
-)  # fmt: skip
-def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
-    text = piece * (1_000_000 // len(piece))
-    for hostile in (text, CODE.format(text), f"<think>{text}</answer>", "<think>\n" + text + "\n</answer>"):
-        start = time.process_time()
-        for reward in (answer_format, tag_count, reasoning_steps, code_format):
-            reward(hostile)
-        answer_format(hostile, line_breaks=False)
-        assert time.process_time() - start < 5  # a quadratic scan takes hours

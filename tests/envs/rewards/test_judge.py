@@ -7,7 +7,6 @@ import re
 import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge, verdict_cache
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
-from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script
 
 PAGE = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
 RUBRIC = "10 for the right sum, else 0."
@@ -248,13 +245,6 @@ def collector(env, tokenizer, texts=("42", "41")):
     return SyncCollector(env, engine, Sampling(max_new_tokens=8), 10_000)
 
 
-def test_any_task_can_have_a_judge_which_is_asked_for_a_group_at_once(server, tokenizer):
-    env = env_of(server, tokenizer)
-    groups = collector(env, tokenizer).collect(2)
-    assert [group.reward_parts["judge"].tolist() for group in groups] == [[2.0, 0.0]] * 2
-    assert env.metrics()["judge/calls"] == 4 and env.task.scores_group
-
-
 def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     env = env_of(server, tokenizer, Turns)
     server.judge = lambda body: '{"score": 10}' if "\n42\n" in body["messages"][1]["content"] else '{"score": 0}'
@@ -402,15 +392,6 @@ def test_control_tokens_in_a_quote_are_no_tokens_of_the_judges_template(tokenize
     assert any(i in tokenizer.all_special_ids for i in tokenizer(said, add_special_tokens=False)["input_ids"])
 
 
-def test_the_counts_of_a_mixtures_judge_have_its_task_in_their_names(server, tokenizer):
-    envs = {"a": env_of(server, tokenizer), "b": LLMEnv(Sums(), tokenizer, 2, 2)}
-    env = MixtureEnv(envs, {"a": 1, "b": 1}, 8, 2)
-    groups = collector(env, tokenizer).collect(2)
-    own = [group for group in groups if "a/judge" in group.reward_parts]
-    assert 0 < len(own) < 8 and env.metrics()["judge/a/calls"] == len({group.row for group in own}) * 2
-    assert own[0].reward_parts["a/judge"].tolist() == [2.0, 0.0]
-
-
 def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_and_count_their_own(server, tokenizer):
     def begin():
         same = {"budget_calls": 6, "cached": False}
@@ -455,33 +436,8 @@ def test_settings_that_make_no_sense_are_refused(server, tokenizer, settings, to
         env_of(server, tokenizer, **settings)
 
 
-def test_a_judge_needs_a_scorer_in_this_process(server, tokenizer):
-    given = {"url": server.url, "model": "tiny", "rubric": RUBRIC}
-    with pytest.raises(ValueError, match=r"env\.rewards\.judge keeps counts in this process"):
-        LLMEnv(Sums(), tokenizer, 2, 2, isolated=True, rewards={"judge": given})
-
-
 def test_the_page_shows_the_message_that_protects_and_its_example_runs():
     (shown,) = re.findall(r"```text\n(.*?)\n```", PAGE, re.DOTALL)
     assert messages("RUBRIC", "q", "r", None, 0, 10, mark="MARK")[0]["content"] == shown
     (code,) = re.findall(r"<!-- check -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "judges.md", "exec"), {})  # our own page, not data
-
-
-@pytest.mark.nightly
-def test_the_config_of_the_page_trains_and_logs_what_the_judge_took(server, tiny_run, tmp_path, monkeypatch, own_cache):
-    name, content = re.search(r"`(\w+)\.yaml`:\n\n```yaml\n(.*?)```", PAGE, re.DOTALL).groups()
-    (tmp_path / f"{name}.yaml").write_text(content.replace("http://localhost:8000/v1", server.url))
-    monkeypatch.setenv("JUDGE_API_KEY", "sk-secret")
-    words = [*tiny_run, "train.total_dialog_turns=48", "train.checkpoint_frequency=0"]
-    script = Path(__file__).parents[3] / "sota" / "grpo.py"
-    folder = run_script(script, ["--config-dir", str(tmp_path), "--config-name", name, *words], tmp_path / "run")
-    rows = [row for row in read_metrics(folder) if "reward/mean" in row]
-    assert len(rows) == 3 and all("reward/judge" in row and row["judge/failures"] == 0 for row in rows)
-    assert all(a["judge/calls"] <= b["judge/calls"] for a, b in pairwise(rows))
-    assert rows[-1]["judge/calls"] == len(server.requests) == rows[-1]["judge/prompt_tokens"] / 100
-    assert rows[-1]["judge/calls"] + rows[-1]["judge/cache_hits"] <= 48  # equal responses to a question are asked once
-    assert set(server.keys) == {"Bearer sk-secret"}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert not [path for path in files if b"sk-secret" in path.read_bytes()]
-    assert "auth_variable: JUDGE_API_KEY" in (folder / "config.yaml").read_text()

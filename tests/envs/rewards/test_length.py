@@ -70,18 +70,3 @@ def test_other_values_and_one_for_what_fills_the_context_can_be_set():
 )  # fmt: skip
 def test_the_punishment_grows_over_the_cache_as_in_dapo(length, expected):
     assert soft_overlong_punishment(length, max_len=20480, cache=4096) == expected
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cosine(1, True, max_len=0), "max_len=0"),
-        (lambda: cosine(1, True, min_value_wrong=math.nan), "finite"),
-        (lambda: cosine(1, False, value_exceeded=-math.inf), "finite"),
-        (lambda: soft_overlong_punishment(1, max_len=100, cache=0), "cache=0, max_len=100"),
-        (lambda: soft_overlong_punishment(1, max_len=100, cache=101), "cache=101, max_len=100"),
-    ],
-)
-def test_a_wrong_setting_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

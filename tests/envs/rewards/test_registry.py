@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import math
-
-import pytest
 from omegaconf import OmegaConf
 
 from grpo_rl.envs.rewards.registry import read_parts
@@ -32,24 +29,3 @@ def test_what_is_asked_for_is_what_is_computed():
     assert overlong.values(inputs, 2) == [0.0, -1.0]
     assert overlong.unit == "tokens"
     assert length.values(inputs, 2) == [0.5, -0.5]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"cosin": 1.0}, r"env\.rewards\.cosin is unknown; .*mean cosine"),
-        ({"format": {"weight": math.nan}}, "weight=nan"),
-        ({"repetition_penalty": {"correct": "accuracy"}}, "has no setting correct"),
-        ({"cosine": {"maxlen": 80}}, "has no setting maxlen; .*mean max_len"),
-        ({"cosine": {"unit": "words"}}, "unit is 'words'"),
-        ({"cosine": {"max_len": 0}}, r"env\.rewards\.cosine: max_len=0"),
-        ({"cosine": {"max_len": "long"}}, r"env\.rewards\.cosine\.max_len is 'long'; its type is int"),
-        ({"repetition_penalty": {"ngram_size": 2.5}}, "ngram_size is 2.5"),
-        ({"code_format": {"language": "```"}}, "language="),
-        ({"soft_overlong_punishment": {"max_len": 10}}, "needs cache"),
-        ({"soft_overlong_punishment": {"max_len": 10, "cache": 11}}, "cache=11, max_len=10"),
-    ],
-)
-def test_a_wrong_setting_is_named_before_anything_is_scored(config, message):
-    with pytest.raises(ValueError, match=message):
-        read_parts(config)

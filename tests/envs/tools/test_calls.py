@@ -4,12 +4,10 @@ import json
 import time
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
-from grpo_rl.envs.tools.task import ToolTask
 
 SHOUT = Tool("shout", "text", "hi", str.upper)
 COUNT = Tool("count_words", "words", "one two", lambda text: str(len(text.split())))
@@ -139,14 +137,6 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(PIECES, max_size=20).map("".join) | st.text())
-def test_no_text_makes_it_fail(text):
-    for call in find_calls(text, TOOLS):
-        assert (call.tool is None) == bool(call.error)
-        assert len(call.error) < 300
-    assert (reply_to_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "piece", ["Shout: ", "Shout: a\n", "<tool_call>", "</tool_call>", " ", "\n ", "<shout", "<answer>"]
@@ -190,37 +180,3 @@ def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
 )  # fmt: skip
 def test_the_last_whole_answer_counts(text, expected):
     assert last_answer(text) == expected
-
-
-class Loud(ToolTask):
-    """Shouts; nothing is paid."""
-
-    def __init__(self, weights=None, form="line", tool_role="tool", system_prompt=None, examples=()):
-        super().__init__([], SHOUT, weights or {}, form, tool_role, system_prompt, examples)
-
-    def score_dialog(self, row, messages):
-        raise NotImplementedError
-
-
-def test_a_wrong_setting_is_named():
-    with pytest.raises(ValueError, match=r"env\.form=xml"):
-        Loud(form="xml")
-    with pytest.raises(ValueError, match=r"env\.tool_role=system"):
-        Loud(tool_role="system")
-
-
-def test_examples_are_earlier_turns():
-    example = {"question": "Loud?", "call": "hi", "result": "HI", "answer": "yes"}
-    assert Loud(tool_role="user", system_prompt="Write {call}.", examples=[example]).prompt({"question": "No?"}) == [
-        {"role": "system", "content": "Write Shout: hi."},
-        {"role": "user", "content": "Loud?"},
-        {"role": "assistant", "content": "Shout: hi"},
-        {"role": "user", "content": "HI"},
-        {"role": "assistant", "content": "<answer>yes</answer>"},
-        {"role": "user", "content": "No?"},
-    ]
-    for system_prompt in (None, ""):
-        bare = Loud(form="json", system_prompt=system_prompt)
-        assert bare.prompt({"question": "No?"}) == [{"role": "user", "content": "No?"}]
-    with pytest.raises(ValueError, match=r"env\.examples\[1\] has no call; its columns are \['question', 'result'"):
-        Loud(examples=[example, {key: example[key] for key in ("question", "result", "answer")}])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 
 import pytest
 
-from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.task import Reward
 from grpo_rl.envs.tools import functions
 from grpo_rl.envs.tools.functions import FunctionTask, run_calls
@@ -74,21 +71,3 @@ def test_each_call_has_the_deadline_of_its_tool():
 
     results = run_calls(calls, schemas, run, seconds=deadlines.__getitem__)
     assert [result["content"] for result in results] == ["slow", "Error: no result within 0.1 s"]
-
-
-def test_a_task_with_added_rewards_is_sent_to_scorers_without_its_functions():
-    assert pickle.loads(pickle.dumps(with_rewards(Tools(), {"format": 1.0}).without_rows())).tools == ()
-
-
-def test_a_schema_that_nothing_runs_is_refused():
-    class Forgets(Tools):
-        tools = ({"name": "f", "description": "Does.", "parameters": {"type": "object", "properties": {}}},)
-
-    class Runs(Forgets):
-        def call(self, row, name, arguments):
-            return "done"
-
-    with pytest.raises(ValueError, match=r"Forgets: the tool f is a JSON schema, and nothing runs it; override call\("):
-        LLMEnv(Forgets(), None, 1, 2)
-    functions.check_functions(Runs())
-    functions.check_functions(Tools())

@@ -75,21 +75,6 @@ def test_equal_scores_go_by_the_order_of_the_corpus():
     assert titles == [f"Document {number}" for number in "abcdefg"]
 
 
-def test_a_search_finds_no_more_than_there_is():
-    index = SearchIndex(DOCUMENTS)
-    assert [document.title for document in index.search("Jane Austen", 99)] == ["Jane Austen", "Emma (novel)"]
-    assert index.search("nothing of it", 3) == [] and index.search("", 3) == [] and index.search("the", 3) == []
-    assert len(index.search("Jane " * 100_000, 1)) == 1
-
-
-def test_documents_without_words_are_no_trouble():
-    documents = [Document("", ""), Document("!!", "??"), Document("River", ""), Document("", "a river")]
-    assert {document.title for document in SearchIndex(documents).search("river", 4)} == {"River", ""}
-    assert SearchIndex(documents).search("", 4) == []
-    with pytest.raises(ValueError, match="the corpus has 1 documents and no word"):
-        SearchIndex([Document("", "")])
-
-
 def test_several_threads_find_what_one_finds(hotpotqa):
     rows, documents = hotpotqa
     index, queries = SearchIndex(documents), [row["question"] for row in rows] * 3
@@ -131,22 +116,6 @@ def test_an_index_is_built_once(cache, built):
     assert built == [4, 4, 4] and len([path for path in cache.iterdir() if path.is_dir()]) == 3
 
 
-@pytest.mark.slow
-def test_other_processes_use_the_same_index(cache, built):
-    SearchIndex(DOCUMENTS)
-    before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
-    code = (
-        "from grpo_rl.envs.tools.search_index import Document, SearchIndex\n"
-        f"documents = [Document(*pair) for pair in {[tuple(document) for document in DOCUMENTS]}]\n"
-        "print([document.title for document in SearchIndex(documents).search('opera', 1)])"
-    )
-    # Another seed of hashes: neither the digest nor the words' numbers may hang on it.
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.stdout == "['Turandot']\n", done.stderr
-    assert {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()} == before
-
-
 @pytest.mark.parametrize(
     "damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"PK\x03\x04", lambda _: b"{}"]
 )
@@ -171,13 +140,6 @@ def test_nothing_pickled_is_loaded(cache, built, tmp_path):
     np.save(folder / "data.csc.index.npy", np.array([Payload()], dtype=object), allow_pickle=True)
     assert SearchIndex(DOCUMENTS).search("opera", 1) == [DOCUMENTS[3]]
     assert len(built) == 2 and not loaded.exists()
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="the search index can't be kept, and is built at each start"):
-        index = SearchIndex(DOCUMENTS, cache=tmp_path / "file" / "folder")
-    assert index.search("opera", 1) == [DOCUMENTS[3]]
 
 
 def test_several_threads_build_one_index(cache, built):
