@@ -96,16 +96,14 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         with suppress(ValueError, OSError, AttributeError, RuntimeError):  # standard error is no file
-            # A handler of the user's own is called as well; the system's would end the process.
-            is_handled = callable(before := signal.getsignal(signal.SIGUSR1))
-            if before is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # holds from __exit__ on: a late signal is harmless
+            # A handler of the user's own is called as well. It stays when the run ends, so that a late signal is
+            # harmless: to ignore it instead would be inherited by the programs that this process starts.
+            is_handled = callable(signal.getsignal(signal.SIGUSR1))
             faulthandler.register(signal.SIGUSR1, sys.__stderr__, chain=is_handled)  # pyrefly: ignore[bad-argument-type]
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        faulthandler.unregister(signal.SIGUSR1)
         self._ends.set()
         self._thread.join(1.0)
 

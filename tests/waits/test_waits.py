@@ -116,14 +116,16 @@ def test_ranks_that_do_not_join_are_waited_for_under_a_name(monkeypatch):
 
 
 ASKED = """
-import signal, sys
+import signal, subprocess, sys
 from pathlib import Path
 from grpo_rl.waits.watcher import watching
 with watching(600.0) as watcher, watcher.telling(Path(sys.argv[1])):
     print("ready", flush=True)
     {blocks}
 signal.raise_signal(signal.SIGUSR1)  # one that comes after the run
-print("ended", flush=True)
+asks = "import signal; print(signal.getsignal(signal.SIGUSR1).name)"
+started = subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE)
+print("ended", started.stdout.decode().strip(), flush=True)
 """
 
 
@@ -146,7 +148,7 @@ def test_sigusr1_prints_the_stacks_whatever_the_main_thread_does(blocks, tmp_pat
     assert child.stdout.readline() == "ready\n"
     os.kill(child.pid, signal.SIGUSR1)
     out, err = child.communicate("ab\n", timeout=200)
-    assert (out, child.returncode) == ("ended\n", 0) and 'File "<string>", line' in err
+    assert (out, child.returncode) == ("ended SIG_DFL\n", 0) and 'File "<string>", line' in err
     assert not list(tmp_path.iterdir())
 
 
