@@ -149,6 +149,7 @@ def build_run(
             engine=engine,
             weights=weights,
             collector=collector,
+            group_size=settings.env.repeats,
             schedules=training.make_schedules(settings, loss, advantages, reference, policy),
             loss=loss,
             compute_advantages=advantages,

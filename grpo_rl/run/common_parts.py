@@ -29,6 +29,7 @@ class CommonParts:
         env: the rows, and their texts; of GRPO the environment.
         engine: samples; of SFT none.
         collector: hands out the groups of each step.
+        group_size: responses of a group.
         within_memory: how groups are split into micro-batches: the one owner of their size, which shrinks if memory
             runs out.
     """
@@ -40,6 +41,7 @@ class CommonParts:
     engine: Any
     weights: WeightSync
     collector: Collector
+    group_size: int
     schedules: Schedules
     loss: GRPOLoss | SFTLoss
     within_memory: WithinMemory

@@ -128,7 +128,6 @@ BY_HAND = {
         train_model.quantization train_model.dtype env.url env.name""",
     "a list of numbers": "optimizer.betas",
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
-    "a list of pairs of whole numbers": "train.repeats_schedule",
     "a list of mappings": "env.examples evaluate.tasks",
     "a list of texts": "sampling.stop env.pass_environment",
     "text or a list of names": "train_model.lora.targets logger.backend",
@@ -190,7 +189,6 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
         ("env.repeats=true", "env.repeats is True; it must be a whole number"),
         ("env.num_envs='4'", "env.num_envs is '4'; it must be a whole number"),
         ("optimizer.betas=[0.9,high]", "optimizer.betas is [0.9, 'high']; it must be a list of numbers"),
-        ("train.repeats_schedule=[[1]]", "train.repeats_schedule is [[1]]; it must be a list of pairs"),
         ("train_model.devices=0", "train_model.devices is 0; it must be a list of whole numbers, or null"),
         ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
         ("policy.stop_kl=soon", "policy.stop_kl is 'soon'; it must be a number, or null"),
@@ -273,7 +271,6 @@ def test_naming_a_task_chooses_its_config():
         (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
         (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
         (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),
-        (["mode=async", "train.repeats_schedule=[[1,4]]"], "train.repeats_schedule=[[1, 4]] is of mode=sync"),
         (["mode=async", "inference_model.keep_cache=1"], "inference_model.keep_cache is 1; it must be true or false"),
     ],
 )
