@@ -97,6 +97,7 @@ setup(
         "langdetect>=1.0.9,<1.1",
         "markupsafe>=3,<4",
         "math-verify>=0.9,<0.10",
+        "matplotlib>=3.10,<4",
         "nltk>=3.10.4,<4",
         "numpy>=2,<3",
         "omegaconf>=2.3,<2.4",
@@ -148,7 +149,6 @@ setup(
             "hypothesis>=6.170,<7",
             "ipykernel>=7.4,<8",
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
-            "matplotlib>=3.10,<4",  # the curves of benchmarks and of tools/plot.py
             "mkdocs-material>=9.8,<10",
             "mkdocstrings[python]>=1.0,<2",
             "nbclient>=0.11,<0.12",
