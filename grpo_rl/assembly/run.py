@@ -14,8 +14,7 @@ from grpo_rl.assembly import devices, sync, training
 from grpo_rl.assembly.agents import make_agent
 from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.base import Collector
-from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
@@ -40,7 +39,7 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
-from grpo_rl.training.within_memory import WithinMemory
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync

@@ -31,8 +31,8 @@ from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
-from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync

@@ -15,9 +15,9 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training import checkpoint
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import Schedules
-from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.weights.push import WeightSync
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from grpo_rl.cli import main
 from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.base import BroadcastCollector
 from grpo_rl.evaluation.results import read_eval_file
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, save_tiny_model
