@@ -136,7 +136,8 @@ def build_run(
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
         own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
-        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected)
+        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected) if ranks else own
+        assert collector
         stack.callback(collector.close)
 
         parts = Parts(

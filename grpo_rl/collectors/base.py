@@ -69,7 +69,7 @@ class Collector(Protocol):
 
 
 class BroadcastCollector(Collector):
-    """Gives the collections of rank zero's collector to every rank; a single process gets the collector's own.
+    """Gives the collections of rank zero's collector to every rank.
 
     Args:
         collector: rank zero's collector; None on the others.

@@ -13,7 +13,6 @@ from grpo_rl.cluster import engine_actors
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
-from grpo_rl.collectors.base import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.run.parts import Parts
 from grpo_rl.training.micro_batches import WithinMemory
@@ -110,7 +109,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 optimizer=optimizer,
                 engine=engine,
                 weights=weights,
-                collector=BroadcastCollector(collector, weights.on_rank_zero, collected),
+                collector=collector,
                 group_size=setup.group_size,
                 schedules=cast(Any, Schedules()),
                 loss=cast(Any, None),
