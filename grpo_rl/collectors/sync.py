@@ -95,7 +95,7 @@ class SyncCollector:
         self._env.load_state_dict(json.loads(state["env"]))
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:
-            self._agents.groups.restore(state.get("agents", {}))
+            self._agents.groups.restore(state["agents"])
 
     def metrics(self) -> dict[str, float]:
         """Counts of the groups that were left out so far."""

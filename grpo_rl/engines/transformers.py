@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from grpo_rl.engines.base import (
     free_memory,
     is_out_of_memory,
     reason,
+    seeded,
 )
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
@@ -223,24 +223,6 @@ class TransformersEngine(StepByGenerate, Engine):
     def close(self) -> None:
         self._model = None
         gc.collect()
-
-
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """A context whose random numbers follow from the seed, and that leaves those outside as they would have been.
-
-    >>> with seeded(3):
-    ...     first = torch.rand(1)
-    >>> with seeded(3):
-    ...     first == torch.rand(1)
-    tensor([True])
-    """
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 def _until_end(

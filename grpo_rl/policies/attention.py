@@ -145,7 +145,13 @@ def attention(
         order, prefix_layout = prefix_layout.in_chunks(chunk)
         order = order.to(query.device)
         query, key, value = (x.index_select(2, order) for x in (query, key, value))
-    out = _attend(query, key, value, prefix_layout, Rules(scale, sliding_window, softcap), s_aux)
+    if query.device.type == "cuda":
+        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap, s_aux)
+        out = out.transpose(1, 2)
+    else:
+        # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
+        by_token = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = TwoPartAttention.apply(*by_token, s_aux, prefix_layout, Rules(scale, sliding_window, softcap))[None]
     return (out.index_select(1, order.argsort()) if chunk else out), None  # pyrefly: ignore[unbound-name]
 
 
@@ -162,23 +168,6 @@ def query_scale(positions: Int[Tensor, " T"], floor: int | float, scale: int | f
     tensor([1.0000, 1.0000, 1.6931])
     """
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
-
-
-def _attend(
-    query: Float[Tensor, "1 H T D"],
-    key: Float[Tensor, "1 K T D"],
-    value: Float[Tensor, "1 K T E"],
-    layout: Layout,
-    rules: Rules,
-    sinks: Float[Tensor, " H"] | None,
-) -> Float[Tensor, "1 T H E"]:
-    """Attention by the back end of the device."""
-    if query.device.type == "cuda":
-        out = flex_shared_prefix(query, key, value, layout, rules.scale, rules.window, rules.softcap, sinks)
-        return out.transpose(1, 2)
-    # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
-    by_token = (x[0].transpose(0, 1) for x in (query, key, value))
-    return TwoPartAttention.apply(*by_token, sinks, layout, rules)[None]
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

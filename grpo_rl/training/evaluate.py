@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from scipy import stats
 from grpo_rl.collectors.agent_sessions import AgentSettings, Played
 from grpo_rl.collectors.agents import play_held_out
 from grpo_rl.collectors.multi_turn import begin, judge, play
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.task import last_said
 
@@ -166,16 +165,16 @@ def evaluate(
     """
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
-    seeded = _seeded(seed) if sampling.temperature else contextlib.nullcontext()
+    draws = seeded(seed if sampling.temperature else None)
     if agent is not None:
-        with seeded:
+        with draws:
             played = play_held_out(env, engine, rows, sampling, samples, agent)
         return _of_sessions(env, rows, played, samples)
     groups = []
     for i, row in enumerate(rows):
         ids = env.encode(row)
         groups.append([begin(env, row, f"held-out row {i}", ids) for _ in range(samples)])
-    with seeded:
+    with draws:
         if env.max_turns > 1:
             play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
         else:
@@ -259,14 +258,6 @@ def _one_by_one(samples: Samples) -> Iterator[Samples]:
         samples.responses, samples.log_probs.split(samples.offsets.diff().tolist()), samples.truncated, strict=True
     ):
         yield Samples(ids, log_probs, torch.tensor([0, len(ids)]), truncated[None], samples.version)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Torch's generators begin at ``seed``, and are put back afterwards: an evaluation must not change training."""
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
