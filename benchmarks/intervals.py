@@ -22,7 +22,7 @@ from math import comb
 import numpy as np
 from scipy import stats
 
-from grpo_rl.intervals import paired_interval
+from grpo_rl.intervals import paired_gain
 
 ROWS, DENSITIES = (20, 50, 200), (0.05, 0.1, 0.2, 0.5, 1.0)
 SHAPES = ("binary", "sums", "continuous")
@@ -30,6 +30,12 @@ SUMS, SHARES = np.array([0.0, 0.5, 1.0, 2.0, 2.5, 3.0]), np.array([0.45, 0.25, 0
 FEW = 6
 """The fewest changed rows that can decide at 5 %: all of one sign, a sign test gives them p = 0.03, and five 0.06."""
 Interval = Callable[[Sequence[float], Sequence[float]], tuple[float, float]]
+
+
+def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The ends of the interval of `paired_gain`."""
+    gain = paired_gain(before, after)
+    return gain.low, gain.high
 
 
 def null_pairs(shape: str, rows: int, density: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import harness
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from loop_control import LoopControl
 
 NAME = "push"
 PUSH, IN_PROCESS, COPY = "push", "push in one process", "plain copy"
@@ -66,7 +72,6 @@ def push_arm(steps: harness.Steps, work: Work) -> None:
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
     from grpo_rl.policies.hub import resolve_model
     from grpo_rl.weights.push import WeightSync
-    from grpo_rl.weights.remote import LoopControl
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
     model = load(work)

@@ -179,9 +179,34 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         staleness, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group))
     )
 
+    held: set[SimulatedEngine] = set()  # those that have weights
+
     async def push(new_engines: bool = False) -> None:
         version = staleness.version if new_engines else staleness.version + 1
-        await fleet.push(lambda engine: engine.update(version), new_engines)
+
+        async def one(engine: SimulatedEngine) -> None:
+            try:
+                await engine.update(version)
+            except EngineDeadError as error:
+                await fleet.lose(engine, error)
+                return
+            held.add(engine)
+            await fleet.admit([engine])
+
+        engines = [engine for engine in await fleet.present() if not new_engines or engine not in held]
+        await asyncio.gather(*map(one, engines))
+
+    async def batch() -> list[_Group]:
+        """The next batch; meanwhile engines that join are given weights."""
+        task = asyncio.ensure_future(scheduler.batch())
+        while not task.done():
+            joined = asyncio.ensure_future(fleet.new_engine())
+            await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+            if joined.done():
+                joined.result()
+                await push(new_engines=True)
+            joined.cancel()
+        return task.result()
 
     await fleet.start()
     await push(new_engines=True)
@@ -193,7 +218,7 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
             start, waited, trained_s, responses, stale = loop.time(), 0.0, 0.0, 0, []
             idle_before = idle_s()
         asked = loop.time()
-        groups = await fleet.serve(scheduler.batch(), lambda: push(new_engines=True))
+        groups = await batch()
         waited += loop.time() - asked
         stale += [staleness.version - group.version for group in groups]
         responses += len(groups) * config.group_size

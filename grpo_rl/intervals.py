@@ -87,12 +87,6 @@ def paired_gain(before: Sequence[float], after: Sequence[float]) -> Gain:
     return Gain(mean, mean - half, mean + half)
 
 
-def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """The ends of the 95 % interval of :func:`paired_gain`."""
-    gain = paired_gain(before, after)
-    return gain.low, gain.high
-
-
 def mean_interval(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
     """The mean of one number per row, with a 95 % interval inside ``bounds``.
 

@@ -35,7 +35,7 @@ MOUNTED = ("envs", "config", "sota")
 BESIDE = {
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
-    "tools/": "Set-up, and what writes this page and [model classes](model_classes.md).",
+    "tools/": "Set-up, the curves of runs, and what writes this page and [model classes](model_classes.md).",
     "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
 }
 

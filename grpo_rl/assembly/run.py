@@ -14,8 +14,7 @@ from grpo_rl.assembly import devices, sync, training
 from grpo_rl.assembly.agents import make_agent
 from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.base import Collector
-from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
@@ -40,7 +39,7 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
-from grpo_rl.training.within_memory import WithinMemory
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
@@ -137,7 +136,8 @@ def build_run(
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
         own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
-        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected)
+        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected) if ranks else own
+        assert collector
         stack.callback(collector.close)
 
         parts = Parts(
@@ -149,6 +149,7 @@ def build_run(
             engine=engine,
             weights=weights,
             collector=collector,
+            group_size=settings.env.repeats,
             schedules=training.make_schedules(settings, loss, advantages, reference, policy),
             loss=loss,
             compute_advantages=advantages,

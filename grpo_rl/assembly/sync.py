@@ -15,10 +15,9 @@ import torch
 from transformers import AutoConfig
 
 from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.agents import AgentGroups
+from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.groups import has_zero_variance
-from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.engines import capacity

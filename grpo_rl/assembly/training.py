@@ -189,9 +189,8 @@ def make_schedules(
     reference: ReferencePolicy | None,
     policy: TrainPolicy,
 ) -> Schedules:
-    """The schedules: group size, KL weight and reference refresh."""
+    """The schedules: KL weight and reference refresh."""
     return Schedules(
-        derived.group_sizes(settings),
         AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
         RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
         loss if settings.loss.kl_in == "loss" else advantages,

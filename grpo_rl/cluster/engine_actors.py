@@ -12,9 +12,11 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing_extensions import override
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
 from grpo_rl.waits.registry import waiting
+from grpo_rl.weights.remote import EngineControl
 
 MOST_CALLS = 100_000
 """Calls to one engine at a time: each conversation is one."""
@@ -47,8 +49,8 @@ class _EngineActor:
         return await getattr(self._engine, method)(*args)
 
 
-class RayEngine:
-    """An engine in a Ray actor; see :class:`grpo_rl.engines.base.AsyncEngine`.
+class RayEngine(AsyncEngine, EngineControl):
+    """An engine in a Ray actor.
 
     Args:
         name: the engine's name in messages.
@@ -94,8 +96,8 @@ class RayEngine:
         # Ray goes on over many lines.
         return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
 
+    @override
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """See :class:`grpo_rl.weights.remote.EngineControl`."""
         ours: Future[Any] = Future()
 
         def deliver(theirs: Future[Any]) -> None:
@@ -116,36 +118,36 @@ class RayEngine:
         self._actor.call.remote(method, *args).future().add_done_callback(deliver)
         return ours
 
+    @override
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.generate`."""
         return await self._call("generate", request_id, list(prompt), n, sampling)
 
+    @override
     async def abort(self, *request_ids: str) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.abort`."""
         await self._call("abort", *request_ids)
 
+    @override
     async def pause(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
         await self._call("pause")
 
+    @override
     async def resume(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.resume`."""
         await self._call("resume")
 
+    @override
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""
         return await self._call("fingerprints", {name: list(shape) for name, shape in shapes.items()}, read_back)
 
+    @override
     async def check_health(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
         await self._call("check_health")
 
     async def cache_bytes(self) -> int:
-        """See :meth:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine.cache_bytes`."""
+        """Bytes of the engine's KV cache; 0 on a CPU."""
         return await self._call("cache_bytes")
 
+    @override
     async def close(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.close`; ends the actor's process too."""
         if self._closed:
             return
         try:

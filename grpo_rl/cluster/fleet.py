@@ -46,9 +46,8 @@ class Fleet(Generic[E]):
     """Engines that hold one policy; each call goes to the one with the least to do.
 
     All responses of a group come from one engine, which computes their prompt once. Continuous batching keeps long
-    responses from holding up short ones within an engine. An engine is not ready before it has weights. A run's pushes
-    and waits go through `grpo_rl.cluster.fleet_engine.FleetEngine`, which calls :meth:`admit`; :meth:`push` and
-    :meth:`serve` are for callers that deliver weights themselves, as the simulator does.
+    responses from holding up short ones within an engine. An engine is not ready before it has weights: whoever gives
+    it some, as `grpo_rl.cluster.fleet_engine.FleetEngine` does, calls :meth:`admit`.
 
     Args:
         launch: starts the engine of a slot.
@@ -218,51 +217,6 @@ class Fleet(Generic[E]):
             self._replace(slot, engine, error)
         if self._lost:
             raise self._lost
-
-    async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
-        """Gives each engine weights by ``work``, and returns the results; engines that die of it are replaced.
-
-        Args:
-            only_new: give weights only to engines that have none.
-        """
-
-        async def one(slot: _EngineSlot[E], engine: E) -> list[R]:
-            try:
-                result = await work(engine)
-            except EngineDeadError as error:
-                self._replace(slot, engine, error)
-                return []
-            await self.admit([engine])
-            return [result]
-
-        places = [
-            (slot, engine)
-            for slot in self._slots
-            if (engine := slot.new_engine or (None if only_new else slot.engine)) is not None
-        ]
-        results = await asyncio.gather(*(one(slot, engine) for slot, engine in places))
-        return [result for of_one in results for result in of_one]
-
-    async def serve(self, awaited: Awaitable[R], push: Callable[[], Awaitable[object]]) -> R:
-        """Waits for a result; meanwhile ``push`` gives weights to engines that join, which the result may depend on.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
-        task = asyncio.ensure_future(awaited)
-        try:
-            while not task.done():
-                joined = asyncio.ensure_future(self.new_engine())
-                try:
-                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
-                    if joined.done():
-                        joined.result()
-                        await push()
-                finally:
-                    joined.cancel()
-            return task.result()
-        finally:
-            task.cancel()
 
     async def close(self) -> None:
         """Ends every engine, and every launch."""

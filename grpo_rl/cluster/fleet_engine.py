@@ -15,19 +15,22 @@ from typing import Any, Protocol, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.engines.base import (
     AsyncEngine,
     EngineDeadError,
+    EngineFleet,
     EngineLostError,
+    Sampler,
     Samples,
     Sampling,
     check_request,
 )
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
-from grpo_rl.weights.transport import Held
+from grpo_rl.weights.transport import Held, Transport
 
 T = TypeVar("T")
 STEP_S = 0.05
@@ -38,7 +41,7 @@ class FleetMember(AsyncEngine, EngineControl, Protocol):
     """An engine that is called from an event loop and, during a push, from a thread."""
 
 
-class FleetEngine:
+class FleetEngine(Transport, EngineFleet, Sampler):
     """A started fleet, as collectors, `grpo_rl.weights.push.WeightSync`, evaluation and diagnosis take it.
 
     An engine that dies while weights are on their way does not hold up the others. The one that takes its place is
@@ -71,23 +74,23 @@ class FleetEngine:
 
     # As a transport.
 
+    @override
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
-        """See :meth:`grpo_rl.weights.transport.Transport.fingerprint`."""
         return self._transport.fingerprint(name, tensor)
 
+    @override
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
-        """See :meth:`grpo_rl.weights.transport.Transport.send`."""
         held = self._transport.send(weights, version)
         self.version = version
         return held
 
+    @override
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
-        """See :meth:`grpo_rl.weights.transport.Transport.held`."""
         return self._transport.held(shapes)
 
+    @override
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
-        """See :meth:`grpo_rl.weights.transport.Transport.paused`."""
         self._transport.engines = list(self.loop.run(self.fleet.present()))
         with self._transport.paused(only_new) as anyone_new:
             yield anyone_new
@@ -100,28 +103,28 @@ class FleetEngine:
 
     @property
     def replaced(self) -> int:
-        """See :class:`grpo_rl.engines.base.EngineFleet`."""
+        """Engines that were or are to be replaced, so far."""
         return self.fleet.restarts
 
     @replaced.setter
     def replaced(self, count: int) -> None:
         self.fleet.restarts = count
 
+    @override
     def events(self) -> list[str]:
-        """See :meth:`grpo_rl.engines.base.EngineFleet.events`."""
         events, self.fleet.events = self.fleet.events, []
         return events
 
+    @override
     async def call(self, work: Callable[[AsyncEngine], Awaitable[T]], responses: int) -> T:
-        """See :meth:`grpo_rl.engines.base.EngineFleet.call`."""
         return await self.fleet.call(work, responses)
 
+    @override
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """See :meth:`grpo_rl.engines.base.EngineFleet.run`."""
         return self.loop.run(work)
 
+    @override
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """See :meth:`grpo_rl.engines.base.EngineFleet.wait`."""
         result = self.loop.start(work)
         try:
             while not result.done():
@@ -143,8 +146,8 @@ class FleetEngine:
 
     # As a sampler.
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        """See :meth:`grpo_rl.engines.base.Sampler.generate`."""
         check_request(prompts, n, sampling, self.max_model_len)
 
         async def all_samples() -> list[Samples]:
@@ -160,29 +163,31 @@ class FleetEngine:
                     lambda engine: engine.generate(f"batch-{next(self._numbers)}", prompt, n, sampling), n
                 )
 
+    @override
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See :meth:`grpo_rl.engines.base.Sampler.submit`."""
         check_request([prompt], 1, sampling, self.max_model_len)
         self._submitted[self.loop.start(self._samples(prompt, 1, sampling))] = request
 
+    @override
     def step(self) -> list[tuple[int, Samples]]:
-        """See :meth:`grpo_rl.engines.base.Sampler.step`; waits a moment for the next response."""
         if self._submitted:
             self._wait(self._submitted, STEP_S)
         finished = [response for response in self._submitted if response.done()]
         return [(self._submitted.pop(response), response.result()) for response in finished]
 
+    @override
     def abort(self) -> None:
-        """See :meth:`grpo_rl.engines.base.Sampler.abort`."""
         for response in self._submitted:
             response.cancel()
         self._submitted.clear()
 
+    @override
     def sleep(self) -> None:
-        """Does nothing: engines have devices of their own."""
+        pass  # engines have devices of their own
 
+    @override
     def wake(self) -> None:
-        """Does nothing: the engines never sleep."""
+        pass
 
     def close(self) -> None:
         """Ends all engines, and the loop."""

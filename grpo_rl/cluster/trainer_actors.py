@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.nodes import on_node, this_address
-from grpo_rl.distributed.endings import LAST_LOST, RankLostError
+from grpo_rl.distributed.liveness import LAST_LOST, RankLostError
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.registry import waiting
 

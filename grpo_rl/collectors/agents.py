@@ -1,4 +1,7 @@
-"""AgentGroups: groups whose responses are the sessions of agents, which call the policy through an endpoint."""
+"""AgentGroups: groups whose responses are the sessions of agents, which call the policy through an endpoint.
+
+The engine may be one that the calling thread steps: for collections in turns, and for held-out rows.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from grpo_rl.agents.recorder import Recorded
+from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played, Sample
 from grpo_rl.collectors.groups import rewarded
-from grpo_rl.collectors.sequences import group_of_sequences
+from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampling
-from grpo_rl.envs.base import LLMEnv, Prompt, Reward
+from grpo_rl.data.prefix_tree import common_length
+from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.chat import Dialog
 
 
 class AgentGroups:
@@ -84,3 +93,107 @@ class AgentGroups:
         await asyncio.to_thread(self._agent.close)  # it waits until what it kills has ended
         await self._sessions.close()
         self._scorers.shutdown(wait=False, cancel_futures=True)
+
+
+def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
+    """The sequences about one row as a group, not yet rewarded.
+
+    The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
+    is not trained on.
+
+    >>> from grpo_rl.engines.base import Samples
+    >>> short, long = (Recorded([1, 2, *rest], [], False) for rest in ([], [3]))
+    >>> for one in (short, long):
+    ...     one.add_sampled(Samples.from_lists([[5]], [[-0.5]], [False], version=3), True)
+    >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])
+    >>> group.prompt_ids.tolist(), group.response_ids.tolist(), group.trainable.tolist(), group.versions.tolist()
+    ([1, 2], [5, 3, 5], [True, False, True], [3, 3, 3])
+    """
+    prompts = [torch.tensor(sequence.prompt_ids).numpy() for sequence in sequences]
+    shared = min(common_length(prompts[0], other) for other in prompts)
+    trajectories = [_trajectory(sequence, shared) for sequence in sequences]
+    whole = torch.tensor(sequences[0].prompt_ids[:shared], dtype=torch.long)
+    return group_of_trajectories(replace(prompt, ids=whole), trajectories)
+
+
+def _trajectory(sequence: Recorded, shared: int) -> Trajectory:
+    rest = sequence.prompt_ids[shared:]
+    version = sequence.versions[0] if sequence.versions else 0
+    return Trajectory(
+        row={},
+        where="",
+        prompt_ids=sequence.prompt_ids[:shared],
+        dialog=Dialog([]),
+        ids=[*rest, *sequence.ids],
+        log_probs=[*[0.0] * len(rest), *sequence.log_probs],
+        versions=[*[version] * len(rest), *sequence.versions],
+        kept=[(None, len(rest)), *sequence.kept],
+        trainable=[*[False] * len(rest), *sequence.trainable],
+        routes=sequence.routes,
+        truncated=sequence.truncated,
+    )
+
+
+class SteppedGroups:
+    """Groups of sessions for a collector that samples and trains in turns.
+
+    Args:
+        groups: plays the sessions, on an event loop in a thread of its own.
+        engine: an engine of this process, which the calling thread steps meanwhile.
+    """
+
+    def __init__(self, groups: AgentGroups, engine: Sampler) -> None:
+        self.groups, self._engine, self._loop = groups, SteppedEngine(engine), LoopThread()
+
+    def play(self, prompts: Sequence[Prompt], group_size: int) -> list[Group | None]:
+        """See :meth:`AgentGroups.play`, of several rows at the same time."""
+
+        async def all_groups() -> list[Group | None]:
+            playing = (self.groups.play(prompt, group_size, self._engine.sample) for prompt in prompts)
+            return list(await asyncio.gather(*playing))
+
+        return self._engine.run(self._loop.start(all_groups()))
+
+    def close(self) -> None:
+        """Ends what is under way, and the thread."""
+        self._loop.run(self.groups.close())
+        self._loop.close()
+
+
+def play_held_out(
+    env: LLMEnv,
+    engine: Sampler,
+    rows: Sequence[dict[str, Any]],
+    sampling: Sampling,
+    samples: int,
+    settings: AgentSettings,
+) -> list[tuple[Played, Reward | Failure]]:
+    """Sessions about held-out rows with their rewards, those about one row side by side.
+
+    They have an endpoint and a guard of their own: nothing of them is counted or trained on with the sessions of
+    training. Their problems are told once, where those of scorers are.
+
+    Args:
+        samples: sessions about each row.
+    """
+    guard, stepped = env.held_out_guard, SteppedEngine(engine)
+    sessions = AgentSessions(env, settings, sampling, engine.max_model_len, guard)
+    named = [(f"held-out row {i}", row) for i, row in enumerate(rows)]
+
+    async def all_rows() -> list[list[Played]]:
+        seeds = [[i * 100_003 + number for number in range(samples)] for i in range(len(rows))]
+        playing = (sessions.play(row, where, seeds[i], stepped.sample) for i, (where, row) in enumerate(named))
+        return list(await asyncio.gather(*playing))
+
+    loop = LoopThread()
+    try:
+        played = stepped.run(loop.start(all_rows()))
+    finally:
+        loop.run(sessions.close())
+        loop.close()
+    found: list[tuple[Played, Reward | Failure]] = []
+    for (where, row), own in zip(named, played, strict=True):
+        found += zip(own, sessions.judge(row, where, own), strict=True)
+    for kind, text in sessions.told().items():
+        guard.tell_once(kind, text)
+    return found

@@ -153,15 +153,14 @@ class AsyncCollector(Collector):
             self.staleness.trained, self.staleness.dropped = state["trained"], Counter(state["dropped"])
             self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
             self._scheduler.resampled = state["resampled"]
-            self._engines.replaced += state.get("replaced", 0)  # older checkpoints do not say
+            self._engines.replaced += state["replaced"]
             if self._agents:
-                self._agents.restore(state.get("agents", {}))
+                self._agents.restore(state["agents"])
             self._scheduler.reopen(
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))
                 for saved in state["open"]
             )
-            # Older checkpoints have none.
-            self._zero_variance = [Group(**saved) for saved in state.get("zero_variance", [])]
+            self._zero_variance = [Group(**saved) for saved in state["zero_variance"]]
 
         self._engines.run(restore())
 

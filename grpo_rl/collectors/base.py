@@ -1,10 +1,12 @@
-"""Collector: the interface between every collector and the training loop, which asks for the groups of each step."""
+"""Collector: what the training loop asks for the groups of each step, and the one that gives them to every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from typing_extensions import override
 
 from grpo_rl.data.group import Group
 
@@ -64,3 +66,63 @@ class Collector(Protocol):
     def close(self) -> None:
         """Ends the sampling that is under way; the engines stay alive."""
         ...
+
+
+class BroadcastCollector(Collector):
+    """Gives the collections of rank zero's collector to every rank.
+
+    Args:
+        collector: rank zero's collector; None on the others.
+        on_rank_zero: gives every rank what work returns on rank zero; a WeightSync's, so that the others take part in
+            deliveries while they wait.
+        collected: responses sampled before, when a run is resumed.
+    """
+
+    def __init__(
+        self, collector: Collector | None, on_rank_zero: Callable[[Callable[[], Any]], Any], collected: int
+    ) -> None:
+        self._collector, self._on_rank_zero = collector, on_rank_zero
+        self.collected, self.sample_s = collected, 0.0
+        self.sampled: list[Group] = []
+        self._metrics: dict[str, float] = {}
+
+    @override
+    def collect(self, group_size: int) -> list[Group]:
+
+        def work() -> tuple[list[Group], list[Group], int, float, dict[str, float]]:
+            collector = self._collector
+            assert collector is not None
+            groups = collector.collect(group_size)
+            return groups, collector.sampled, collector.collected, collector.sample_s, collector.metrics()
+
+        groups, self.sampled, self.collected, self.sample_s, self._metrics = self._on_rank_zero(work)
+        return groups
+
+    @override
+    def state(self) -> dict[str, Any]:
+        # That of rank zero is what is saved.
+        return self._collector.state() if self._collector else {}
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self._collector:
+            self._collector.restore(state)
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    @override
+    def events(self) -> list[str]:
+        # Rank zero prints them.
+        return self._collector.events() if self._collector else []
+
+    @override
+    def take_sampled(self) -> list[Sampled]:
+        # Rank zero stores them.
+        return self._collector.take_sampled() if self._collector else []
+
+    @override
+    def close(self) -> None:
+        if self._collector:
+            self._collector.close()

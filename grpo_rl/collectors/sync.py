@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_rl.collectors.agents import SteppedGroups
 from grpo_rl.collectors.base import Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
-from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
@@ -95,7 +95,7 @@ class SyncCollector:
         self._env.load_state_dict(json.loads(state["env"]))
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:
-            self._agents.groups.restore(state.get("agents", {}))
+            self._agents.groups.restore(state["agents"])
 
     def metrics(self) -> dict[str, float]:
         """Counts of the groups that were left out so far."""

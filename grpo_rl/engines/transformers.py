@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -36,8 +37,8 @@ from grpo_rl.engines.base import (
     free_memory,
     is_out_of_memory,
     reason,
+    seeded,
 )
-from grpo_rl.engines.ends import StopString, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.generation import end_ids
@@ -224,24 +225,6 @@ class TransformersEngine(StepByGenerate, Engine):
         gc.collect()
 
 
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """A context whose random numbers follow from the seed, and that leaves those outside as they would have been.
-
-    >>> with seeded(3):
-    ...     first = torch.rand(1)
-    >>> with seeded(3):
-    ...     first == torch.rand(1)
-    tensor([True])
-    """
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
-
-
 def _until_end(
     response: list[int], room: int, ends: Sequence[int], at_least: int, stop: int | None
 ) -> tuple[list[int], bool]:
@@ -312,3 +295,44 @@ class _Recorder(LogitsProcessor):
     def kept(self, row: int, tokens: int) -> list[list[int]]:
         """The kept sets of a row's first tokens."""
         return [step[row].tolist() for step in self._kept[:tokens]]
+
+
+_BAD_PREFIX = "Invalid prefix encountered"
+"""Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
+
+
+def text_decoder(model: str | Path) -> Tokenizer:
+    """The decoder of a model folder's ids, as stop strings need one.
+
+    Raises:
+        ValueError: the folder has no fast tokenizer.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.is_fast:
+        raise ValueError(f"sampling.stop looks for text, and {model} has no fast tokenizer; use an end-of-sequence id")
+    return tokenizer.backend_tokenizer
+
+
+class StopString:
+    """Finds the token of a response that completes a stop string, as vLLM's detokenizer does.
+
+    Text is decoded a token at a time behind the prompt, special tokens too.
+    """
+
+    def __init__(self, decoder: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._decoder, self._stop, self._text = decoder, stop, ""
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
+
+    def completed_by(self, token: int) -> bool:
+        """True if a stop string is in the text, with the response's next token."""
+        self._text += self._step(token) or ""
+        return any(stop in self._text for stop in self._stop)
+
+    def _step(self, token: int) -> str | None:
+        try:
+            return self._stream.step(self._decoder, token)
+        except Exception as error:  # the library has no narrower one
+            if not str(error).startswith(_BAD_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return self._stream.step(self._decoder, token)

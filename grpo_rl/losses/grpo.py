@@ -5,8 +5,10 @@ Letters: N response tokens of a micro-batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -18,8 +20,56 @@ from torchrl.objectives import LossModule
 from grpo_rl.losses.choices import KL, Correction, Level, Ratio, Surrogate, check_loss
 from grpo_rl.losses.correction import correction_weight
 from grpo_rl.losses.kl import k3, kl_estimate
-from grpo_rl.losses.own import KL_TAKES, SURROGATE_TAKES, OwnTerm
 from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, surrogate_loss
+
+SURROGATE_TAKES = (
+    "log_ratio", "advantage", "log_prob", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg",
+)  # fmt: skip
+"""The parameters that a surrogate of the user's own may have; see `grpo_rl.losses.surrogate.surrogate_loss`."""
+KL_TAKES = ("log_prob", "ref_log_prob", "log_ratio")
+"""The parameters that a KL estimate of the user's own may have; see `grpo_rl.losses.kl.kl_estimate`."""
+
+
+class OwnTerm:
+    """A function of the user's own that gives one value per token; it gets the arguments that its signature names.
+
+    The value of a token must follow from what is known of this token: a function that looks at the others, as one that
+    divides by their mean does, would give another gradient with other micro-batches. For what concerns several tokens
+    there are ``loss.ratio`` (a response's ratio), ``loss.aggregate`` (means) and ``loss.advantage``.
+
+    Args:
+        function: returns [N] from tensors of [N] and numbers.
+        key: the setting, for messages.
+        takes: names of what it may take.
+
+    Raises:
+        ValueError: it asks for something else.
+
+    >>> OwnTerm(lambda log_ratio, advantage: -log_ratio.exp() * advantage, "loss.surrogate", SURROGATE_TAKES).takes
+    ('log_ratio', 'advantage')
+    """
+
+    def __init__(self, function: Callable[..., Tensor], key: str, takes: tuple[str, ...]) -> None:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.function, self.where = function, f"{key}={getattr(function, '__module__', '?')}:{name}"
+        parameters = inspect.signature(function).parameters
+        asked = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if other := [p.name for p in asked if p.default is p.empty and p.name not in takes]:
+            raise ValueError(f"{self.where} asks for {', '.join(other)}; it can have {', '.join(takes)}")
+        self.takes = tuple(name for name in takes if name in parameters)
+
+    def __call__(self, **given: Any) -> Tensor:
+        """The value of each token; the arguments are those of the project's own functions, by name.
+
+        Raises:
+            ValueError: it returns something else, which would be spread over all tokens.
+        """
+        values, tokens = self.function(**{name: given[name] for name in self.takes}), given["log_prob"]
+        if not isinstance(values, Tensor) or values.shape != tokens.shape:
+            got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.80}"
+            raise ValueError(f"{self.where} returned {got} for {len(tokens)} tokens; return a value per token")
+        return values
+
 
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
 """The terms of the loss; their sum is the entry ``loss``, which is minimised."""
@@ -40,7 +90,7 @@ class GRPOLoss(LossModule):
         kl_coef: weight of the estimate of KL(policy || reference).
         entropy_coef: weight of the entropy bonus.
         surrogate: the loss ``s`` of a ratio and an advantage, see `grpo_rl.losses.surrogate`; or a function of the
-            user's own in its place, see `grpo_rl.losses.own.OwnTerm`.
+            user's own in its place, see `grpo_rl.losses.grpo.OwnTerm`.
         ratio: the ratio ``r`` of each token, or of its response.
         dual_clip: bound on ratios of negative advantages, for ``surrogate=clipped``; None: no bound.
         tau_pos: temperature for positive advantages, for ``surrogate=sapo``.

@@ -55,7 +55,7 @@ def surrogate_loss(
     """Loss per token of the chosen surrogate; see the functions below.
 
     Args:
-        kind: the name of one, or an `grpo_rl.losses.own.OwnTerm`, which gets of the other arguments what it names.
+        kind: the name of one, or an `grpo_rl.losses.grpo.OwnTerm`, which gets of the other arguments what it names.
         log_ratio: from :func:`leveled_log_ratio`.
         advantage: of the token's response; 0 on tokens without a policy gradient.
         log_prob: log pi_theta of the token itself, read by ``cispo``.

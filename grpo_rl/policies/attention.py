@@ -7,23 +7,25 @@ queries and keys, E that of values.
 
 from __future__ import annotations
 
-from typing import no_type_check
+import functools
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.attention_cpu import Rules, TwoPartAttention
 from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_shared_prefix, whole_blocks
+from grpo_rl.policies.lora import adapted_layers
 from grpo_rl.policies.mixers import share_prompts
-from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.packing import LAYOUT, Layout, Packed
 from grpo_rl.policies.probe import Chunks, trunk
-from grpo_rl.policies.router_record import record_routers
-from grpo_rl.policies.routing import replay_routes
+from grpo_rl.policies.routing import record_routers, replay_routes
 from grpo_rl.policies.supported import masks_to_apply, not_understood
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
@@ -143,7 +145,13 @@ def attention(
         order, prefix_layout = prefix_layout.in_chunks(chunk)
         order = order.to(query.device)
         query, key, value = (x.index_select(2, order) for x in (query, key, value))
-    out = _attend(query, key, value, prefix_layout, Rules(scale, sliding_window, softcap), s_aux)
+    if query.device.type == "cuda":
+        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap, s_aux)
+        out = out.transpose(1, 2)
+    else:
+        # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
+        by_token = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = TwoPartAttention.apply(*by_token, s_aux, prefix_layout, Rules(scale, sliding_window, softcap))[None]
     return (out.index_select(1, order.argsort()) if chunk else out), None  # pyrefly: ignore[unbound-name]
 
 
@@ -162,21 +170,59 @@ def query_scale(positions: Int[Tensor, " T"], floor: int | float, scale: int | f
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
-def _attend(
-    query: Float[Tensor, "1 H T D"],
-    key: Float[Tensor, "1 K T D"],
-    value: Float[Tensor, "1 K T E"],
-    layout: Layout,
-    rules: Rules,
-    sinks: Float[Tensor, " H"] | None,
-) -> Float[Tensor, "1 T H E"]:
-    """Attention by the back end of the device."""
-    if query.device.type == "cuda":
-        out = flex_shared_prefix(query, key, value, layout, rules.scale, rules.window, rules.softcap, sinks)
-        return out.transpose(1, 2)
-    # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
-    by_token = (x[0].transpose(0, 1) for x in (query, key, value))
-    return TwoPartAttention.apply(*by_token, sinks, layout, rules)[None]
-
-
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)
+
+
+def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in evaluation mode, in which it is also trained: without dropout or noise.
+
+    The sampler computes without noise, so with noise the ratio of fresh weights would not be 1. Two things stay in
+    training mode: the dropout of adapters, and layers whose checkpointing was enabled before.
+    """
+    model.eval()
+    for layer in adapted_layers(model).values():
+        layer.lora_dropout.train()
+    for module in model.modules():
+        # On a CPU bitsandbytes packs a 4-bit weight anew when it is first read in evaluation mode, rounding its scales.
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.train()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.training = True  # not its children's: transformers reads it to decide whether to recompute
+            module._gradient_checkpointing_func = _recomputed_without_noise
+    return model
+
+
+def check_no_noise(model: PreTrainedModel) -> None:
+    """Checks that the model's mode has not changed since :func:`switch_off_noise`.
+
+    Raises:
+        ValueError: the model was put into training mode, or its gradient checkpointing was switched on or off.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (model, model.base_model, *layers):
+        recomputes = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        quiet = getattr(module, "_gradient_checkpointing_func", None) is _recomputed_without_noise
+        if module.training != recomputes or (recomputes and not quiet):
+            raise ValueError(
+                f"{type(module).__name__} was put into training mode, in which models drop activations and add noise, "
+                "or its gradient checkpointing was switched on or off; TrainPolicy trains in evaluation mode, with "
+                "gradient checkpointing that was enabled before: leave out the call of train(), or enable or disable "
+                "checkpointing first and make the TrainPolicy after it"
+            )
+
+
+def _recomputed_without_noise(call: functools.partial[Any], *args: object) -> Any:
+    """transformers' checkpointing, with the layer in evaluation mode during its forward pass.
+
+    The layer is taken from the call, as copies of a model share this function.
+    """
+    layer = call.func.__self__  # pyrefly: ignore[missing-attribute]
+
+    def quietly(*args: object) -> Any:
+        layer.training = False
+        try:
+            return call(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(quietly, *args, use_reentrant=False)

@@ -15,9 +15,9 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training import checkpoint
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import Schedules
-from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.weights.push import WeightSync
 
 
@@ -29,6 +29,7 @@ class CommonParts:
         env: the rows, and their texts; of GRPO the environment.
         engine: samples; of SFT none.
         collector: hands out the groups of each step.
+        group_size: responses of a group.
         within_memory: how groups are split into micro-batches: the one owner of their size, which shrinks if memory
             runs out.
     """
@@ -40,6 +41,7 @@ class CommonParts:
     engine: Any
     weights: WeightSync
     collector: Collector
+    group_size: int
     schedules: Schedules
     loss: GRPOLoss | SFTLoss
     within_memory: WithinMemory

@@ -18,7 +18,7 @@ from grpo_rl.policies.lora import has_adapters, saved_buffers
 from grpo_rl.policies.text_part import model_config
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
-from grpo_rl.weights.sources import export_merged, merged_weights
+from grpo_rl.weights.push import export_merged, merged_weights
 
 
 def export(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.distributed.endings import Stopped
+from grpo_rl.distributed.liveness import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary

@@ -170,7 +170,7 @@ class Run(Generic[P]):
             )
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
-            groups = parts.collector.collect(parts.schedules.group_size(self.step + 1))
+            groups = parts.collector.collect(parts.group_size)
             self.collected = parts.collector.collected
             if not groups:
                 break  # the last groups were dropped
@@ -201,7 +201,7 @@ class Run(Generic[P]):
         """The optimizer step's micro-batches, scored: blocks at whose end the gradient goes through the model.
 
         Where memory runs out, the step begins again with smaller ones: see
-        :meth:`grpo_rl.training.within_memory.WithinMemory.micro_batches`.
+        :meth:`grpo_rl.training.micro_batches.WithinMemory.micro_batches`.
         """
         return self.parts.within_memory.micro_batches(batch, self._begin_again)
 

@@ -17,7 +17,7 @@ from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.held_out import Evaluated, HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.training.within_memory import WithinMemory
+from grpo_rl.training.micro_batches import WithinMemory
 
 
 class SFTLogs(RunLogs):

@@ -12,7 +12,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.monitor.metrics import memory_metrics, reward_metrics, task_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
-from grpo_rl.policies.router_record import router_metrics, router_record
+from grpo_rl.policies.routing import router_metrics, router_record
 from grpo_rl.run.parts import Parts
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ import torch
 from scipy import stats
 
 from grpo_rl.collectors.agent_sessions import AgentSettings, Played
+from grpo_rl.collectors.agents import play_held_out
 from grpo_rl.collectors.multi_turn import begin, judge, play
-from grpo_rl.collectors.stepped import play_held_out
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.task import last_said
-from grpo_rl.training.pass_at_k import ks, majority, pass_at_k
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,16 @@ def evaluate(
     """
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
-    seeded = _seeded(seed) if sampling.temperature else contextlib.nullcontext()
+    draws = seeded(seed if sampling.temperature else None)
     if agent is not None:
-        with seeded:
+        with draws:
             played = play_held_out(env, engine, rows, sampling, samples, agent)
         return _of_sessions(env, rows, played, samples)
     groups = []
     for i, row in enumerate(rows):
         ids = env.encode(row)
         groups.append([begin(env, row, f"held-out row {i}", ids) for _ in range(samples)])
-    with seeded:
+    with draws:
         if env.max_turns > 1:
             play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
         else:
@@ -260,15 +260,60 @@ def _one_by_one(samples: Samples) -> Iterator[Samples]:
         yield Samples(ids, log_probs, torch.tensor([0, len(ids)]), truncated[None], samples.version)
 
 
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Torch's generators begin at ``seed``, and are put back afterwards: an evaluation must not change training."""
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
-
-
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of ``k`` responses is right: 1 - C(n - c, k) / C(n, k).
+
+    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. The obvious 1 - (1 - c/n)^k is too low.
+
+    Raises:
+        ValueError: unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
+
+    Of 5 responses 2 are right; of the 10 ways to pick 3 of them, 1 has no right one:
+
+    >>> pass_at_k(5, 2, 3)
+    0.9
+    """
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_samples} responses with {num_correct} correct: "
+            "needs 0 <= correct <= responses and 1 <= k <= responses"
+        )
+    return float(1 - Fraction(math.comb(num_samples - num_correct, k), math.comb(num_samples, k)))
+
+
+def ks(samples: int) -> list[int]:
+    """The k of pass@k that are reported for so many responses to a row: powers of two, and all.
+
+    >>> ks(8), ks(6), ks(1)
+    ([1, 2, 4, 8], [1, 2, 4, 6], [1])
+    """
+    return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
+
+
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> tuple[float, bool]:
+    """The chance that the answer that most responses state is right, and whether several answers tie.
+
+    Among answers that tie one is drawn: the chance is the share of right ones. Responses that state no answer have no
+    vote; if none does, the majority is wrong. Responses that are right in one form and wrong in another, with one
+    answer, count by their share.
+
+    Args:
+        answers: the final answer of each response, equal ones written alike.
+        correct: whether each response is right.
+
+    >>> majority(["7", "7", "8", None], [True, True, False, False]), majority(["7", "8"], [True, False])
+    ((1.0, False), (0.5, True))
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0, False
+    most = max(votes.values())
+    leading = [answer for answer, count in votes.items() if count == most]
+    right = [sum(c for a, c in zip(answers, correct, strict=True) if a == answer) / most for answer in leading]
+    return sum(right) / len(leading), len(leading) > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from abc import abstractmethod
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from grpo_rl.engines.base import AsyncEngine, EngineDeadError
+from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.transport import Held, PushProofs, Transport, WeightDeliveryError
 
@@ -35,19 +34,6 @@ class EngineControl(Protocol):
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """Calls one of :class:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`'s methods."""
         ...
-
-
-class LoopControl(EngineControl):
-    """An engine on an event loop that runs in another thread of this process."""
-
-    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine, self._loop = engine, loop
-        self.name, self.dtype = engine.name, engine.dtype
-        self.takes_adapters, self.proves_bytes = engine.takes_adapters, engine.proves_bytes
-
-    @override
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args), self._loop)
 
 
 class RemoteTransport(Transport):

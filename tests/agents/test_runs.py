@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from grpo_rl.cli import main
 from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.evaluation.results import read_eval_file
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, save_tiny_model
@@ -90,7 +91,8 @@ def trained(monkeypatch, overrides, script, tmp_path):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     groups, sessions = {}, {}
-    collect, judged = BroadcastCollector.collect, AgentGroups._judged
+    collector = AsyncCollector if script == "grpo_async.py" else SyncCollector
+    collect, judged = collector.collect, AgentGroups._judged
 
     def collects(self, size):
         found = collect(self, size)
@@ -101,7 +103,7 @@ def trained(monkeypatch, overrides, script, tmp_path):
         sessions[prompt.group_id] = [one for one in played if one.failure is None]
         return judged(self, prompt, played)
 
-    monkeypatch.setattr(BroadcastCollector, "collect", collects)
+    monkeypatch.setattr(collector, "collect", collects)
     monkeypatch.setattr(AgentGroups, "_judged", judges)
     run = run_script(SOTA / script, given, tmp_path / "run")
     summary = json.loads((run / "summary.json").read_text())

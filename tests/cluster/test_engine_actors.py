@@ -112,11 +112,11 @@ def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
     async def main():
         fleet = Fleet(lambda number: launch(f"engine {number}", Engine, num_cpus=0.1), size=1)
         await fleet.start()
-        await fleet.push(lambda e: e.check_health())
+        await fleet.admit(await fleet.present())
         with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
             await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
         await fleet.new_engine()
-        await fleet.push(lambda e: e.check_health())
+        await fleet.admit(await fleet.present())
         samples = await fleet.call(lambda e: e.generate("a", [12], 1, Sampling()))
         assert samples.response_ids.tolist() == [0] and fleet.restarts == 1
         await fleet.close()

@@ -32,8 +32,20 @@ class Engine:
         self.closed = True
 
 
-async def identity(engine):
-    return engine
+async def push(fleet, weights, only_new=False):
+    """Gives each engine the weights; numbers of those that took them. One that dies of it is replaced."""
+
+    async def one(engine):
+        try:
+            number = await engine.take(weights)
+        except EngineDeadError as error:
+            await fleet.lose(engine, error)
+            return []
+        await fleet.admit([engine])
+        return [number]
+
+    engines = [engine for engine in await fleet.present() if not only_new or engine.weights is None]
+    return [number for took in await asyncio.gather(*map(one, engines)) for number in took]
 
 
 def harbour(launch_s=0.0):
@@ -52,7 +64,7 @@ def test_a_call_goes_to_the_engine_with_the_least_to_do():
     async def main():
         fleet = Fleet(harbour()[0], size=3)
         await fleet.start()
-        await fleet.push(lambda e: e.take("v0"))
+        await push(fleet, "v0")
         calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), answers)) for answers in (8, 2, 4, 1, 1)]
         return [number for number, _, _ in await asyncio.gather(*calls)]
 
@@ -65,17 +77,17 @@ def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
         launch, engines = harbour(launch_s=3.0)
         fleet = Fleet(launch, size=2)
         await fleet.start()
-        assert sorted(await fleet.push(lambda e: e.take("v1"))) == [0, 1]
+        assert sorted(await push(fleet, "v1")) == [0, 1]
         engines[0].alive = False
         calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), 1)) for _ in range(4)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = [r for r in results if isinstance(r, EngineLostError)]
         assert len(lost) == 2 and fleet.restarts == 1
         assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1  # the other goes on
-        assert await fleet.push(lambda e: e.take("v2")) == [1]  # it is being launched still
+        assert await push(fleet, "v2") == [1]  # it is being launched still
         await fleet.new_engine()
         assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1
-        assert await fleet.push(lambda e: e.take("v2"), only_new=True) == [0]
+        assert await push(fleet, "v2", only_new=True) == [0]
         assert [(e.number, e.launch, e.weights) for e in engines] == [(0, 0, "v1"), (1, 1, "v2"), (0, 2, "v2")]
         assert engines[0].closed
         busy = asyncio.create_task(fleet.call(lambda e: e.answer(), 1))
@@ -93,9 +105,9 @@ def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
         fleet = Fleet(launch, size=2)
         await fleet.start()
         engines[1].alive = False
-        assert await fleet.push(lambda e: e.take("v1")) == [0]
+        assert await push(fleet, "v1") == [0]
         await fleet.new_engine()
-        assert await fleet.push(lambda e: e.take("v2")) == [0, 1]
+        assert await push(fleet, "v2") == [0, 1]
         assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
 
     virtual_time.run(main())
@@ -106,15 +118,15 @@ def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_
         launch, engines = harbour(launch_s=2.0)
         fleet = Fleet(launch, size=1, max_restarts=1)
 
-        async def push():
-            await fleet.push(lambda e: e.take("v1"), only_new=True)
-
         await fleet.start()
-        await push()
+        await push(fleet, "v1")
         engines[0].alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
-        assert (await fleet.serve(fleet.call(lambda e: e.answer()), push))[1:] == (1, "v1")
+        call = asyncio.ensure_future(fleet.call(lambda e: e.answer()))
+        await fleet.new_engine()
+        await push(fleet, "v1", only_new=True)
+        assert (await call)[1:] == (1, "v1")
         engines[1].alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
@@ -137,7 +149,8 @@ def test_an_engine_that_cannot_be_launched_again_ends_the_waiting():
 
         fleet = Fleet(launch, size=1)
         await fleet.start()
-        (engine,) = await fleet.push(identity)
+        (engine,) = await fleet.present()
+        await fleet.admit([engine])
         engine.alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
@@ -157,7 +170,7 @@ def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same():
         launch, engines = harbour()
         fleet = Fleet(launch, size=1)
         await fleet.start()
-        await fleet.push(identity)
+        await fleet.admit(await fleet.present())
 
         async def broken():
             raise OSError("its pipe is gone")
@@ -185,7 +198,8 @@ def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_res
 
         fleet = Fleet(launch, size=1, max_restarts=max_restarts)
         await fleet.start()
-        (engine,) = await fleet.push(identity)
+        (engine,) = await fleet.present()
+        await fleet.admit([engine])
         engine.alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
@@ -238,7 +252,7 @@ def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
 
         fleet = Fleet(launch, size=2)
         await fleet.start()
-        await fleet.push(identity)
+        await fleet.admit(await fleet.present())
         for engine in await fleet.present():
             engine.alive = False
         lost = await asyncio.gather(*(fleet.call(lambda e: e.answer()) for _ in range(2)), return_exceptions=True)

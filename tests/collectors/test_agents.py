@@ -25,9 +25,8 @@ from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.agents import AgentGroups
+from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
-from grpo_rl.collectors.stepped import SteppedGroups
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group

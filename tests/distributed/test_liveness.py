@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_rl.distributed.endings import LOST_CODE, RankLostError, Stopped
-from grpo_rl.distributed.liveness import Watch
+from grpo_rl.distributed.liveness import LOST_CODE, RankLostError, Stopped, Watch
 from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.distributed.ranks import Ranks
 

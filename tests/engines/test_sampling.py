@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.ends import StopString, text_decoder
+from grpo_rl.engines.transformers import StopString, text_decoder
 from grpo_rl.testing import save_tiny_model
 
 pytestmark = pytest.mark.slow

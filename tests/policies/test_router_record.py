@@ -13,7 +13,7 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.policies.router_record import router_metrics, router_record
+from grpo_rl.policies.routing import router_metrics, router_record
 from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
 

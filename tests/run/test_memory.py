@@ -12,7 +12,7 @@ import torch
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, without_clocks
-from grpo_rl.training import within_memory
+from grpo_rl.training import micro_batches
 from grpo_rl.training.checkpoint import checkpoints, load
 from grpo_rl.training.optimizer import PolicyOptimizer
 
@@ -24,7 +24,7 @@ def of_three_steps(tiny_run, folder, monkeypatch):
     """The overrides and the folder of a run whose memory runs out in the second step, and the groups of each pass."""
     # With an entropy term zero-variance groups are scored, too: there are always two in an optimizer step.
     tiny = [*tiny_run, "train.micro_batch_tokens=256", "train.total_dialog_turns=48", "policy.entropy_coef=0.01"]
-    scored, calls = within_memory.scored_micro_batches, []
+    scored, calls = micro_batches.scored_micro_batches, []
 
     def scarce(*arguments):
         for tokens in scored(*arguments):
@@ -34,7 +34,7 @@ def of_three_steps(tiny_run, folder, monkeypatch):
             yield tokens
 
     with monkeypatch.context() as patch:
-        patch.setattr(within_memory, "scored_micro_batches", scarce)
+        patch.setattr(micro_batches, "scored_micro_batches", scarce)
         return tiny, run(tiny, folder), calls
 
 

@@ -26,9 +26,8 @@ from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
-from grpo_rl.training.micro_batches import scored_micro_batches
+from grpo_rl.training.micro_batches import WithinMemory, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.within_memory import WithinMemory
 
 END = 0
 """The tiny model's end of sequence, which is its padding too."""

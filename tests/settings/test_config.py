@@ -132,7 +132,6 @@ def values_of(dataset):
         ("env.repeats=true", "env.repeats is True; it must be a whole number"),
         ("env.num_envs='4'", "env.num_envs is '4'; it must be a whole number"),
         ("optimizer.betas=[0.9,high]", "optimizer.betas is [0.9, 'high']; it must be a list of numbers"),
-        ("train.repeats_schedule=[[1]]", "train.repeats_schedule is [[1]]; it must be a list of pairs"),
         ("train_model.devices=0", "train_model.devices is 0; it must be a list of whole numbers, or null"),
         ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
         ("policy.stop_kl=soon", "policy.stop_kl is 'soon'; it must be a number, or null"),

@@ -13,10 +13,9 @@ from grpo_rl.cluster import engine_actors
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
-from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.run.parts import Parts
-from grpo_rl.training.within_memory import WithinMemory
+from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.weights import push, shared_memory
 from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
 from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
@@ -110,8 +109,9 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 optimizer=optimizer,
                 engine=engine,
                 weights=weights,
-                collector=BroadcastCollector(collector, weights.on_rank_zero, collected),
-                schedules=cast(Any, Schedules(setup.group_size)),
+                collector=collector,
+                group_size=setup.group_size,
+                schedules=cast(Any, Schedules()),
                 loss=cast(Any, None),
                 compute_advantages=cast(Any, None),
                 buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),

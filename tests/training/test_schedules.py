@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.policies.policy import ReferencePolicy
 from grpo_rl.testing import random_group, save_tiny_model
-from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 
 def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clipped_error():
@@ -34,57 +34,22 @@ def test_without_a_target_or_with_a_kl_that_is_not_finite_the_coefficient_stays(
     assert kl.update(math.nan) == kl.update(math.inf) == 0.1
 
 
-def test_group_sizes_hold_from_their_step_on():
-    sizes = GroupSizes(8, [(5, 4), (3, 6)])
-    assert [sizes.at(step) for step in range(1, 8)] == [8, 8, 6, 6, 4, 4, 4]
-    assert GroupSizes(8).at(1000) == 8
-
-
-def test_the_number_of_steps_is_that_of_a_run_counted_response_by_response():
-    for changes in ([], [(2, 4)], [(3, 4), (5, 16)], [(1, 2)]):
-        sizes = GroupSizes(8, changes)
-        for responses in (1, 23, 24, 25, 48, 49, 72, 100, 1000):
-            sampled = steps = 0
-            while sampled < responses:
-                steps += 1
-                sampled += 3 * sizes.at(steps)
-            assert sizes.steps_for(responses, prompts=3) == steps, (changes, responses)
-
-
-@pytest.mark.parametrize("changes", [[(0, 4)], [(3, 1)]])
-def test_a_group_of_one_and_a_step_before_the_first_are_refused(changes):
-    with pytest.raises(ValueError, match="train.repeats_schedule has a group size of"):
-        GroupSizes(8, changes)
-
-
-@pytest.mark.parametrize("pair", [4, [3], [3, 4, 5], [3, "4"], [3, 4.5]])
-def test_what_is_no_pair_is_refused(pair):
-    with pytest.raises(ValueError, match="train.repeats_schedule has .*; give pairs"):
-        GroupSizes(8, [pair])
 
 
 def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
     rule = RefreshRule("steps", steps=3)
-    due = [rule.is_due(0.0) for _ in range(7)]
+    due = [rule.is_due() for _ in range(7)]
     assert due == [False, False, True, False, False, True, False]
-    assert not any(RefreshRule("never", steps=1).is_due(1.0) for _ in range(5))
+    assert not any(RefreshRule("never", steps=1).is_due() for _ in range(5))
     rule = RefreshRule("average", steps=3)
-    assert all(rule.is_due(0.0) for _ in range(5))
-
-
-def test_a_plateau_is_a_window_no_better_than_the_one_before_and_both_begin_behind_a_refresh():
-    rule = RefreshRule("plateau", steps=2)
-    rewards = [0.0, 0.1, 0.2, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2, 0.2]
-    # step 6: 0.3 + 0.2 against 0.2 + 0.3 is no rise; then steps 7 and 8 against 9 and 10
-    assert [step for step, reward in enumerate(rewards, 1) if rule.is_due(reward)] == [6, 10]
+    assert all(rule.is_due() for _ in range(5))
 
 
 def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
-    rule, resumed = RefreshRule("plateau", steps=2), RefreshRule("plateau", steps=2)
-    for reward in (0.5, 0.5, 0.5):
-        assert not rule.is_due(reward)
-    resumed.rewards = list(rule.rewards)
-    assert rule.is_due(0.5) and resumed.is_due(0.5)
+    rule, resumed = RefreshRule("steps", steps=4), RefreshRule("steps", steps=4)
+    assert not any(rule.is_due() for _ in range(3))
+    resumed.steps = rule.steps
+    assert rule.is_due() and resumed.is_due()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +83,7 @@ def make(reference, when="steps", target=0.02):
     loss = SimpleNamespace(kl_coef=0.1)
     policy = SimpleNamespace(model="the policy's model")
     rule, kl = RefreshRule(when, steps=2, decay=0.9), AdaptiveKL(0.1, target, gain=0.5)
-    return loss, Schedules(GroupSizes(8, [(3, 4)]), kl, rule, loss, reference, policy)
+    return loss, Schedules(kl, rule, loss, reference, policy)
 
 
 def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_when_due():
@@ -138,15 +103,7 @@ def test_a_moving_average_keeps_its_share_of_itself_in_every_step():
     assert reference.calls == [("the policy's model", 0.9)] * 3
 
 
-def test_a_plateau_is_of_all_that_was_sampled_not_of_what_dynamic_sampling_kept():
-    reference = Reference()
-    _, schedules = make(reference, when="plateau")
-    for sampled in (0.1, 0.2, 0.3, 0.4):
-        schedules.after_step({"reward/mean": 0.5, "reward/sampled_mean": sampled, "kl/ref": 0.02})
-    assert reference.calls == []
-
-
-def test_a_resumed_run_has_the_coefficient_the_window_and_the_reference_of_the_first():
+def test_a_resumed_run_has_the_coefficient_the_count_of_steps_and_the_reference_of_the_first():
     _, first = make(Reference())
     first.after_step({"reward/mean": 0.0, "kl/ref": 0.04})
     assert first.state()["reference"] is None  # it is still what training began with

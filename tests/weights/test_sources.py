@@ -22,8 +22,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import sources
-from grpo_rl.weights.push import WeightDeliveryError, WeightSync
-from grpo_rl.weights.sources import merged_weights
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync, merged_weights
 
 peft = pytest.importorskip("peft")
 

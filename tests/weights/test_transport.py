@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loop_control import LoopControl
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import EngineDeadError
@@ -23,7 +24,6 @@ from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import remote, transport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
-from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
 
 

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loop_control import LoopControl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
-from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.remote import LoopControl
+from grpo_rl.weights.push import WeightSync, merged_weights
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.sources import merged_weights
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow

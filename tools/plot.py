@@ -1,4 +1,4 @@
-"""Curves of quickstart runs (rewards 0 to 3, with evaluation) as one SVG: `python sota/plot.py OUT.svg RUN_FOLDER...`.
+"""Curves of quickstart runs (rewards 0 to 3, with evaluation) as one SVG: `python tools/plot.py OUT.svg RUN_FOLDER...`.
 
 A run is named by its seed, or as in NAME=RUN_FOLDER; runs of one name have one colour. With `--parts` before OUT.svg
 each run has a column of its own: the parts of its reward, and the lengths of its responses.
