@@ -7,7 +7,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast, overload
 
 from torch import Tensor
@@ -259,11 +258,6 @@ class MixtureGuard(ScoreGuard):
 
     def restore(self, counts: dict[str, int]) -> None:
         """Does nothing: the tasks' guards are restored with their tasks."""
-
-    def tell_in(self, folder: Path, tell: Any) -> None:
-        """Lets each task's guard report there."""
-        for guard in self.guards.values():
-            guard.tell_in(folder, tell)
 
 
 class MixtureEnv(LLMEnv):
