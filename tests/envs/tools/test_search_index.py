@@ -157,7 +157,6 @@ def test_a_damaged_index_is_built_again(cache, built, damage):
         (folder / name).write_bytes(damage((folder / name).read_bytes()))
         assert SearchIndex(DOCUMENTS).search("Jane Austen novel", 3) == expected
         assert len(built) == number, name
-    assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
 
 
 def test_nothing_pickled_is_loaded(cache, built, tmp_path):
@@ -171,13 +170,6 @@ def test_nothing_pickled_is_loaded(cache, built, tmp_path):
     np.save(folder / "data.csc.index.npy", np.array([Payload()], dtype=object), allow_pickle=True)
     assert SearchIndex(DOCUMENTS).search("opera", 1) == [DOCUMENTS[3]]
     assert len(built) == 2 and not loaded.exists()
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="the search index can't be kept, and is built at each start"):
-        index = SearchIndex(DOCUMENTS, cache=tmp_path / "file" / "folder")
-    assert index.search("opera", 1) == [DOCUMENTS[3]]
 
 
 def test_several_threads_build_one_index(cache, built):
