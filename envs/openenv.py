@@ -176,7 +176,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train", epi
     source = Source.of(path)
     if source.path is not None:
         return tables.load_rows(source, split)
-    source.refuse("seeds")
     first, count = (0, episodes) if split == "train" else (10**9, max(1, episodes // 10))
     return [{"seed": first + index} for index in range(count)]
 

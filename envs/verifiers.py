@@ -328,8 +328,7 @@ def load_rows(
     """
     source = Source.of(path)
     if source.path is not None:
-        raise ValueError(f"{source.key('path')}={source.path} means nothing for verifiers, whose data is the taskset's")
-    source.refuse("tasksets of verifiers")
+        raise ValueError(f"env.path={source.path} means nothing for verifiers, whose data is the taskset's")
     if not name:
         raise ValueError("env.name is empty; give a taskset of verifiers, such as env.name=textarena")
     config = json.dumps({**(taskset or {}), "id": name}, sort_keys=True)

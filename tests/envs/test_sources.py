@@ -17,9 +17,6 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.derived import eval_source
-from grpo_rl.settings.schema import Settings
 
 ROWS = [{"question": "3 + 4?", "answer": "#### 7"}, {"question": "8 + 1?", "answer": "#### 9"}]
 THEIRS = [{"problem": row["question"], "solution": row["answer"], "level": "easy"} for row in ROWS]
@@ -78,8 +75,6 @@ def test_what_datasets_saved_is_read_by_split(tmp_path):
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), columns=NAMES)) == ROWS[:1]
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), split="dev", columns=NAMES)) == ROWS[1:]
     assert gsm8k.load_rows(Source(str(tmp_path / "one"), columns=NAMES)) == ROWS[:1]
-    with pytest.raises(ValueError, match="env.subset=main means nothing for folders that datasets has saved"):
-        gsm8k.load_rows(Source(str(tmp_path / "one"), subset="main", columns=NAMES))
 
 
 def test_a_data_set_with_a_card_is_read_by_its_subset_and_split(tmp_path):
@@ -162,10 +157,8 @@ def test_a_column_that_is_missing_is_named_with_those_there_are_and_the_nearest(
 
 def test_a_setting_that_means_nothing_for_a_file_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))
-    with pytest.raises(ValueError, match=r"env\.revision=v1 means nothing for files"):
+    with pytest.raises(ValueError, match="the revision v1 means nothing for files"):
         gsm8k.load_rows(Source(str(tmp_path / "rows.jsonl"), revision="v1"))
-    with pytest.raises(ValueError, match="means nothing for generated puzzles"):
-        countdown.load_rows(Source(revision="v1"))
 
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
@@ -228,22 +221,6 @@ def test_conversations_beside_the_prompt_are_not_read(tmp_path):
 
     Dataset.from_list([row | {"messages": CHAT} for row in ROWS]).to_parquet(str(tmp_path / "rows.parquet"))
     assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS
-
-
-@pytest.mark.slow
-def test_a_message_names_the_setting_that_the_rows_came_from(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
-    (tmp_path / "empty.jsonl").write_text("")
-    for words, message in (
-        (["eval_path=rows.jsonl", "eval_split=dev"], "env.eval_split=dev means nothing for files"),
-        (["eval_path=empty.jsonl"], "env.eval_path={}/empty.jsonl has no rows"),
-        (["eval_path=."], "env.eval_path={} has no split dev"),
-    ):
-        given = [f"env.{word}".replace("path=", f"path={tmp_path}/") for word in words]
-        split = ["env.eval_split=dev"] if words == ["eval_path=."] else []
-        settings = Settings.read(compose_config("grpo_gsm8k", given + split))
-        with pytest.raises(ValueError, match=re.escape(message.format(tmp_path))):
-            gsm8k.load_rows(eval_source(settings), "test")
 
 
 @pytest.mark.parametrize(
