@@ -68,7 +68,7 @@ class ScoreGuard:
     """Scores responses so that one scorer's accident costs one response.
 
     One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a whole group.
-    A scorer that takes longer is told of then, not when the step ends, by :attr:`tell`. What happens to it:
+    What happens to a scorer that takes longer:
 
     - A call in a process of its own is killed: the task is ``isolated``, or gives its user's code to one.
     - A call in a thread is left behind: a thread can't be stopped. One that never lets go of Python's interpreter, as
@@ -100,15 +100,14 @@ class ScoreGuard:
         self.examples: dict[Kind, str] = {}
         """The first failure of each kind."""
         self.tell: Callable[[str], None] = _to_stderr
-        """Gets the message of the first failure of each kind, and of every timeout, when it happens."""
-        self._late: set[str] = set()
+        """Gets the message of the first failure of each kind, when its group has been judged."""
         self._told: set[str] = set()
 
     def apart(self) -> ScoreGuard:
         """A guard that scores as this one, in turns with it and told alike, but counts for itself and has no limit."""
         other = copy.copy(self)
         other._max_failed, other.judged, other.failed, other.examples = 1.0, 0, Counter(), {}
-        other._late, other._told = set(), set()
+        other._told = set()
         other.tell = lambda text: self.tell(text)  # which may be replaced later
         return other
 
@@ -145,7 +144,7 @@ class ScoreGuard:
             ScoreError: too many responses failed.
         """
         if not self._task.scores_group:
-            return self._each("score", [(row, text) for text in responses], responses, where)
+            return self._checked(self._results("score", [(row, text) for text in responses], where), responses, where)
         rows = [row] * len(responses)
         [scored] = self._results("score_many", [(rows, responses)], where)
         if not isinstance(scored, (Exception, Sequence)) or isinstance(scored, str):
@@ -160,53 +159,21 @@ class ScoreGuard:
         said = [last_said(messages) for messages in dialogs]
         if not plays_turns(self._task):
             return self.score(row, said, where)
-        return self._each("score_dialog", [(row, messages) for messages in dialogs], said, where)
+        calls = [(row, messages) for messages in dialogs]
+        return self._checked(self._results("score_dialog", calls, where), said, where)
 
-    def _each(
-        self, method: str, calls: Sequence[tuple], responses: Sequence[str], where: str
-    ) -> list[Reward | Failure]:
-        """The reward of each response, for which the task is called once."""
-
-        def name(at: int, result: Any) -> None:
-            if isinstance(result, TimeoutError):
-                self._name(self._failure(result, responses[at], where))
-
-        return self._checked(self._results(method, calls, where, name), responses, where)
-
-    def _results(
-        self,
-        method: str,
-        calls: Sequence[tuple],
-        where: str,
-        name: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
-        """The result of each call of the task, or the exception that it raised.
-
-        Args:
-            name: gets the index of each call that is late, and its error, at its deadline.
-        """
+    def _results(self, method: str, calls: Sequence[tuple], where: str) -> list[Any]:
+        """The result of each call of the task, or the exception that it raised."""
         with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
             if self._processes:
                 # Processes start with the first call, and again after one that was killed.
                 with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
-
-                    def on_result(at: int, result: Any) -> None:
-                        wait.again()
-                        if name:
-                            name(at, result)
-
                     arguments = [(method, *arguments) for arguments in calls]
-                    return self._processes.map(arguments, on_result=on_result)
+                    return self._processes.map(arguments, on_result=lambda *_: wait.again())
             self._task.ready(self.deadline_s)
-            return self._in_thread(getattr(self._task, method), calls, name, where)
+            return self._in_thread(getattr(self._task, method), calls, where)
 
-    def _in_thread(
-        self,
-        function: Callable[..., Any],
-        calls: Sequence[tuple],
-        name: Callable[[int, Any], None] | None,
-        where: str,
-    ) -> list[Any]:
+    def _in_thread(self, function: Callable[..., Any], calls: Sequence[tuple], where: str) -> list[Any]:
         """The result or exception of each call; calls run one after the other, in a thread that may be left behind."""
         results: list[Any] = []
         while len(results) < len(calls):
@@ -218,10 +185,7 @@ class ScoreGuard:
                     with self._waiting(where, self.deadline_s):
                         results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
-                late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
-                if name:
-                    name(len(results), late)
-                results.append(late)
+                results.append(TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind"))
             finally:
                 left_behind.set()
         return results
@@ -256,13 +220,7 @@ class ScoreGuard:
                     first[failure.kind] = failure
             failed = self.failed.total()
         for failure in first.values():
-            if failure.kind != "timeout":
-                self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
-        # One of those that were late in one call; those that were late alone have been named.
-        late = [failure for failure in failures if failure.kind == "timeout"]
-        if late and not any(failure.message in self._late for failure in late):
-            self._name(late[0])
-        self._late.difference_update(failure.message for failure in late)
+            self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
         if failed > self._max_failed * max(self.judged, FEW):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
@@ -270,10 +228,6 @@ class ScoreGuard:
                 f"env.max_failed_fraction={self._max_failed} allows. The first of each kind: "
                 + "; ".join(self.examples.values())
             )
-
-    def _name(self, late: Failure) -> None:
-        self._late.add(late.message)
-        self.tell(f"No reward (timeout): {late.message}")
 
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
         if isinstance(result, Reward):
