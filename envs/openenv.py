@@ -133,12 +133,7 @@ def _connected(url: str) -> Any:
 
 
 def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The server's answer.
-
-    Raises:
-        Refused: the action is refused.
-        RuntimeError: the server has no session for it, or another fault of its own.
-    """
+    """The server's answer."""
     session.send(json.dumps({"type": what, "data": data}))
     text = session.recv(timeout=TIMEOUT_S)
     try:

@@ -252,11 +252,7 @@ def _text(message: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _environment(taskset: str) -> Any:
-    """The environment of a taskset with these settings, in JSON.
-
-    Raises:
-        ValueError: see :func:`load_rows`.
-    """
+    """The environment of a taskset with these settings, in JSON."""
     config = json.loads(taskset)
     name = config["id"]
     try:

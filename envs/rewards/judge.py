@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
-from grpo_rl.envs.rewards.judge_settings import check_endpoint, check_numbers
 from grpo_rl.envs.task import Spent
 
 SYSTEM = """\
@@ -45,6 +45,10 @@ LONGEST_REPLY = 4096
 """Characters of a reply beyond which it is no verdict."""
 MOST_TOKENS = 10**9
 """Tokens of a request beyond which its count is none: one of 400 digits is no float."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+"""Names of environment variables."""
+LEAST = {"max_tokens": 1, "concurrency": 1, "budget_calls": 1, "budget_tokens": 1, "deadline_s": 0.001}
+"""The least that settings can be; other numbers can be 0."""
 COUNTS = ("calls", "failures", "retries", "prompt_tokens", "completion_tokens", "cost", "unjudged")
 
 
@@ -107,10 +111,10 @@ class Judge:
         """The settings by name, with the defaults of those that were left out."""
         if not (model.strip() and rubric.strip()):
             raise ValueError("model and rubric are texts of some words")
-        check_endpoint(url, auth_variable)
+        _check_endpoint(url, auth_variable)
         scale = {"low", "high"}
         numbers = {name: n for name, n in self.settings.items() if isinstance(n, int | float) and name not in scale}
-        check_numbers(numbers)
+        _check_numbers(numbers)
         if not -math.inf < low < high < math.inf:
             raise ValueError(f"low={low} and high={high}; low must be below high, and both be finite")
         if budget_cost is not None and not (input_price or output_price):
@@ -263,11 +267,7 @@ class Judge:
         return {"name": "verdict", "strict": True, "schema": schema}
 
     def _reserve(self) -> None:
-        """Counts a request that is about to be sent.
-
-        Raises:
-            Spent: ``budget_calls`` of them were sent.
-        """
+        """Counts a request that is about to be sent."""
         most = self._budgets["calls"]
         with self._counting:
             if most is None or sum(judge._counts["calls"] for judge in self._sharing) < most:
@@ -363,3 +363,24 @@ def _tokens(usage: Any, name: str) -> int:
     """A count of the endpoint's; 0 where it gives none that a request could have."""
     value = usage.get(name) if isinstance(usage, dict) else None
     return value if isinstance(value, int) and 0 < value < MOST_TOKENS else 0
+
+
+def _check_endpoint(url: str, variable: str | None) -> None:
+    """Refuses an endpoint that is none, and a key where none belongs; the key is not repeated."""
+    parts = urlsplit(url)
+    if "?" in url or "#" in url:  # not repeated: some endpoints take keys there
+        raise ValueError("url has a query or fragment; give the endpoint's address alone, and its key by auth_variable")
+    if parts.username or parts.password:
+        raise ValueError("url has a user or password; give the endpoint's key by auth_variable")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url={url} is no http:// or https:// address, such as http://localhost:8000/v1")
+    if variable is not None and not VARIABLE.fullmatch(variable):
+        # Not repeated: it may be the key itself.
+        raise ValueError("auth_variable is no name of an environment variable, such as OPENAI_API_KEY")
+
+
+def _check_numbers(given: Mapping[str, float]) -> None:
+    """Refuses numbers that are too small."""
+    for name, value in given.items():
+        if not LEAST.get(name, 0) <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be finite, and {LEAST.get(name, 0)} or more")
