@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from torch import Tensor
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
 from grpo_rl.envs.rewards.combined import share_budgets
-from grpo_rl.envs.shares import shares
 from grpo_rl.envs.task import plays_turns
 
 TASK, ROW = "task", "row"
@@ -141,6 +141,16 @@ class MixtureInTurns(Mixture):
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The reply of the row's task."""
         return self.tasks[row[TASK]].reply(row[ROW], messages)
+
+
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """The probability of each task: its weight over the sum of all.
+
+    >>> shares({"gsm8k": 3, "ifeval": 1})
+    {'gsm8k': 0.75, 'ifeval': 0.25}
+    """
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
 
 
 class MixturePrompts:
@@ -272,7 +282,7 @@ class MixtureEnv(LLMEnv):
         seed: of the draws.
 
     Raises:
-        ValueError: a scale is of no task; see also `grpo_rl.envs.shares` and :class:`LLMEnv`.
+        ValueError: a scale is of no task; see also :class:`LLMEnv`.
     """
 
     def __init__(
