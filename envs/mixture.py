@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, cast, overload
 
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
@@ -229,13 +230,13 @@ class MixtureGuard(ScoreGuard):
         super().__init__(mixture, deadline_s)
         self._mixture, self.guards = mixture, guards
 
+    @override
     def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
-        """See :meth:`ScoreGuard.score`."""
         name = row[TASK]
         return self._named(name, self.guards[name].score(row[ROW], responses, f"{name}, {where}"))
 
+    @override
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
-        """See :meth:`ScoreGuard.score_dialogs`."""
         name = row[TASK]
         return self._named(name, self.guards[name].score_dialogs(row[ROW], dialogs, f"{name}, {where}"))
 
@@ -246,8 +247,8 @@ class MixtureGuard(ScoreGuard):
                 raise ScoreError(f"{name}: a reward of {reward.total:g} at its scale is too large; lower the scale")
         return rewards
 
+    @override
     def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
-        """See :meth:`ScoreGuard.record`."""
         if row is not None:
             self.guards[row[TASK]].record(results)
 
@@ -326,12 +327,12 @@ class MixtureEnv(LLMEnv):
         """The tasks' own environments by name."""
         return self.envs
 
+    @override
     def encode(self, row: dict) -> list[int]:
-        """See :meth:`LLMEnv.encode`."""
         return self.envs[row[TASK]].encode(row[ROW])
 
+    @override
     def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """See :meth:`LLMEnv.read_turn`; needs the row."""
         assert row is not None, "a mixture has its row's task read a turn"
         return self.envs[row[TASK]].read_turn(ids, row[ROW])
 
