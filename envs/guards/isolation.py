@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -105,6 +105,10 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         if not self._live:
             self._threads.submit(self._own_worker).result()
 
+    def submit(self, arguments: tuple) -> Future[list[Any]]:
+        """The result of one call, as :meth:`map` gives it, when it is there."""
+        return self._threads.submit(self._results, [arguments], self.deadline_s, math.inf)
+
     def map(
         self,
         arguments: Sequence[tuple],
@@ -155,8 +159,8 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         chunk: Sequence[tuple],
         deadline_s: float,
         until: float,
-        start: int,
-        on_result: Callable[[int, Any], None] | None,
+        start: int = 0,
+        on_result: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
         results: list[Any] = []

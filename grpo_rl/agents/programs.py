@@ -185,24 +185,14 @@ class Function(Agent):
 
     @override
     async def play(self, client: Client, row: Mapping[str, Any]) -> object:
-        loop = asyncio.get_running_loop()
-        played: asyncio.Future[Any] = loop.create_future()
         worker = self._worker()
-
-        def call() -> None:
-            try:
-                (result,) = worker.map([(asdict(client), dict(row))])
-            except Exception as error:  # the worker can't be started, or is closed
-                result = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(lambda: played.done() or played.set_result(result))
-
-        in_thread(call)
         try:
-            result = await played
+            [result] = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
         except asyncio.CancelledError:  # nobody waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise
+        except RuntimeError as error:  # the worker can't be started, or is closed
+            raise AgentError(one_line(error)) from error
         else:
             self._idle.append(worker)
         finally:
