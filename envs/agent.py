@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from typing_extensions import override
+
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec, task_spec
@@ -94,12 +96,12 @@ def _spec(scorer: str | None) -> TaskSpec:
 class AgentSpec(TaskSpec):
     """Another task, whose rows agents play and whose scorer judges their final messages; or :class:`Told`."""
 
+    @override
     def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
-        """See :meth:`TaskSpec.rows`."""
         return _spec(settings["scorer"]).rows(path, split, settings["scorer_settings"])
 
+    @override
     def holds_out(self, path: str | None, settings: Mapping[str, Any]) -> bool:
-        """See :meth:`TaskSpec.holds_out`."""
         return _spec(settings["scorer"]).holds_out(path, settings["scorer_settings"])
 
 

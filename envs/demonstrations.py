@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
-from grpo_rl.envs.chat import decode_responses, encode_rows, templated, written_turn
+from grpo_rl.envs.chat import decode_responses, encode_rows, templated, turn_end, written_turn
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.tables import place_of
 from grpo_rl.envs.task import Task
@@ -20,7 +20,6 @@ HAVE_ONE = (
     "and a task of your own with a method `demonstration`"
 )
 """The tasks whose rows can have a demonstration, and where."""
-_STAND_IN = "stand-in"
 _THOUGHT = "<think>"
 """The beginning of a thought, which some templates write for the policy."""
 
@@ -223,9 +222,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int
     """The id that the chat template ends the assistant's turn with, if generation stops there; else its first end."""
     if not tokenizer.chat_template:
         return next((id for id in ends if id == tokenizer.eos_token_id), ends[0])
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
-    text = templated(tokenizer, turns, add_generation_prompt=False, tokenize=False)
-    behind = tokenizer(text[text.rindex(_STAND_IN) + len(_STAND_IN) :], add_special_tokens=False)["input_ids"]
+    behind = tokenizer(turn_end(tokenizer), add_special_tokens=False)["input_ids"]
     return next((id for id in behind if id in ends), ends[0])
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast, overload
 
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import LARGEST, Kind
 from grpo_rl.envs.rewards.combined import share_budgets
-from grpo_rl.envs.shares import shares
 from grpo_rl.envs.task import plays_turns
 
 TASK, ROW = "task", "row"
@@ -144,6 +144,16 @@ class MixtureInTurns(Mixture):
         return self.tasks[row[TASK]].reply(row[ROW], messages)
 
 
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """The probability of each task: its weight over the sum of all.
+
+    >>> shares({"gsm8k": 3, "ifeval": 1})
+    {'gsm8k': 0.75, 'ifeval': 0.25}
+    """
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
 class MixturePrompts:
     """The prompts of a mixture: each draws its task at random by the tasks' shares, and is that task's next.
 
@@ -220,13 +230,13 @@ class MixtureGuard(ScoreGuard):
         super().__init__(mixture, deadline_s)
         self._mixture, self.guards = mixture, guards
 
+    @override
     def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
-        """See :meth:`ScoreGuard.score`."""
         name = row[TASK]
         return self._named(name, self.guards[name].score(row[ROW], responses, f"{name}, {where}"))
 
+    @override
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
-        """See :meth:`ScoreGuard.score_dialogs`."""
         name = row[TASK]
         return self._named(name, self.guards[name].score_dialogs(row[ROW], dialogs, f"{name}, {where}"))
 
@@ -237,8 +247,8 @@ class MixtureGuard(ScoreGuard):
                 raise ScoreError(f"{name}: a reward of {reward.total:g} at its scale is too large; lower the scale")
         return rewards
 
+    @override
     def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
-        """See :meth:`ScoreGuard.record`."""
         if row is not None:
             self.guards[row[TASK]].record(results)
 
@@ -260,11 +270,6 @@ class MixtureGuard(ScoreGuard):
     def restore(self, counts: dict[str, int]) -> None:
         """Does nothing: the tasks' guards are restored with their tasks."""
 
-    def tell_in(self, folder: Path, tell: Any) -> None:
-        """Lets each task's guard report there."""
-        for guard in self.guards.values():
-            guard.tell_in(folder, tell)
-
 
 class MixtureEnv(LLMEnv):
     """Several environments as one: prompts are drawn by weight, and each is scored and replied to by its own task.
@@ -278,7 +283,7 @@ class MixtureEnv(LLMEnv):
         seed: of the draws.
 
     Raises:
-        ValueError: a scale is of no task; see also `grpo_rl.envs.shares` and :class:`LLMEnv`.
+        ValueError: a scale is of no task; see also :class:`LLMEnv`.
     """
 
     def __init__(
@@ -322,12 +327,12 @@ class MixtureEnv(LLMEnv):
         """The tasks' own environments by name."""
         return self.envs
 
+    @override
     def encode(self, row: dict) -> list[int]:
-        """See :meth:`LLMEnv.encode`."""
         return self.envs[row[TASK]].encode(row[ROW])
 
+    @override
     def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """See :meth:`LLMEnv.read_turn`; needs the row."""
         assert row is not None, "a mixture has its row's task read a turn"
         return self.envs[row[TASK]].read_turn(ids, row[ROW])
 

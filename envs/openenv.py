@@ -133,12 +133,7 @@ def _connected(url: str) -> Any:
 
 
 def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The server's answer.
-
-    Raises:
-        Refused: the action is refused.
-        RuntimeError: the server has no session for it, or another fault of its own.
-    """
+    """The server's answer."""
     session.send(json.dumps({"type": what, "data": data}))
     text = session.recv(timeout=TIMEOUT_S)
     try:
@@ -176,7 +171,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train", epi
     source = Source.of(path)
     if source.path is not None:
         return tables.load_rows(source, split)
-    source.refuse("seeds")
     first, count = (0, episodes) if split == "train" else (10**9, max(1, episodes // 10))
     return [{"seed": first + index} for index in range(count)]
 

@@ -44,7 +44,7 @@ def load_own_rows(
     source, own = Source.of(path), getattr(task, "load_rows", None)
     if own is None:
         return load_rows(source, split, reader=name)
-    source.refuse(f"{name}, which has a load_rows of its own", ("subset", "revision", "columns"))
+    source.refuse(f"{name}, which has a load_rows of its own", "subset", "revision", "columns")
     return own(source.path, source.split or split)
 
 

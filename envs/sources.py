@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
+import gzip
 import json
+import lzma
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-PACKED = (".gz", ".bz2", ".xz")
-"""Endings of compressed files of text, behind that of their format."""
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""Endings of compressed files of text, behind that of their format, and what opens them."""
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[tuple[str, ...]], Sequence[str]]
@@ -36,7 +39,6 @@ class Source:
         split: read instead of the split that the task reads for training, or for evaluation.
         revision: commit, tag or branch of the hub's data; a commit pins it.
         columns: the data's name of a column, by the name that the task uses.
-        keys: settings that these come from where they are not those of ``env`` with the same name, for messages.
 
     >>> Source.of("rows.jsonl").path
     'rows.jsonl'
@@ -47,26 +49,16 @@ class Source:
     split: str | None = None
     revision: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, path: str | Path | Source | None) -> Source:
         """A source itself, or that of a path alone."""
         return path if isinstance(path, Source) else cls(None if path is None else str(path))
 
-    def key(self, name: str) -> str:
-        """The setting that one of these comes from.
-
-        >>> source = Source("rows.jsonl", keys={"path": "env.eval_path"})
-        >>> source.key("path"), source.key("split")
-        ('env.eval_path', 'env.split')
-        """
-        return self.keys.get(name, f"env.{name}")
-
-    def refuse(self, what: str, names: Collection[str] = ("subset", "split", "revision", "columns")) -> None:
+    def refuse(self, what: str, *names: str) -> None:
         """Raises ValueError where one of these settings is given, as ``what`` has none."""
         if given := [name for name in names if getattr(self, name)]:
-            raise ValueError(f"{self.key(given[0])}={getattr(self, given[0])} means nothing for {what}")
+            raise ValueError(f"the {given[0]} {getattr(self, given[0])} means nothing for {what}")
 
 
 def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str] = ()) -> list[Placed]:
@@ -78,29 +70,24 @@ def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str
         texts: columns that are texts in CSV files too, where they look like numbers.
 
     Raises:
-        ValueError: there is no such file, data set or split, or it can't be read; or the source has a setting that
-            means nothing there.
+        ValueError: there is no such file, data set or split, or it can't be read.
     """
     assert source.path is not None
-    path, file, key = source.path, Path(os.path.expanduser(source.path)), source.key("path")
+    path, file = source.path, Path(os.path.expanduser(source.path))
     if path.startswith(HUB_PREFIX):
         return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
     if file.is_dir():
         return _of_folder(file, source, split, choose, texts)
-    files = [file]
-    if not file.exists() and glob.has_magic(path):
+    if file.exists() or not glob.has_magic(path):
+        files = [file]
+        if not file.exists() and format_of(file) is None and is_hub_name(path):
+            return _of_hub(path, source, split, choose)
+    else:
         files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
         if not files:
-            raise ValueError(f"{key}={path} matches no file; it is looked for in {Path.cwd()}")
-    elif format_of(file) is None:
-        if not file.exists() and is_hub_name(path):
-            return _of_hub(path, source, split, choose)
-        raise ValueError(f"{key}={path} is no {_KINDS}")
-    source.refuse("files, which are one split", ("subset", "split", "revision"))
-    return [row for file in files for row in _of_file(file, key, choose, texts)]
-
-
-_KINDS = f"file that ends in {', '.join(FORMATS)}, no folder or pattern of such files, and no hub name (owner/name)"
+            raise ValueError(f"{path} matches no file; it is looked for in {Path.cwd()}")
+    source.refuse("files, which are one split", "subset", "split", "revision")
+    return [row for file in files for row in _of_file(file, choose, texts)]
 
 
 def repository_of(path: str | None) -> str | None:
@@ -136,27 +123,30 @@ def format_of(file: Path) -> str | None:
     return ending if ending in FORMATS else None
 
 
-def _of_file(file: Path, key: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
+def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     ending = format_of(file)
+    if ending is None:
+        raise ValueError(
+            f"{file} is no file that ends in {', '.join(FORMATS)}, no folder or pattern of such files, and no hub name "
+            "(owner/name)"
+        )
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
         return [
             (where, {name: _whole(row[name], name, where) for name in choose(tuple(row))}, tuple(row))
-            for where, row in json_rows(file, key)
+            for where, row in json_rows(file)
         ]
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    if ending is None:
-        raise ValueError(f"{key}={file} is no {_KINDS}")
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
     csv = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
     options = csv if ending == ".csv" else {}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"{key}={file} can't be read: {error.__cause__ or error}") from error
+        raise ValueError(f"{file} can't be read: {error.__cause__ or error}") from error
     return _of_table(data, str(file), choose)
 
 
@@ -165,76 +155,63 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-    source.refuse("folders", ("revision",))
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        source.refuse("folders that datasets has saved", ("subset",))
-        data = load_from_disk(str(folder))
-        by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
-        chosen = _chosen(by_split, source, split, folder)
-        return _of_table(by_split[chosen], f"{folder} {chosen}", choose)
     if source.subset:
         return _of_hub(str(folder), source, split, choose)
-    try:
+    by_split: dict[str, Any] = {}
+    saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+    if saved:
+        data = load_from_disk(str(folder))
+        by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
+    else:
         endings = [ending + packed for ending in FORMATS for packed in ("", *PACKED)]
-        found = DataFilesDict.from_patterns(
-            get_data_patterns(str(folder)), base_path=str(folder), allowed_extensions=endings
-        )
-    except (EmptyDatasetError, FileNotFoundError):
-        found = {}
-    files = {str(name): sorted(Path(file) for file in names) for name, names in found.items() if names}
-    if not files:
-        raise ValueError(f"{source.key('path')}={folder} is a folder without files that end in {', '.join(FORMATS)}")
-    chosen = _chosen(files, source, split, folder)
-    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose, texts)]
-
-
-def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Path) -> str:
-    """The split to read: that asked for, or the only one, as a file is one, unless a setting names another."""
-    name = source.split or split
-    if name not in by_split and not source.split and len(by_split) == 1:
-        return next(iter(by_split))
-    if name not in by_split:
-        raise ValueError(
-            f"{source.key('path')}={folder} has no split {name}; it has {', '.join(by_split)}: set env.split, and "
-            "env.eval_split for the held-out rows"
-        )
-    return name
+        try:
+            patterns = get_data_patterns(str(folder))
+            found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=endings)
+            by_split = {str(name): sorted(map(Path, files)) for name, files in found.items() if files}
+        except (EmptyDatasetError, FileNotFoundError):
+            pass
+    if not by_split:
+        raise ValueError(f"{folder} is a folder without files that end in {', '.join(FORMATS)}")
+    chosen = source.split or split
+    if chosen not in by_split:
+        # One split alone is read for any, as a file is, unless a setting names another.
+        if source.split or len(by_split) > 1:
+            raise ValueError(
+                f"{folder} has no split {chosen}; it has {', '.join(by_split)}: set env.split, and env.eval_split for "
+                "the held-out rows"
+            )
+        (chosen,) = by_split
+    if saved:
+        return _of_table(by_split[chosen], f"{folder} {chosen}", choose)
+    return [row for file in by_split[chosen] for row in _of_file(file, choose, texts)]
 
 
 def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Placed]:
-    name, _, subset = name.partition(":")
-    chosen = source.split or split
-    data = _hub_data(name, source, source.subset or subset or None, chosen)
-    return _of_table(data, f"{name} {chosen}", choose)
-
-
-def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
-    """A split of a data set of the hub, or of its cache."""
+    """The rows of a split of a data set of the hub, or of its cache, or of a folder in the hub's layout."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
 
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
-    told, revision = f"{name}:{subset}" if subset else name, source.revision
+    told, revision, split = name, source.revision, source.split or split
+    name, _, subset = name.partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
     try:
-        data = load_dataset(name, subset, split=split, revision=revision)
+        data = load_dataset(name, source.subset or subset or None, split=split, revision=revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(
-            f"{told}{f' at revision {revision}' * bool(revision)} can't be had from the hub ({error}); with a copy of "
-            "it, set env.path=FILE.jsonl (and env.eval_path for the held-out rows)"
+            f"{told} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl (and "
+            "env.eval_path for the held-out rows)"
         ) from error
     except ValueError as error:
         # It names the splits and configurations that there are.
-        raise ValueError(
-            f"{source.key('path')}={told}, split {split}: {error}; {source.key('subset')}, {source.key('split')} choose"
-        ) from error
+        raise ValueError(f"{told}, split {split}: {error}; env.subset, env.split and env.eval_split choose") from error
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
     if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):
         LOADED[name, revision] = commit
-    return data
+    return _of_table(data, f"{name} {split}", choose)
 
 
 def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
@@ -243,21 +220,18 @@ def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
     return [(f"{where}, row {index}", row, present) for index, row in enumerate(rows)]
 
 
-def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
+def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
 
     Raises:
         ValueError: the file can't be read, or something in it is no object.
     """
-    import fsspec  # it comes with `datasets`
-
     try:
-        local, path = fsspec.filesystem("file"), os.path.abspath(file)  # open() takes `::` and `file:` for its own
-        with local.open(path, "rt", encoding="utf-8-sig", compression="infer") as opened:
+        with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
             text = opened.read()
     # Each way of compression has errors of its own.
     except Exception as error:
-        raise ValueError(f"{key}={file} can't be read: {error}") from error
+        raise ValueError(f"{file} can't be read: {error}") from error
     if text.lstrip().startswith("["):
         rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
     else:

@@ -98,7 +98,7 @@ def load_rows(
 
     placed = read(source, split, choose, [source.columns.get(name, name) for name in columns or ()])
     if not placed:
-        raise ValueError(f"{source.key('path')}={source.path} has no rows")
+        raise ValueError(f"{source.path} has no rows")
     rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
     return rows.map(lambda row, where: _asked_in_text(row, where, *chat)) if chat else rows
 

@@ -252,11 +252,7 @@ def _text(message: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _environment(taskset: str) -> Any:
-    """The environment of a taskset with these settings, in JSON.
-
-    Raises:
-        ValueError: see :func:`load_rows`.
-    """
+    """The environment of a taskset with these settings, in JSON."""
     config = json.loads(taskset)
     name = config["id"]
     try:
@@ -328,8 +324,7 @@ def load_rows(
     """
     source = Source.of(path)
     if source.path is not None:
-        raise ValueError(f"{source.key('path')}={source.path} means nothing for verifiers, whose data is the taskset's")
-    source.refuse("tasksets of verifiers")
+        raise ValueError(f"env.path={source.path} means nothing for verifiers, whose data is the taskset's")
     if not name:
         raise ValueError("env.name is empty; give a taskset of verifiers, such as env.name=textarena")
     config = json.dumps({**(taskset or {}), "id": name}, sort_keys=True)

@@ -69,7 +69,8 @@ case "${1:-}" in
     say "installing grpo_rl[$extra] and what it needs"
     install -e ".[$extra]"
     drop_torchvision
-    .venv/bin/python -m grpo_rl.envs.ifeval.punkt
+    # For IFEval; without GitHub a run that needs it says where to put it.
+    .venv/bin/python -m nltk.downloader -q punkt_tab >>.venv/install.log 2>&1 </dev/null || true
     # Compiled here, or processes that may not write it would do so at each start.
     PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import grpo_rl.assembly.run, grpo_rl.engines.vllm.engine' \
       >>.venv/install.log 2>&1 </dev/null || true

@@ -1,1 +1,1 @@
-"""Deadlines, processes that can be killed and a watchdog around code that scores responses."""
+"""Deadlines, and processes that can be killed, around code that scores responses."""

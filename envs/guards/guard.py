@@ -10,13 +10,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo_rl.by_name import one_line
-from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
-from grpo_rl.envs.guards.watchdog import Watch
 from grpo_rl.envs.task import Messages, Reward, Spent, Task, Unjudgeable, last_said, plays_turns
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.registry import Wait, waiting
@@ -28,18 +25,10 @@ FEW = 80
 """The least number of responses that the failed fraction is taken of: of fewer it says little."""
 LATER_S = 0.5
 """Seconds that a thread has beyond the deadline, so that a task that kills its own scorer can say so before."""
-FROZEN_S = LATER_S + 1.0
-"""Seconds beyond the deadline at which a watch ends; what then still holds the interpreter ends the process."""
 
 REMEDY = "the response has no reward; make the scorer faster, or raise env.score_timeout_s"
 EXCERPT = 200
 """Characters of a response in messages."""
-ENDS = (
-    "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code 142; "
-    "a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its own is "
-    "killed instead, and costs the response only: put the task into a module that can be imported, and set "
-    "env.isolated=true. The stacks of all threads follow."
-)
 
 
 class ScoreError(RuntimeError):
@@ -79,12 +68,11 @@ class ScoreGuard:
     """Scores responses so that one scorer's accident costs one response.
 
     One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a whole group.
-    A scorer that takes longer is told of then, not when the step ends, by :attr:`tell`. What happens to it:
+    What happens to a scorer that takes longer:
 
     - A call in a process of its own is killed: the task is ``isolated``, or gives its user's code to one.
-    - A call in a thread is left behind: a thread can't be stopped.
-    - A call that freezes this process, as it never lets go of Python's interpreter, ends the process, which is told on
-      stderr and in the run's folder within 5 seconds (`grpo_rl.envs.guards.watchdog`).
+    - A call in a thread is left behind: a thread can't be stopped. One that never lets go of Python's interpreter, as
+      a regular expression that backtracks, stops this process with it, deadlines and all: isolate such tasks.
 
     Args:
         task: judges.
@@ -112,15 +100,14 @@ class ScoreGuard:
         self.examples: dict[Kind, str] = {}
         """The first failure of each kind."""
         self.tell: Callable[[str], None] = _to_stderr
-        """Gets the message of the first failure of each kind, and of every timeout, when it happens."""
-        self._late: set[str] = set()
+        """Gets the message of the first failure of each kind, when its group has been judged."""
         self._told: set[str] = set()
 
     def apart(self) -> ScoreGuard:
         """A guard that scores as this one, in turns with it and told alike, but counts for itself and has no limit."""
         other = copy.copy(self)
         other._max_failed, other.judged, other.failed, other.examples = 1.0, 0, Counter(), {}
-        other._late, other._told = set(), set()
+        other._told = set()
         other.tell = lambda text: self.tell(text)  # which may be replaced later
         return other
 
@@ -141,11 +128,6 @@ class ScoreGuard:
         with self._lock:
             return dict(self.failed), dict(self.examples)
 
-    def tell_in(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """Reports failures to ``tell`` from now on, and what froze this process in ``folder`` too."""
-        self.tell = tell
-        watchdog.tell_in(folder)
-
     def restore(self, counts: dict[str, int]) -> None:
         """Goes on counting from :attr:`counts`; other entries are left aside."""
         self.judged = counts.get("judged", 0)
@@ -162,10 +144,9 @@ class ScoreGuard:
             ScoreError: too many responses failed.
         """
         if not self._task.scores_group:
-            return self._each("score", [(row, text) for text in responses], responses, where)
+            return self._checked(self._results("score", [(row, text) for text in responses], where), responses, where)
         rows = [row] * len(responses)
-        said = f"{len(responses)} responses at once, the first was {responses[0][:EXCERPT]!r}" if responses else ""
-        [scored] = self._results("score_many", [(rows, responses)], [said], where)
+        [scored] = self._results("score_many", [(rows, responses)], where)
         if not isinstance(scored, (Exception, Sequence)) or isinstance(scored, str):
             scored = TypeError(f"score_many returned {scored!r:.80}, no list of rewards")
         elif isinstance(scored, Sequence) and len(scored) != len(responses):
@@ -178,76 +159,35 @@ class ScoreGuard:
         said = [last_said(messages) for messages in dialogs]
         if not plays_turns(self._task):
             return self.score(row, said, where)
-        return self._each("score_dialog", [(row, messages) for messages in dialogs], said, where)
+        calls = [(row, messages) for messages in dialogs]
+        return self._checked(self._results("score_dialog", calls, where), said, where)
 
-    def _each(
-        self, method: str, calls: Sequence[tuple], responses: Sequence[str], where: str
-    ) -> list[Reward | Failure]:
-        """The reward of each response, for which the task is called once."""
-
-        def name(at: int, result: Any) -> None:
-            if isinstance(result, TimeoutError):
-                self._name(self._failure(result, responses[at], where))
-
-        said = [f"the response was {text[:EXCERPT]!r}" for text in responses]
-        return self._checked(self._results(method, calls, said, where, name), responses, where)
-
-    def _results(
-        self,
-        method: str,
-        calls: Sequence[tuple],
-        said: Sequence[str],
-        where: str,
-        name: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
-        """The result of each call of the task, or the exception that it raised.
-
-        Args:
-            said: what each call judges, for messages.
-            name: gets the index of each call that is late, and its error, at its deadline.
-        """
+    def _results(self, method: str, calls: Sequence[tuple], where: str) -> list[Any]:
+        """The result of each call of the task, or the exception that it raised."""
         with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
             if self._processes:
                 # Processes start with the first call, and again after one that was killed.
                 with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
-
-                    def on_result(at: int, result: Any) -> None:
-                        wait.again()
-                        if name:
-                            name(at, result)
-
                     arguments = [(method, *arguments) for arguments in calls]
-                    return self._processes.map(arguments, on_result=on_result)
+                    return self._processes.map(arguments, on_result=lambda *_: wait.again())
             self._task.ready(self.deadline_s)
-            frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
-            watched = [(arguments, f"{frozen}: {text}. {ENDS}") for arguments, text in zip(calls, said, strict=True)]
-            return self._in_thread(getattr(self._task, method), watched, name, where)
+            return self._in_thread(getattr(self._task, method), calls, where)
 
-    def _in_thread(
-        self,
-        function: Callable[..., Any],
-        calls: Sequence[_Watched],
-        name: Callable[[int, Any], None] | None,
-        where: str,
-    ) -> list[Any]:
+    def _in_thread(self, function: Callable[..., Any], calls: Sequence[tuple], where: str) -> list[Any]:
         """The result or exception of each call; calls run one after the other, in a thread that may be left behind."""
         results: list[Any] = []
         while len(results) < len(calls):
             done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            watch, rest = Watch(), calls[len(results) :]
-            in_thread(_run, function, rest, done, watch, self.deadline_s + FROZEN_S)
+            left_behind, rest = threading.Event(), calls[len(results) :]
+            in_thread(_run, function, rest, done, left_behind)
             try:
                 for _ in rest:
                     with self._waiting(where, self.deadline_s):
                         results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
-                watch.close()  # first: a terminal that is held may block whoever tells of it
-                late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
-                if name:
-                    name(len(results), late)
-                results.append(late)
+                results.append(TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind"))
             finally:
-                watch.close()
+                left_behind.set()
         return results
 
     def _waiting(self, where: str, deadline_s: float) -> Wait:
@@ -280,13 +220,7 @@ class ScoreGuard:
                     first[failure.kind] = failure
             failed = self.failed.total()
         for failure in first.values():
-            if failure.kind != "timeout":
-                self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
-        # One of those that were late in one call; those that were late alone have been named.
-        late = [failure for failure in failures if failure.kind == "timeout"]
-        if late and not any(failure.message in self._late for failure in late):
-            self._name(late[0])
-        self._late.difference_update(failure.message for failure in late)
+            self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
         if failed > self._max_failed * max(self.judged, FEW):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
@@ -294,10 +228,6 @@ class ScoreGuard:
                 f"env.max_failed_fraction={self._max_failed} allows. The first of each kind: "
                 + "; ".join(self.examples.values())
             )
-
-    def _name(self, late: Failure) -> None:
-        self._late.add(late.message)
-        self.tell(f"No reward (timeout): {late.message}")
 
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
         if isinstance(result, Reward):
@@ -326,15 +256,11 @@ def in_thread(function: Callable[..., object], *arguments: object) -> None:
     threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
-_Watched = tuple[tuple, str]
-"""The arguments of a call, and what is told if it freezes the process."""
-
-
 def _run(
-    function: Callable[..., Any], calls: Sequence[_Watched], done: queue.SimpleQueue[Any], watch: Watch, seconds: float
+    function: Callable[..., Any], calls: Sequence[tuple], done: queue.SimpleQueue[Any], left_behind: threading.Event
 ) -> None:
-    for arguments, message in calls:
-        if not watch.begin(seconds, message):  # this thread was left behind
+    for arguments in calls:
+        if left_behind.is_set():
             return
         try:
             result = function(*arguments)
@@ -342,7 +268,6 @@ def _run(
             result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
             result = RuntimeError(one_line(error))
-        watch.end()
         done.put(result)
 
 

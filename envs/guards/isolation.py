@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -68,7 +68,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         output: file that the workers' stdout and stderr go to; None: this process's.
 
     Raises:
-        ValueError: the function can't be sent to another process, or a number makes no sense.
+        ValueError: the function can't be sent to another process.
 
     The second call would take hours, the last is wrong:
 
@@ -90,12 +90,6 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     ) -> None:
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
-        if self.workers < 1:
-            raise ValueError(f"workers={workers}; at least 1 process must make the calls")
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s={deadline_s}; a call needs some seconds")
-        if memory_gib is not None and not memory_gib > 0:
-            raise ValueError(f"memory_gib={memory_gib}; a call needs some memory, and None sets no limit")
         self.deadline_s, self._again, self._environment, self._output = deadline_s, again, environment, output
         self._set_up = pickle.dumps((_sendable(function), memory_gib))
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
@@ -111,6 +105,10 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         if not self._live:
             self._threads.submit(self._own_worker).result()
 
+    def submit(self, arguments: tuple) -> Future[list[Any]]:
+        """The result of one call, as :meth:`map` gives it, when it is there."""
+        return self._threads.submit(self._results, [arguments], self.deadline_s, math.inf)
+
     def map(
         self,
         arguments: Sequence[tuple],
@@ -123,7 +121,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         Args:
             deadline_s: seconds of each of these calls, where it is not the usual one.
             budget_s: seconds of all calls together; each that has no result by then gives a TimeoutError in its place.
-            on_result: gets each call's index and result as soon as it is there, from any thread.
+            on_result: gets each call's index and result as soon as it is there, from any thread. It must not raise.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
         than its deadline, or :class:`WorkerDied`.
@@ -161,37 +159,41 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         chunk: Sequence[tuple],
         deadline_s: float,
         until: float,
-        start: int,
-        on_result: Callable[[int, Any], None] | None,
+        start: int = 0,
+        on_result: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
-        results = _Results(start, on_result)
+        results: list[Any] = []
         died = False
+
+        def add(result: Any) -> None:
+            results.append(result)
+            if on_result:
+                on_result(start + len(results) - 1, result)
+
         while len(results) < len(chunk):
             if self.closed:
                 raise RuntimeError("closed while calls were under way")
             if time.monotonic() >= until:
-                results.append(TimeoutError("no time was left for it"))
+                add(TimeoutError("no time was left for it"))
                 continue
             worker = self._own_worker()
             try:
                 worker.pipe.send(list(chunk[len(results) :]))
                 while len(results) < len(chunk):
-                    results.append(worker.result(min(deadline_s, max(0.0, until - time.monotonic()))))
+                    add(worker.result(min(deadline_s, max(0.0, until - time.monotonic()))))
                     died = False
             except TimeoutError as error:
                 self._kill(worker)
-                results.append(error)
+                add(error)
                 died = False
             except (EOFError, OSError):
                 end = self._kill(worker)
                 # A worker may have died before the call, killed by a machine short of memory: the call gets another.
                 if died or not self._again:
                     times = " twice" if self._again else ""
-                    results.append(WorkerDied(f"the process of the call died{times}, of {end}", end))
+                    add(WorkerDied(f"the process of the call died{times}, of {end}", end))
                 died = self._again and not died
-        if results.problem:
-            raise results.problem
         return results
 
     def _own_worker(self) -> _Worker:
@@ -212,25 +214,6 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         self._own.worker = None
         self._live.discard(worker)
         return worker.kill()
-
-
-class _Results(list[Any]):
-    """A list of results that passes each on as it comes in.
-
-    What ``on_result`` raises is kept for the end: the worker has calls under way, whose results have to be read.
-    """
-
-    def __init__(self, start: int, on_result: Callable[[int, Any], None] | None) -> None:
-        self._start, self._on_result = start, on_result
-        self.problem: BaseException | None = None
-
-    def append(self, result: Any) -> None:
-        super().append(result)
-        if self._on_result and not self.problem:
-            try:
-                self._on_result(self._start + len(self) - 1, result)
-            except BaseException as problem:
-                self.problem = problem
 
 
 class _Worker:

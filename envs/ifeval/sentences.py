@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache, lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+
+from grpo_rl.storage.cache import cache_folder
 
 if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktTokenizer
+
+DATA = Path("tokenizers", "punkt_tab")
 
 
 @lru_cache(maxsize=32)  # several instructions, and the strict and the loose verdict, ask about the same text
@@ -27,15 +34,41 @@ def count_capital_words(text: str) -> int:
 
 @cache
 def punkt() -> PunktTokenizer:
-    """NLTK's splitter of English sentences; its data is fetched where it is on none of NLTK's paths.
+    """NLTK's splitter of English sentences; its data is downloaded where it is in none of NLTK's folders.
 
     Raises:
-        ValueError: it is not there, and can't be fetched. Sentences split otherwise would be other sentences.
+        ValueError: it is not there, and can't be downloaded. Sentences split otherwise would be other sentences.
     """
     # Imported here: NLTK takes a second, which rows that count no sentences need not pay.
+    import nltk
     from nltk.tokenize.punkt import PunktTokenizer
 
-    from grpo_rl.envs.ifeval.punkt import fetch_punkt  # at the top, `python -m` would find it imported already
+    folder, reason = cache_folder() / "nltk_data", ""
+    nltk.data.path.append(str(folder))
+    try:
+        return PunktTokenizer("english")
+    except LookupError:
+        try:
+            _download(folder)
+        except (OSError, ValueError, SyntaxError) as error:  # a network may answer anything
+            reason = " ".join(str(error).split())[:200]
+    try:
+        return PunktTokenizer("english")
+    except LookupError as error:
+        raise ValueError(
+            "counting sentences and capital words, as IFEval does, needs NLTK's punkt_tab, which is in none of NLTK's "
+            f"folders and could not be downloaded ({reason}). Where there is a network, run "
+            "`python -m nltk.downloader punkt_tab`, copy ~/nltk_data here and name it in $NLTK_DATA; or leave out the "
+            "rows with number_sentences or capital_word_frequency"
+        ) from error
 
-    fetch_punkt()
-    return PunktTokenizer("english")
+
+def _download(folder: Path) -> None:
+    """Downloads the data, all of it or nothing."""
+    import nltk
+
+    (folder / DATA).parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".fetched-") as temporary:
+        quiet = {"quiet": True, "print_error_to": io.StringIO()}
+        nltk.download(DATA.name, download_dir=temporary, raise_on_error=True, **quiet)
+        Path(temporary, DATA).rename(folder / DATA)  # fails where another process was faster

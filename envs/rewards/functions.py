@@ -13,9 +13,6 @@ from typing import Any
 from grpo_rl.by_name import object_by_name, one_line, raised_at
 from grpo_rl.envs.task import Unjudgeable
 
-LOOP_ANSWERS_S = 1.0
-"""Seconds after which an event loop is taken for blocked."""
-
 
 class RewardFunctionError(RuntimeError):
     """A reward function did not do its work; the message names it."""
@@ -156,21 +153,14 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop of all async rewards of a process, in a thread of its own.
 
     One loop for all calls, as clients that a function keeps (of an HTTP service, say) belong to the loop they were
-    first used in. One for each process, as a fork does not take the thread along. Another one where a function blocks
-    it, which would hang the others' calls too.
+    first used in. One for each process, as a fork does not take the thread along.
     """
     with _loops_lock:
         loop = _loops.get(process)
-        if loop is None or not _answers(loop):
+        if loop is None:
             loop = _loops[process] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name=f"async rewards of {process}", daemon=True).start()
         return loop
-
-
-def _answers(loop: asyncio.AbstractEventLoop) -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(LOOP_ANSWERS_S)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

@@ -129,10 +129,6 @@ class JsonClient:
         """The body, or its first ``most`` bytes.
 
         A socket's timeout begins anew with each byte that comes, so that the whole try has one of its own.
-
-        Raises:
-            TimeoutError: it is not complete when the clock is at ``ends``.
-            IncompleteRead: the server ended it too early.
         """
         body, whole = bytearray(), response.length  # None: in chunks, or up to the connection's end
         while len(body) < (most if whole is None else min(whole, most)):

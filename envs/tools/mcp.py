@@ -154,11 +154,7 @@ class Server:
         self._loop.stop()
 
     def _connected(self, until: float = math.inf) -> Connection:
-        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs.
-
-        Raises:
-            TimeoutError: it has not started by then; it goes on to start for later calls, up to :data:`START_S`.
-        """
+        """The connection that there is, or a new one; it is waited for outside the lock, which closing needs."""
         with self._lock:
             self._check_open()
             if self._current is None or self._current.task.done():

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name, one_line
@@ -70,7 +72,7 @@ def environment(passed: Sequence[str] = ()) -> dict[str, str]:
     return {**kept, "no_proxy": hosts, "NO_PROXY": hosts}
 
 
-class Program:
+class Program(Agent):
     """A program, started for each session.
 
     It finds the endpoint where OpenAI's own client looks for it, in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, the
@@ -95,8 +97,8 @@ class Program:
         if not self._words or not shutil.which(self._words[0]):
             raise ValueError(f"env.command={command!r}: there is no program {' '.join(self._words[:1])!r}")
 
+    @override
     async def play(self, client: Client, row: Mapping[str, Any]) -> None:
-        """See :meth:`Agent.play`."""
         told_row = json.dumps(row, default=str).encode()
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         loop = asyncio.get_running_loop()
@@ -132,12 +134,12 @@ class Program:
             said = heard.said.decode(errors="replace").strip()
             raise AgentError(f"it ended with {ending(code)}" + (f": …{said}" if said else ""))
 
+    @override
     def for_now(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: a program ends with its session."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext()  # a program ends with its session
 
-    def close(self) -> None:
-        """Does nothing: a program ends with its session."""
+    @override
+    def close(self) -> None: ...
 
 
 class _Heard(asyncio.SubprocessProtocol):
@@ -162,7 +164,7 @@ class _Heard(asyncio.SubprocessProtocol):
             self.exited.set_result(None)
 
 
-class Function:
+class Function(Agent):
     """A function ``play(client, row)``, called in processes of their own, which are used again.
 
     Args:
@@ -181,26 +183,16 @@ class Function:
         self._idle: list[IsolatedCalls] = []
         self._busy: set[IsolatedCalls] = set()
 
+    @override
     async def play(self, client: Client, row: Mapping[str, Any]) -> object:
-        """See :meth:`Agent.play`."""
-        loop = asyncio.get_running_loop()
-        played: asyncio.Future[Any] = loop.create_future()
         worker = self._worker()
-
-        def call() -> None:
-            try:
-                (result,) = worker.map([(asdict(client), dict(row))])
-            except Exception as error:  # the worker can't be started, or is closed
-                result = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(lambda: played.done() or played.set_result(result))
-
-        in_thread(call)
         try:
-            result = await played
+            [result] = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
         except asyncio.CancelledError:  # nobody waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise
+        except RuntimeError as error:  # the worker can't be started, or is closed
+            raise AgentError(one_line(error)) from error
         else:
             self._idle.append(worker)
         finally:
@@ -215,9 +207,9 @@ class Function:
             )
         return result
 
+    @override
     @contextlib.contextmanager
     def for_now(self) -> Iterator[None]:
-        """See :meth:`Agent.for_now`."""
         before = len(self._idle) + len(self._busy)
         try:
             yield
@@ -226,8 +218,8 @@ class Function:
                 while len(self._idle) + len(self._busy) > before:
                     self._idle.pop().close(now=True)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Agent.close`."""
         self._closed = True
         for worker in [*self._idle, *self._busy]:
             worker.close(now=True)

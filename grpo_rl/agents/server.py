@@ -293,11 +293,7 @@ def _usage(responses: list[Response]) -> dict[str, int]:
 
 
 async def _read(request: web.Request, reader: Callable[[bytes], T]) -> T:
-    """What a request's body is, read in a thread: a long one takes its time, in which others are answered.
-
-    Raises:
-        RequestError: it does not come in time.
-    """
+    """What a request's body is, read in a thread: a long one takes its time, in which others are answered."""
     try:
         async with asyncio.timeout(READ_S):
             body = await request.read()

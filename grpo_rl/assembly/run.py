@@ -252,7 +252,8 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
     with RunLogs(path, settings.logger, config, steps, folder.step, resumes, loss, rank_zero, tokenizer) as logs:
         for note in folder.notes:
             logs.note(note)
-        env.guard.tell_in(folder.path, logs.note)
+        for task in (env.members or {"": env}).values():
+            task.guard.tell = logs.note
         if env.skipped:
             logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
         yield logs

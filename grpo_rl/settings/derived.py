@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from grpo_rl.data.batching import MicroBatching
 
 
-SPLIT_OF_EVAL = {"split": "env.eval_split"}
-KEYS_OF_EVAL = {"path": "env.eval_path", **SPLIT_OF_EVAL}
-"""The settings that held-out rows come from, where they have others than those to train on, for messages."""
-
-
 def train_source(settings: Sections) -> Source:
     """The source of the rows to train on."""
     env = settings.env
@@ -36,12 +31,12 @@ def eval_source(settings: Sections) -> Source:
     """
     env = settings.env
     if not env.eval_path:
-        return Source(env.path, env.subset, env.eval_split, env.revision, env.columns, SPLIT_OF_EVAL)
+        return Source(env.path, env.subset, env.eval_split, env.revision, env.columns)
     held_out = repository_of(env.eval_path)
     if held_out and held_out == repository_of(env.path):
         own_subset = ":" in env.eval_path.removeprefix(HUB_PREFIX)
         subset = None if own_subset else env.subset
-        return Source(env.eval_path, subset, env.eval_split, env.revision, env.columns, KEYS_OF_EVAL)
+        return Source(env.eval_path, subset, env.eval_split, env.revision, env.columns)
     for name, remedy in (
         ("subset", f"write the subset of each into its path: {held_out}:SUBSET"),
         ("revision", "give a local copy of the held-out rows, or leave the revision at null"),
@@ -51,7 +46,7 @@ def eval_source(settings: Sections) -> Source:
                 f"env.{name}={env[name]} is of {env.path or 'the rows to train on'}, and env.eval_path={env.eval_path} "
                 f"is another repository; {remedy}"
             )
-    return Source(env.eval_path, split=env.eval_split, columns=env.columns, keys=KEYS_OF_EVAL)
+    return Source(env.eval_path, split=env.eval_split, columns=env.columns)
 
 
 def dtype(settings: Sections) -> str:

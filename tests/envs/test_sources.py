@@ -67,8 +67,6 @@ def test_what_datasets_saved_is_read_by_split(tmp_path):
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), columns=NAMES)) == ROWS[:1]
     assert gsm8k.load_rows(Source(str(tmp_path / "both"), split="dev", columns=NAMES)) == ROWS[1:]
     assert gsm8k.load_rows(Source(str(tmp_path / "one"), columns=NAMES)) == ROWS[:1]
-    with pytest.raises(ValueError, match="env.subset=main means nothing for folders that datasets has saved"):
-        gsm8k.load_rows(Source(str(tmp_path / "one"), subset="main", columns=NAMES))
 
 
 def test_a_data_set_with_a_card_is_read_by_its_subset_and_split(tmp_path):

@@ -112,7 +112,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
 
 def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
     for name in ("missing.jsonl", "missing.csv"):
-        with pytest.raises(ValueError, match=rf"env\.path=.*{name}"):
+        with pytest.raises(ValueError, match=rf"{name} can't be read"):
             load_rows(tmp_path / name)
     with pytest.raises(ValueError, match="is a folder without files that end in .jsonl, .json, .csv, .parquet"):
         load_rows(tmp_path)

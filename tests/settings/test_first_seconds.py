@@ -92,7 +92,7 @@ TABLE = [
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
     (["loss.dual_clip=1.1"], "use at least 1 + loss.clip_high"),
     (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
-    (["env.path=no_such.jsonl"], "env.path=no_such.jsonl can't be read: "),
+    (["env.path=no_such.jsonl"], "no_such.jsonl can't be read: "),
     (
         ["env.path=rows.jsonl"],
         "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; env.columns=",

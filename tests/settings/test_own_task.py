@@ -161,7 +161,7 @@ def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
     assert [row["word"] for row in env.task.rows] == ["train 0", "train 1", "train 2"]
     assert [row["word"] for row in eval_rows(made, env)] == ["test 0", "test 1"]
     with pytest.raises(
-        ValueError, match="env.columns=.* means nothing for own_tasks:Made, which has a load_rows of its"
+        ValueError, match="the columns .* means nothing for own_tasks:Made, which has a load_rows of its"
     ):
         make_env(settings("env.columns={a: b}", task="Made", path=None), tokenizer)
     with pytest.raises(ValueError, match="own_tasks:Echo has no data of its own; set env.path to"):

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.guards import guard as guard_module
-from grpo_rl.envs.guards import watchdog
 
 ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
        "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
@@ -195,116 +189,11 @@ def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_p
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
 
 
-FROZEN = """
-import re, sys, time
-from pathlib import Path
-from grpo_rl.envs.guards.guard import ScoreGuard
-from grpo_rl.envs.task import Reward, Task
-
-class Mine(Task):  # of the main script, where no process of its own would find it
-    rows, reward_parts = (), ("good",)
-
-    def prompt(self, row):
-        return []
-
-    def score(self, row, response):
-        re.match(r"(a+)+$", response)
-        return Reward({"good": 1.0})
-
-guard = ScoreGuard(Mine(), deadline_s=0.5)
-guard.tell_in(Path(sys.argv[1]), print)
-assert guard.score({}, ["fine", "aa"], "row 6") == [Reward({"good": 1.0})] * 2
-print(time.monotonic(), flush=True)
-guard.score({}, ["fine", "a" * 40 + "b"], "row 7")
-"""
-
-
-@pytest.mark.alone
-def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(FROZEN)
-    process = subprocess.Popen(
-        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout and process.stderr
-    began = float(process.stdout.readline())
-    told = process.stderr.readline()
-    assert time.monotonic() - began < 0.5 + 5
-    _, stacks = process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGALRM
-    for text in (told + stacks, (tmp_path / watchdog.FILE).read_text()):
-        assert "Mine has frozen this process for 0.5 s on row 7" in text and f"'{'a' * 40}b'" in text
-        assert f'"{script}", line 14 in score' in text  # the line that never returned
-
-
-@pytest.mark.slow
-def test_a_watch_that_is_taken_back_in_time_ends_nothing():
-    judge = guard(deadline_s=0.2)
-    for _ in range(2):  # a thread that lets go of the interpreter is left behind, and watched no longer
-        assert judge.score({}, ["hang"], "row 0")[0].kind == "timeout"
-    time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
-    assert judge.score({}, ["fine"], "row 0") == [Reward({"good": 1.0})]
-
-
-BLOCKED = """
-import threading, time
-from grpo_rl.envs.guards import guard as guard_module
-from grpo_rl.envs.guards import watchdog
-from grpo_rl.envs.guards.guard import ScoreGuard
-from grpo_rl.envs.task import Reward, Task
-
-class Mine(Task):
-    rows, reward_parts = (), ("good",)
-
-    def prompt(self, row):
-        return []
-
-    def score(self, row, response):
-        if response == "hang":
-            threading.Event().wait(60)
-        return Reward({"good": 1.0})
-
-guard = ScoreGuard(Mine(), deadline_s=0.2)
-guard.tell = lambda text: time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
-hung, fine = guard.score({}, ["hang", "fine"], "row 0")
-print(hung.kind, fine.total)
-"""
-
-
-@pytest.mark.alone
-def test_a_terminal_that_blocks_who_tells_of_a_timeout_does_not_end_the_process(tmp_path):
-    (tmp_path / "script.py").write_text(BLOCKED)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (0, "timeout 1.0\n"), done.stderr
-
-
-@pytest.mark.parametrize("task", [Judge(), Together()])
-def test_a_call_is_watched_as_long_as_the_setting_says_whatever_the_size_of_the_group(task, monkeypatch):
-    watched = []
-
-    class Watch:
-        begin = staticmethod(lambda seconds, message: not watched.append(seconds))
-        end = close = staticmethod(lambda: None)
-
-    monkeypatch.setattr(guard_module, "Watch", Watch)
-    config = OmegaConf.load(Path(__file__).parents[3] / "config" / "grpo.yaml")
-    for size in (1, 8, 64):
-        ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * size, "row 0")
-    assert set(watched) == {60 + guard_module.FROZEN_S}
-    assert ScoreGuard(task).deadline_s == 60
-
-
-@pytest.mark.alone
-def test_what_hangs_is_told_at_its_deadline_not_when_the_others_are_judged():
+def test_the_first_failure_of_each_kind_is_told():
     told, judge = [], guard(deadline_s=0.3)
-    start = time.monotonic()
-    judge.tell = lambda text: told.append((time.monotonic() - start, text))
-    judge.score({}, ["fine", "hang 1", "hang 2", "hang 3", "raise", "raise"], "row 4")
-    late = [(at, text) for at, text in told if "timeout" in text]
-    assert [f"'hang {n}'" in text for n, (_, text) in enumerate(late, 1)] == [True] * 3
-    for n, (at, _) in enumerate(late, 1):
-        assert 0.3 * n <= at < (0.3 + guard_module.LATER_S) * n + 0.5
-    assert sum("the first of its kind" in text for _, text in told) == 1 and len(told) == 4
+    judge.tell = told.append
+    judge.score({}, ["fine", "hang 1", "hang 2", "raise", "raise"], "row 4")
+    assert ["'hang 1'" in text or "KeyError" in text for text in told] == [True] * 2
 
 
 @pytest.mark.alone
@@ -315,19 +204,6 @@ def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
     judge.score({}, ["hang", *["ab"] * 15], "row 4")
     assert time.monotonic() - start < 2  # 16 deadlines are 4.8 s
     assert len(told) == 1 and "on row 4" in told[0] and judge.failed == {"timeout": 16}
-    judge.score({}, ["hang"], "row 5")  # a later one is news
-    assert len(told) == 2 and "on row 5" in told[1]
-
-
-@pytest.mark.nightly
-def test_what_hangs_in_processes_of_its_own_is_told_at_its_deadline(tmp_path, monkeypatch):
-    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    judge, told = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=1.0), []
-    judge.score({}, ["fine"], "row 0")  # the worker starts
-    judge.tell = lambda text: told.append((judge.judged, text))
-    judge.score({}, ["fine", "hang", "fine", "hang"], "row 3")
-    assert len(told) == 2 and all(judged == 1 and "on row 3" in text for judged, text in told)
 
 
 @pytest.mark.parametrize(("deadline_s", "allowed"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 1.5), (1.0, -0.1)])

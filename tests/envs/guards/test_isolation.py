@@ -113,19 +113,6 @@ def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
             assert result == 2 * at
 
 
-@pytest.mark.parametrize("problem", [ZeroDivisionError(), BrokenPipeError(), SystemExit(3)])
-def test_what_is_raised_by_who_is_told_of_a_result_shifts_no_later_result(act, problem):
-    def told(at, result):
-        if isinstance(result, TimeoutError) or result == 6:
-            raise problem
-
-    with IsolatedCalls(act, workers=1, deadline_s=2.0) as calls:
-        for arguments in ([("double", 2), ("sleep", 1000), ("double", 4)], [("double", n) for n in range(20)]):
-            with pytest.raises(type(problem)):
-                calls.map(arguments, on_result=told)
-            assert calls.map([("double", n) for n in range(5, 9)]) == [10, 12, 14, 16]
-
-
 @pytest.mark.alone
 def test_calls_for_which_no_time_is_left_are_not_made(act):
     with IsolatedCalls(act, workers=1, deadline_s=5.0) as calls:

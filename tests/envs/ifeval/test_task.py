@@ -121,3 +121,13 @@ def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
     assert task.score(COUNTS_SENTENCES, "One. Two.").total == 2.0
     assert task.score(COUNTS_SENTENCES, "One.").total == 0.0
     assert calls == ["punkt_tab"]
+
+
+def test_data_that_cannot_be_downloaded_is_an_error_that_says_what_to_do(no_punkt, monkeypatch, tmp_path):
+    def offline(*_args, **_options):
+        raise OSError("no network")
+
+    monkeypatch.setattr(nltk, "download", offline)
+    with pytest.raises(ValueError, match="punkt_tab.*no network.*NLTK_DATA"):
+        IFEval([COUNTS_SENTENCES])
+    assert not list((tmp_path / "nltk_data" / "tokenizers").iterdir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.envs.rewards import json_client, judge, verdict_cache
+from grpo_rl.envs.rewards import json_client, judge
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
 
 PAGE = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
@@ -81,8 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+def server(monkeypatch):
     monkeypatch.setattr(json_client, "FIRST_WAIT_S", 0.0)
     server = Server()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -155,23 +153,12 @@ def test_a_judge_without_a_verdict_is_asked_once_more_and_then_fails(server):
     assert len(marks) == 4
 
 
-def test_verdicts_are_cached_by_all_that_they_depend_on_and_equal_responses_asked_for_once(server):
+def test_equal_responses_are_asked_for_once_and_requests_and_tokens_are_counted(server):
     judged = make(server, input_price=2.0, output_price=10.0)
     assert ask(judged, "42", "42", "41") == [1.0, 1.0, 0.0] and len(server.requests) == 2
-    assert ask(make(server), "41", "42") == [0.0, 1.0] and len(server.requests) == 2  # another run
     counts = judged.counts()
     assert (counts["judge/calls"], counts["judge/prompt_tokens"], counts["judge/completion_tokens"]) == (2, 200, 10)
-    assert counts["judge/cost"] == pytest.approx((200 * 2.0 + 10 * 10.0) / 1e6) and counts["judge/cache_hits"] == 0
-    assert ask(judged, "42") == [1.0] and judged.counts()["judge/cache_hits"] == 1
-    ask(Judge(url=server.url, model="tiny", rubric="Another."), "42")
-    ask(judged, "42", question="Another?")
-    ask(make(server, cached=False), "42")
-    ask(make(server, structured=False), "42")
-    ask(make(server, max_tokens=65), "42")
-    assert len(server.requests) == 7
-    assert (
-        b"42" not in json.dumps([row[1:] for row in verdict_cache._opened().execute("SELECT * FROM verdicts")]).encode()
-    )
+    assert counts["judge/cost"] == pytest.approx((200 * 2.0 + 10 * 10.0) / 1e6)
 
 
 def test_a_request_that_fails_for_now_is_repeated_and_counted(server):
@@ -279,7 +266,7 @@ def test_a_budget_that_is_used_up_stops_the_run_with_the_numbers(server, tokeniz
 )
 def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_whole_run(server, tokenizer, budget):
     def begin():
-        env = env_of(server, tokenizer, when_spent="drop", cached=False, **budget)
+        env = env_of(server, tokenizer, when_spent="drop", **budget)
         return env, collector(env, tokenizer)
 
     _, first = begin()
@@ -322,7 +309,7 @@ def test_a_count_of_four_hundred_digits_is_none(server):
     server.usage = {"prompt_tokens": int("9" * 400), "completion_tokens": True}
     judged = make(server, input_price=1.0)
     assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
-    (error,) = ask(make(server, budget_tokens=10, cached=False), "42")
+    (error,) = ask(make(server, budget_tokens=10), "42")
     assert "tells no tokens in usage" in str(error)
 
 
@@ -348,20 +335,6 @@ def test_the_tasks_own_scoring_takes_its_part_of_the_deadline(server, tokenizer,
     monkeypatch.setattr(Sums, "score", lambda *_: now.__setitem__(0, 9.5) or Reward({"own": 0.0}))
     (error,) = env.task.score_many([{"n": 1}], ["42"])
     assert "no time is left" in str(error) and not server.requests
-
-
-def test_a_cache_that_is_locked_costs_no_verdict(server, capsys, monkeypatch):
-    monkeypatch.setattr(verdict_cache, "LOCKED_S", 0.01)
-    ask(make(server), "1")
-    with closing(verdict_cache._opened()) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        judged = make(server)
-        assert ask(judged, "42", "41") == [1.0, 0.0] and judged.counts()["judge/failures"] == 0
-        other.rollback()
-    told = capsys.readouterr().err
-    assert "database is locked; verdicts are not cached now" in told and "delete it" not in told
-    verdict_cache.cache_file().write_bytes(b"no database" * 100)
-    assert ask(make(server), "42") == [1.0] and "delete it" in capsys.readouterr().err
 
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -394,7 +367,7 @@ def test_control_tokens_in_a_quote_are_no_tokens_of_the_judges_template(tokenize
 
 def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_and_count_their_own(server, tokenizer):
     def begin():
-        same = {"budget_calls": 6, "cached": False}
+        same = {"budget_calls": 6}
         envs = {"a": env_of(server, tokenizer, **same), "b": env_of(server, tokenizer, weight=1.0, **same)}
         envs["other"] = env_of(server, tokenizer, low=-10, **same)
         MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)  # what another mixture of them has shared is shared once
