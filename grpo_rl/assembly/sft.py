@@ -31,7 +31,7 @@ from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
-from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
@@ -89,7 +89,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             engine=None,
             weights=WeightSync(policy.model, nowhere, ranks=ranks),  # knows the base of adapters
             collector=DemonstrationCollector(rows, batch, total, folder.collected),
-            schedules=Schedules(GroupSizes(2), AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
+            schedules=Schedules(2, AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
             loss=SFTLoss(),
             within_memory=within_memory,
         )

@@ -189,9 +189,9 @@ def make_schedules(
     reference: ReferencePolicy | None,
     policy: TrainPolicy,
 ) -> Schedules:
-    """The schedules: group size, KL weight and reference refresh."""
+    """The schedules of the KL weight and of the reference's refresh."""
     return Schedules(
-        derived.group_sizes(settings),
+        settings.env.repeats,
         AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
         RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
         loss if settings.loss.kl_in == "loss" else advantages,

@@ -13,7 +13,7 @@ from grpo_rl.checks.model_of_run import source_of
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreGuard
 from grpo_rl.envs.task import plays_turns
 from grpo_rl.policies.hub import load_tokenizer
-from grpo_rl.settings.derived import group_sizes, total_steps
+from grpo_rl.settings.derived import total_steps
 from grpo_rl.settings.schema import Settings
 
 ROWS = 4
@@ -104,7 +104,7 @@ def _judged(totals: dict[str, list[float]], slowest: float, deadline: float, set
 
 
 def _group_size(env: LLMEnv, settings: Settings) -> int:
-    return group_sizes(settings).at(1) if env.task.scores_group else 1
+    return settings.env.repeats if env.task.scores_group else 1
 
 
 def _scored(env: LLMEnv, guard: ScoreGuard, row: dict, texts: Sequence[str], index: int) -> Sequence[Reward | Failure]:

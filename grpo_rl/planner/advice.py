@@ -106,7 +106,7 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
         if scenario.visible and not settings.train_model.devices:
             free = scenario.cluster.count - layout.total
             yield "train_model.num_devices", list(range(layout.train + 1, layout.train + free + 1))
-        fitting = (plan.largest_tokens - (inference.max_model_len - longest)) // scenario.batches.largest
+        fitting = (plan.largest_tokens - (inference.max_model_len - longest)) // scenario.batches.group_size
         if 64 <= fitting < longest:
             yield "sampling.max_new_tokens", [fitting // 64 * 64]
         if not settings.train_model.lora.rank:

@@ -7,14 +7,13 @@ not divide is an `IndivisibleBatchError`, which the checks of a config raise and
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 import torch
 
 from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.data.group import Group
-from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.divisibility import IndivisibleBatchError, Where, indivisible_batches
 from grpo_rl.settings.sections import Sections
@@ -29,7 +28,6 @@ class BatchPlan:
 
     Args:
         prompts: prompts of a collection, each with ``group_size`` responses: a group.
-        sizes: pairs of a collection, from 1, and the group size from it on.
         max_resamples: how often a collection may be filled up, which makes the collections fewer.
         wanted: responses that the config asks for; whole collections may give more.
         max_tokens: limit of a micro-batch, where the number of micro-batches is not given.
@@ -39,7 +37,6 @@ class BatchPlan:
 
     prompts: int
     group_size: int
-    sizes: tuple[tuple[int, int], ...]
     max_resamples: int
     batch_responses: int
     epochs: int
@@ -64,14 +61,8 @@ class BatchPlan:
 
     @property
     def all_responses(self) -> int:
-        """Responses of all collections, each of its own group size."""
-        starts = itertools.pairwise([*self.sizes, (self.collections + 1, 0)])
-        return self.prompts * sum(size * (end - start) for (start, size), (end, _) in starts)
-
-    @property
-    def largest(self) -> int:
-        """The largest group size of the run."""
-        return max(size for _, size in self.sizes)
+        """Responses of all collections."""
+        return self.responses * self.collections
 
     @property
     def batch_groups(self) -> int:
@@ -91,16 +82,12 @@ class BatchPlan:
     @property
     def over_budget(self) -> bool:
         """True where a group, which is never split, takes more than ``train.micro_batch_tokens``."""
-        return self.accumulation is None and self.tokens_of(self.largest) > self.max_tokens
+        return self.accumulation is None and self.group_tokens > self.max_tokens
 
     @property
     def group_tokens(self) -> int:
         """Tokens computed for a group: its prompt once, then every response."""
-        return self.tokens_of(self.group_size)
-
-    def tokens_of(self, size: int) -> int:
-        """Tokens computed for a group of so many responses."""
-        return self.prompt_tokens + size * self.response_tokens
+        return self.prompt_tokens + self.group_size * self.response_tokens
 
     def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
         """Stand-ins for so many groups of a collection, scored by a reference or not."""
@@ -146,16 +133,13 @@ def plan_batches(
     count = settings.train.optim_batch_size // size
     groups = [assumed_group(prompt, response, size, i) for i in range(count)]
     micro, _ = micro_batches_of(None, groups, batching.max_tokens, batching.count)
-    sizes, collections = group_sizes(settings), total_steps(settings)
-    starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
     return BatchPlan(
         prompts=settings.env.num_envs,
         group_size=size,
-        sizes=tuple((start, sizes.at(start)) for start in starts),
         max_resamples=settings.train.max_resamples,
         batch_responses=settings.train.optim_batch_size,
         epochs=settings.train.epochs,
-        collections=collections,
+        collections=total_steps(settings),
         optimizer_steps=optimizer_steps(settings),
         wanted=settings.train.total_dialog_turns,
         prompt_tokens=prompt,

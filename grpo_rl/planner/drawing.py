@@ -107,9 +107,6 @@ def _sampled(plan: BatchPlan) -> tuple[str, str]:
     """The part on what a collection samples, and the settings that decide it."""
     said = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
     settings = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}"
-    if changes := [(step, size) for step, size in plan.sizes if size != plan.group_size or step > 1]:
-        said += "; group size changes " + ", ".join(f"to {size} at step {step}" for step, size in changes)
-        settings += f" train.repeats_schedule={[list(change) for change in changes]}".replace(", ", ",")
     if plan.max_resamples:
         settings += f" train.max_resamples={plan.max_resamples}"
     return said, settings
@@ -183,7 +180,7 @@ def _micro_batches(plan: BatchPlan) -> Text:
         missing = _count((plan.accumulation or 0) - len(plan.loads), "micro-batch", "micro-batches")
         picture.append(f"\nno group is left for {missing}", "bold red")
     if plan.over_budget:
-        tokens = f"{plan.largest} responses take {plan.tokens_of(plan.largest):,} tokens"
+        tokens = f"{plan.group_size} responses take {plan.group_tokens:,} tokens"
         picture.append(f"\na group is never split: {tokens}, more than train.micro_batch_tokens", "bold red")
     shared = sum(plan.loads)
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.response_tokens)

@@ -101,7 +101,7 @@ class Scenario:
     def longest_group(self) -> int:
         """Tokens of a group, which is never split, whose prompt and responses are as long as they can be."""
         longest = self.settings.sampling.max_new_tokens
-        return self.settings.inference_model.max_model_len + (self.batches.largest - 1) * longest
+        return self.settings.inference_model.max_model_len + (self.batches.group_size - 1) * longest
 
     @property
     def most_ranks(self) -> int:

@@ -49,7 +49,6 @@ KINDS = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of texts",
-    tuple[tuple[int, int], ...]: "a list of pairs of whole numbers",
     tuple[Mapping[str, Any], ...]: "a list of mappings",
     tuple[object, ...]: "a list",
     str | tuple[str, ...]: "text or a list of names",

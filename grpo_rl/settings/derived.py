@@ -9,7 +9,6 @@ from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
 from grpo_rl.policies.adapters import LoRA
 from grpo_rl.settings.sections import Sections
-from grpo_rl.training.schedules import GroupSizes
 
 if TYPE_CHECKING:
     from grpo_rl.data.batching import MicroBatching
@@ -61,21 +60,12 @@ def dtype(settings: Sections) -> str:
     return settings.train_model.dtype
 
 
-def group_sizes(settings: Sections) -> GroupSizes:
-    """The group size of each step.
-
-    Raises:
-        ValueError: one is less than 2.
-    """
-    return GroupSizes(settings.env.repeats, settings.train.repeats_schedule)
-
-
 def total_steps(settings: Sections) -> int:
     """Collections of the whole run: ``total_dialog_turns`` responses, ``num_envs`` groups at a time, rounded up.
 
     With dynamic sampling this is an upper bound: its extra responses count as well.
     """
-    return group_sizes(settings).steps_for(settings.train.total_dialog_turns, settings.env.num_envs)
+    return -(-settings.train.total_dialog_turns // (settings.env.num_envs * settings.env.repeats))
 
 
 def optimizer_steps(settings: Sections) -> int:
@@ -140,8 +130,7 @@ def max_staleness(settings: Sections) -> int:
 def responses_at_once(settings: Sections, engines: int = 1) -> int:
     """Responses that one of so many engines is sent at a time: those of training, or the rows of an evaluation."""
     prompts = settings.env.num_envs * (1 + max_staleness(settings))
-    largest = max(settings.env.repeats, *(size for _, size in settings.train.repeats_schedule), 0)
-    return max(math.ceil(prompts / engines) * largest, math.ceil(_evaluated_at_once(settings) / engines))
+    return max(math.ceil(prompts / engines) * settings.env.repeats, math.ceil(_evaluated_at_once(settings) / engines))
 
 
 def _evaluated_at_once(settings: Sections) -> int:

@@ -93,10 +93,10 @@ class RefModel(Section):
     name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
     refresh: Refresh = setting(
         "never",
-        "when it becomes a copy of the policy: never | steps: every refresh_steps | plateau: when the reward of "
-        "refresh_steps steps is no higher than that of as many before | average: it moves a little in every step",
+        "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
+        "every step",
     )
-    refresh_steps: int = setting(100, "number of steps for `steps` and `plateau`", at_least=1)
+    refresh_steps: int = setting(100, "number of steps for `steps`", at_least=1)
     decay: float = setting(0.99, "for `average`: the share of itself that it keeps", at_least=0, less_than=1)
 
 

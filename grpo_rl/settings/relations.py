@@ -8,7 +8,7 @@ from grpo_rl.losses.choices import check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
 from grpo_rl.settings.declaration import plain, select
-from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
+from grpo_rl.settings.derived import adapters, kl_in_reward, loss_terms
 from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
@@ -171,7 +171,6 @@ def _check_loss(settings: Sections) -> None:
     check_loss(**loss_terms(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
-    group_sizes(settings)
     check_advantage(loss.advantage, kl_in_reward(settings), loss.kl)
 
 

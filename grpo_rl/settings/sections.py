@@ -105,12 +105,6 @@ class Train(Section):
         "many as needed); 0: they stay. total_dialog_turns counts all sampled responses, so the run has fewer steps",
         at_least=0,
     )
-    repeats_schedule: tuple[tuple[int, int], ...] = setting(
-        (),
-        "other group sizes: [[100, 4]]: from step 100 on 4 responses per prompt; prompts per step stay as many",
-        mode="sync",
-        because="groups of several steps are in flight in mode=async",
-    )
     reward_clip: float | None = setting(
         None, "rewards are clipped to plus and minus this before they become advantages", more_than=0
     )

@@ -1,9 +1,9 @@
-"""Schedules of a run: the KL coefficient, the group size, and when the reference is refreshed."""
+"""Schedules of a run: the KL coefficient, and when the reference is refreshed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from grpo_rl.losses.grpo import GRPOLoss
     from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 
-Refresh = Literal["never", "steps", "plateau", "average"]
+Refresh = Literal["never", "steps", "average"]
 
 MAX_KL_ERROR = 0.2
 """Clip of the relative error of one step, as in Ziegler et al.: single steps are noisy."""
@@ -57,60 +57,11 @@ class AdaptiveKL:
         return self.coef
 
 
-class GroupSizes:
-    """The group size of each step.
-
-    Args:
-        first: the group size at the start.
-        changes: pairs of a step, counted from 1, and the group size from that step on.
-
-    Raises:
-        ValueError: an entry is no such pair, or a group has fewer than two responses.
-
-    >>> sizes = GroupSizes(8, [(3, 4)])
-    >>> [sizes.at(step) for step in (1, 2, 3, 4)], sizes.steps_for(100, prompts=4)
-    ([8, 8, 4, 4], 5)
-    """
-
-    def __init__(self, first: int, changes: Sequence[Sequence[int]] = ()) -> None:
-        if not isinstance(changes, Sequence):
-            raise ValueError(f"train.repeats_schedule is {changes}; give pairs, as [[100, 4]], or []")
-        for pair in changes:
-            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
-                raise ValueError(
-                    f"train.repeats_schedule has {pair}; give pairs of a step and the group size from it on: [[100, 4]]"
-                )
-        self._changes = {1: first} | {step: size for step, size in changes}
-        for step, size in self._changes.items():
-            if step < 1 or size < 2:
-                raise ValueError(
-                    f"train.repeats_schedule has a group size of {size} from step {step} on; a step is 1 or more, and "
-                    "a group has at least 2 responses"
-                )
-
-    def at(self, step: int) -> int:
-        """The group size of a step, counted from 1."""
-        return self._changes[max(start for start in self._changes if start <= step)]
-
-    def steps_for(self, responses: int, prompts: int) -> int:
-        """Steps of ``prompts`` groups needed to sample at least this many responses."""
-        starts = sorted(self._changes)
-        for start, end in zip(starts, [*starts[1:], None], strict=True):
-            a_step = prompts * self._changes[start]
-            needed = -(-responses // a_step)
-            if end is None or needed <= end - start:
-                return start - 1 + needed
-            responses -= a_step * (end - start)
-        raise AssertionError("the last size has no end")
-
-
 class RefreshRule:
     """The rule by which the frozen reference is refreshed from the policy.
 
     - ``never``: it keeps the weights that training started from.
     - ``steps``: it becomes a copy of the policy every ``steps`` steps.
-    - ``plateau``: it becomes a copy when the mean reward of ``steps`` steps is no higher than that of the ``steps``
-      before.
     - ``average``: after every step it moves towards the policy, as a moving average.
 
     Source: iterative refresh, DeepSeekMath, https://arxiv.org/abs/2402.03300, algorithm 1; a moving average, WARP,
@@ -118,15 +69,15 @@ class RefreshRule:
 
     Args:
         when: the rule.
-        steps: interval of ``steps``, window of ``plateau``.
+        steps: interval of ``steps``.
         decay: share of itself that the reference keeps in each step of ``average``.
 
     Raises:
         ValueError: the rule is unknown, or a number is out of range.
 
-    >>> rule = RefreshRule("plateau", steps=2)
-    >>> [rule.is_due(reward) for reward in (0.1, 0.2, 0.5, 0.6, 0.5, 0.6, 0.6, 0.6, 0.6)]
-    [False, False, False, False, False, True, False, False, False]
+    >>> rule = RefreshRule("steps", steps=2)
+    >>> [rule.is_due(reward) for reward in (0.1, 0.2, 0.5, 0.6, 0.5)]
+    [False, True, False, True, False]
     """
 
     def __init__(self, when: Refresh = "never", steps: int = 100, decay: float = 0.99) -> None:
@@ -140,29 +91,24 @@ class RefreshRule:
         self.decay = decay if when == "average" else 0.0
         """Share of itself that the reference keeps in a refresh; 0 makes it a copy."""
         self.rewards: list[float] = []
-        """Mean rewards since the last refresh, which a checkpoint stores; empty if the rule does not look at them."""
+        """Mean rewards of the steps since the last refresh, which a checkpoint stores; empty but for ``steps``."""
 
     def is_due(self, reward: float) -> bool:
         """Records the mean reward of a step; returns whether the reference is to be refreshed after it."""
         if self.when in ("never", "average"):
             return self.when == "average"
-        # Rewards before a refresh belong to another loss: both windows start after it.
         self.rewards.append(reward)
-        due = len(self.rewards) >= self._steps if self.when == "steps" else self._has_plateaued()
+        due = len(self.rewards) >= self._steps
         if due:
             self.rewards = []
         return due
-
-    def _has_plateaued(self) -> bool:
-        before, now = self.rewards[-2 * self._steps : -self._steps], self.rewards[-self._steps :]
-        return len(before) == self._steps and sum(now) <= sum(before)
 
 
 class Schedules:
     """All schedules of one run, advanced after each step.
 
     Args:
-        sizes: the group sizes.
+        group_size: responses to a prompt.
         kl: the coefficient of the KL term.
         refresh: when the reference is refreshed.
         terms: the owner of ``kl_coef``: the loss, or the advantage estimator for KL-penalised rewards.
@@ -175,7 +121,7 @@ class Schedules:
 
     def __init__(
         self,
-        sizes: GroupSizes,
+        group_size: int,
         kl: AdaptiveKL,
         refresh: RefreshRule,
         terms: GRPOLoss | AdvantageEstimator,
@@ -184,13 +130,9 @@ class Schedules:
     ) -> None:
         if refresh.when != "never" and reference is None:
             raise ValueError(f"ref_model.refresh={refresh.when} needs the reference of a KL term; set policy.kl_coef")
-        self._sizes, self._kl, self._refresh = sizes, kl, refresh
+        self.group_size, self._kl, self._refresh = group_size, kl, refresh
         self._terms, self._reference, self._policy = terms, reference, policy
         self._refreshed = 0
-
-    def group_size(self, step: int) -> int:
-        """The group size of a step, counted from 1."""
-        return self._sizes.at(step)
 
     @property
     def kl_coef(self) -> float:

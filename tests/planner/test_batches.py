@@ -66,22 +66,10 @@ def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
     assert "exactly 4 micro-batches" in text and "sample 64 → steps 1 to 2 → steps 3 to 4 → push weights" in text
 
 
-def test_group_sizes_that_change_are_counted_in_and_told():
-    # 4 prompts: 9 collections of 4 x 8 responses, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
-    plan = plan_of("train.repeats_schedule=[[10,4],[20,16],[500,2]]", "train.total_dialog_turns=1000")
-    assert (plan.collections, plan.all_responses, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
-    assert plan.sizes == ((1, 8), (10, 4), (20, 16))  # the run ends before the last
-    text = " ".join(drawn(plan).split())
-    assert "32 responses a collection; group size changes to 4 at step 10, to 16 at step 20" in text
-    assert "train.repeats_schedule=[[10,4],[20,16]]" in text
-    assert "28 collections, 28 optimizer steps, 1,024 responses (1,000 rounded up)" in text
-    ET.fromstring(svg(plan, "a title"))
-
-
-def test_the_largest_group_of_the_run_has_to_fit_into_a_micro_batch():
+def test_a_group_has_to_fit_into_a_micro_batch():
     # 128 + 32 x 256 = 8320 tokens, and 8192 are allowed.
-    plan = plan_of("train.repeats_schedule=[[10,32]]")
-    assert plan.over_budget and not plan_of("train.repeats_schedule=[[10,31]]").over_budget
+    plan = plan_of("env.repeats=32")
+    assert plan.over_budget and not plan_of("env.repeats=31").over_budget
     assert "32 responses take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
 
 

@@ -31,7 +31,6 @@ EVERYTHING = [
     "policy.target_kl=0.001",
     "ref_model.refresh=average",
     "ref_model.decay=0.9",
-    "train.repeats_schedule=[[2,8],[3,2]]",
     "train.max_resamples=2",
     "train.epochs=2",
     "train.reward_clip=0.5",
@@ -57,29 +56,12 @@ def test_an_averaged_reference_follows_in_every_step(whole):
     assert [row["reference/refreshes"] for row in whole[1]] == list(range(1, len(whole[1]) + 1))
 
 
-def test_group_sizes_change_at_their_steps_and_the_groups_of_an_optimizer_step_do_not(whole):
-    from grpo_rl.monitor.completions import read_step
-
-    sizes = []
-    for step in range(1, len(whole[1]) + 1):
-        groups: dict[int, int] = {}
-        for row in read_step(whole[0], step):
-            groups[row["group_id"]] = groups.get(row["group_id"], 0) + 1
-        assert len(groups) == 4
-        sizes.append(set(groups.values()))
-    assert sizes == [{4}, {8}] + [{2}] * (len(sizes) - 2)
-
-
 def test_what_dynamic_sampling_left_out_is_counted(whole):
     folder, rows = whole
     counts = [row["sample/filtered_groups"] for row in rows]
     assert counts[-1] > 0
     # All that was sampled is kept or left out, step by step.
-    sizes = {1: 4, 2: 8}
-    collected = 0
-    for step, filtered in enumerate(counts, 1):
-        sampled = 4 + filtered - ([0, *counts][step - 1])
-        collected += sampled * sizes.get(step, 2)
+    collected = (4 * len(counts) + int(counts[-1])) * 4
     state = torch.load(checkpoints(folder / "checkpoints")[-1], weights_only=False)
     assert state["collected"] == collected >= 80
     assert all("reward/sampled_mean" in row for row in rows)
@@ -157,11 +139,9 @@ def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_p
         (["policy.target_kl=0.1"], r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
         (["ref_model.refresh=steps"], r"ref_model\.refresh and ref_model\.name are of the KL term's reference"),
         (["policy.kl_coef=0.1", "ref_model.refresh=often"], r"ref_model\.refresh is 'often'; it can be never, steps"),
-        (["train.repeats_schedule=[[3,1]]"], r"train\.repeats_schedule has a group size of 1 from step 3 on"),
         (["policy.stop_kl=0"], r"policy\.stop_kl is 0; it must be more than 0, or null"),
         (["train.reward_clip=0"], r"train\.reward_clip is 0; it must be more than 0, or null"),
         (["train.max_resamples=-1"], r"train\.max_resamples is -1"),
-        (["train.repeats_schedule=null"], r"train\.repeats_schedule is None; it must be a list of pairs"),
         (["policy.target_kl=high"], r"policy\.target_kl is 'high'; it must be a number, or null"),
         (["train.reward_clip=x"], r"train\.reward_clip is 'x'; it must be a number, or null"),
         (["ref_model.refresh_steps=null"], r"ref_model\.refresh_steps is None"),

@@ -177,11 +177,7 @@ class Schedules:
     kl_coef = 0.0
 
     def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-
-    def group_size(self, step: int) -> int:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
-        return self._group_size
+        self.group_size = group_size
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """See :class:`grpo_rl.training.schedules.Schedules`."""

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.policies.policy import ReferencePolicy
 from grpo_rl.testing import random_group, save_tiny_model
-from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 
 def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clipped_error():
@@ -48,35 +48,6 @@ def test_a_wrong_setting_of_the_kl_term_is_named(settings, message):
         AdaptiveKL(**settings)
 
 
-def test_group_sizes_hold_from_their_step_on():
-    sizes = GroupSizes(8, [(5, 4), (3, 6)])
-    assert [sizes.at(step) for step in range(1, 8)] == [8, 8, 6, 6, 4, 4, 4]
-    assert GroupSizes(8).at(1000) == 8
-
-
-def test_the_number_of_steps_is_that_of_a_run_counted_response_by_response():
-    for changes in ([], [(2, 4)], [(3, 4), (5, 16)], [(1, 2)]):
-        sizes = GroupSizes(8, changes)
-        for responses in (1, 23, 24, 25, 48, 49, 72, 100, 1000):
-            sampled = steps = 0
-            while sampled < responses:
-                steps += 1
-                sampled += 3 * sizes.at(steps)
-            assert sizes.steps_for(responses, prompts=3) == steps, (changes, responses)
-
-
-@pytest.mark.parametrize("changes", [[(0, 4)], [(3, 1)]])
-def test_a_group_of_one_and_a_step_before_the_first_are_refused(changes):
-    with pytest.raises(ValueError, match="train.repeats_schedule has a group size of"):
-        GroupSizes(8, changes)
-
-
-@pytest.mark.parametrize("pair", [4, [3], [3, 4, 5], [3, "4"], [3, 4.5]])
-def test_what_is_no_pair_is_refused(pair):
-    with pytest.raises(ValueError, match="train.repeats_schedule has .*; give pairs"):
-        GroupSizes(8, [pair])
-
-
 def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
     rule = RefreshRule("steps", steps=3)
     due = [rule.is_due(0.0) for _ in range(7)]
@@ -86,15 +57,8 @@ def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
     assert all(rule.is_due(0.0) for _ in range(5))
 
 
-def test_a_plateau_is_a_window_no_better_than_the_one_before_and_both_begin_behind_a_refresh():
-    rule = RefreshRule("plateau", steps=2)
-    rewards = [0.0, 0.1, 0.2, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2, 0.2]
-    # step 6: 0.3 + 0.2 against 0.2 + 0.3 is no rise; then steps 7 and 8 against 9 and 10
-    assert [step for step, reward in enumerate(rewards, 1) if rule.is_due(reward)] == [6, 10]
-
-
 def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
-    rule, resumed = RefreshRule("plateau", steps=2), RefreshRule("plateau", steps=2)
+    rule, resumed = RefreshRule("steps", steps=4), RefreshRule("steps", steps=4)
     for reward in (0.5, 0.5, 0.5):
         assert not rule.is_due(reward)
     resumed.rewards = list(rule.rewards)
@@ -132,7 +96,7 @@ def make(reference, when="steps", target=0.02):
     loss = SimpleNamespace(kl_coef=0.1)
     policy = SimpleNamespace(model="the policy's model")
     rule, kl = RefreshRule(when, steps=2, decay=0.9), AdaptiveKL(0.1, target, gain=0.5)
-    return loss, Schedules(GroupSizes(8, [(3, 4)]), kl, rule, loss, reference, policy)
+    return loss, Schedules(8, kl, rule, loss, reference, policy)
 
 
 def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_when_due():
@@ -152,14 +116,6 @@ def test_a_moving_average_keeps_its_share_of_itself_in_every_step():
     assert reference.calls == [("the policy's model", 0.9)] * 3
 
 
-def test_a_plateau_is_of_all_that_was_sampled_not_of_what_dynamic_sampling_kept():
-    reference = Reference()
-    _, schedules = make(reference, when="plateau")
-    for sampled in (0.1, 0.2, 0.3, 0.4):
-        schedules.after_step({"reward/mean": 0.5, "reward/sampled_mean": sampled, "kl/ref": 0.02})
-    assert reference.calls == []
-
-
 def test_a_resumed_run_has_the_coefficient_the_window_and_the_reference_of_the_first():
     _, first = make(Reference())
     first.after_step({"reward/mean": 0.0, "kl/ref": 0.04})
@@ -175,7 +131,7 @@ def test_a_resumed_run_has_the_coefficient_the_window_and_the_reference_of_the_f
 def test_without_a_reference_nothing_moves_and_nothing_can_be_renewed():
     loss, schedules = make(None, when="never", target=None)
     assert schedules.after_step({"reward/mean": 0.0}) == {} and loss.kl_coef == 0.1
-    assert [schedules.group_size(step) for step in (2, 3)] == [8, 4]
+    assert schedules.group_size == 8
     with pytest.raises(ValueError, match=r"ref_model\.refresh=steps needs the reference of a KL term"):
         make(None)
 
