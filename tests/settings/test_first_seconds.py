@@ -16,7 +16,7 @@ from grpo_rl.cli import main as command_line
 from grpo_rl.policies.model_folder import local_path
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -272,7 +272,7 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
 
 
 def test_what_help_says_is_there():
-    assert {*FIRST, *FIRST_IN_SFT, *FIRST_IN_SFT.values()} <= declarations(None).keys()
+    assert {*FIRST} <= declarations(None).keys()
     examples = [word for words in [*EXAMPLES, *EXAMPLES_OF_SFT] for word in words.split() if "=" in word]
     keys = {word.lstrip("+").partition("=")[0] for word in examples}
     assert keys <= declarations(None).keys() | {"loss", "experiment"}
