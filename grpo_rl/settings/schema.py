@@ -71,14 +71,11 @@ class Settings(Sections):
         values = _with_own_defaults(values, dataset)
         known = declarations(dataset)
         check_keys(flat(values), dataset)
-        for name in sorted({key.rpartition(".")[0] for key in known} - {""}, key=len):
-            if not isinstance(section := select(values, name, {}), Mapping):
-                raise ValueError(f"{name} is {section!r}, and it is a section: give its keys, or leave it out")
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
-            what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
-            if all(key.startswith("loss.") for key in missing):
-                what, remedy = "the loss", "build its file on another: `defaults: [grpo, _self_]`"
-            raise ValueError(f"{what} lacks {', '.join(missing)}; {remedy}")
+            raise ValueError(
+                f"the config lacks {', '.join(missing)}; build it on another: `defaults: [grpo_gsm8k, _self_]`, a loss "
+                "on `[grpo, _self_]`"
+            )
         if values.get("mode") == "sft" and select(values, "env.reward") == UNSET:
             values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
         if unset := sorted(key for key in known if select(values, key) == UNSET):
