@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_rl.by_name import is_name, short_name
-from grpo_rl.settings.declaration import REQUIRED, Section, read_section, setting, unknown
-from grpo_rl.settings.tasks import SINGLE
+from grpo_rl.settings.declaration import REQUIRED, Section, read_section, setting
+from grpo_rl.settings.tasks import check_names
 
 OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
 """Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
@@ -30,15 +29,10 @@ def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
         ValueError: an entry names no such task, has an unknown key or a wrong value; or two have one name.
     """
     found = [read_section(EvalTask, task, f"evaluate.tasks[{i}]") for i, task in enumerate(tasks)]
+    check_names([task.task for task in found], "evaluate.tasks")
     for i, task in enumerate(found):
-        if task.task not in SINGLE and not is_name(task.task):
-            known = [*SINGLE, "package.module:Class"]
-            raise ValueError(f"evaluate.tasks[{i}].task: {unknown('task', task.task, known)}")
         if task.task == "agent":
             raise ValueError(f"evaluate.tasks[{i}] is agent, which is evaluated where it is trained; name its scorer")
         if taken := [name for name in OF_TRAINING if name in task.env]:
             raise ValueError(f"evaluate.tasks[{i}].env.{taken[0]} has no effect here; use task, path, rows and samples")
-    names = [short_name(task.task) for task in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"evaluate.tasks names {twice[0]} twice")
     return found

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.by_name import is_name, short_name
+from grpo_rl.by_name import short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
-from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting, unknown
+from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
-from grpo_rl.settings.tasks import MIXTURE, TASKS
+from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
 
 OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that each task of a mixture has its own of."""
@@ -78,9 +78,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
             raise ValueError(
                 f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
-        if not is_name(dataset) and (dataset not in TASKS or dataset in ALONE):
-            known = [*(task for task in TASKS if task not in ALONE), "package.module:Class"]
-            raise ValueError(f"{where}: {unknown('task', dataset, known)}")
+        check_names([dataset], where, [task for task in TASKS if task not in ALONE])
         if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = select(env, "rewards.model", {})
