@@ -24,7 +24,7 @@ from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.mixture import Entry, entries
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
-from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
+from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
 
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
@@ -43,19 +43,27 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
     """
     if found := entries(settings):
         return _mixture(settings, tokenizer, found, tries)
-    given = settings.env
-    own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
-    env = task_spec(given.dataset)(
-        path=train_source(settings),
+    env = _env_of(settings, tokenizer, path=train_source(settings))
+    if tries or is_name(settings.env.dataset):
+        _try_out(env, settings.env.dataset)
+    env.check_prompts()
+    return env
+
+
+def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any) -> LLMEnv:
+    return task_spec(settings.env.dataset)(
         tokenizer=tokenizer,
         max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
         seed=settings.train.seed,
-        **own,
+        **data,
+        **_own(settings),
     )
-    if tries or is_name(given.dataset):
-        _try_out(env, given.dataset)
-    env.check_prompts()
-    return env
+
+
+def _own(settings: Settings) -> dict[str, Any]:
+    """The settings of the task and of the environment."""
+    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    return own | {"tool_parser": tool_parser_of(settings)}
 
 
 def _try_out(env: LLMEnv, dataset: str) -> None:
@@ -92,10 +100,8 @@ def _mixture(
 ) -> MixtureEnv:
     envs: dict[str, LLMEnv] = {}
     for name, own in settings_of_mixture(settings).items():
-        try:
+        with named(f"env.mixture.{name}"):
             envs[name] = make_env(own, tokenizer, tries)
-        except ValueError as error:
-            raise ValueError(f"env.mixture.{name}: {error}") from error
     return MixtureEnv(
         envs,
         {name: entry.weight for name, entry in found.items()},
@@ -121,10 +127,8 @@ def make_eval_env(
         ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
     """
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
-    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
-    own["tool_parser"] = tool_parser_of(settings)
     if tokenizer is None:
-        task = spec.make_task(path, "test", **spec.parted(own)[0])
+        task = spec.make_task(path, "test", **spec.parted(_own(settings))[0])
         if settings.env.mcp:
             raise ValueError("env.mcp gives tools for several turns, which an endpoint is not asked for; give a model")
         if settings.env.rewards:
@@ -135,18 +139,10 @@ def make_eval_env(
         if any(task.tools_of(row) for row in task.rows) and not plays_turns(task):
             raise ValueError(f"{settings.env.dataset} shows tools, which an endpoint is not asked with; give a model")
         return task
-    env = spec(
-        tokenizer=tokenizer,
-        max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
-        seed=settings.train.seed,
-        path=path,
-        split="test",
-        **own,
-    )
+    env = _env_of(settings, tokenizer, path=path, split="test")
     _try_out(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
-    for i, row in enumerate(env.task.rows):
-        _check_prompt(env, row, i, remedy)
+    _check_prompts(env, env.task.rows, remedy)
     return env
 
 
@@ -188,13 +184,12 @@ def _take(task: Task, rows: int | None, name: str) -> None:
     task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
 
 
-def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
-    try:
-        tokens = len(env.encode(row))
-    except ValueError as error:
-        raise ValueError(f"held-out row {i}: {error}") from error
-    if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
-        raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
+def _check_prompts(env: LLMEnv, rows: Sequence[dict], remedy: str) -> None:
+    for i, row in enumerate(rows):
+        with named(f"held-out row {i}"):
+            tokens = len(env.encode(row))
+            if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
+                raise ValueError(f"a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
 def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
@@ -204,8 +199,7 @@ def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, 
         ValueError: the data can't be found or read, has no demonstrations, or one is too long; see `Demonstrations`.
     """
     given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
-    own, _ = spec.parted({name: given[name] for name in given if name not in OF_DATA})
-    task = spec.make_task(train_source(settings), **own)
+    task = spec.make_task(train_source(settings), **spec.parted(_own(settings))[0])
     if is_name(given.dataset):
         check_prompts(task, task.rows, given.dataset)
     return Demonstrations(
@@ -228,13 +222,10 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     """
     rows: list[dict] = []
     for name, own in settings_of_mixture(settings).items():
-        try:
+        with named(f"env.mixture.{name}"):
             rows += [{TASK: name, ROW: row} for row in held_out_rows(own, env.members[name].task)]
-        except ValueError as error:
-            raise ValueError(f"env.mixture.{name}: {error}") from error
     rows = rows if env.members else held_out_rows(settings, env.task)
-    for i, row in enumerate(rows):
-        _check_prompt(env, row, i, "raise inference_model.max_model_len or lower evaluate.rows")
+    _check_prompts(env, rows, "raise inference_model.max_model_len or lower evaluate.rows")
     return rows
 
 

@@ -17,9 +17,6 @@ from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
-READ_AT_ONCE = 2**24
-"""Bytes of a JSON file up to which its rows are read here, too: a wrong row is then found before torch is imported."""
-
 
 def check_machine(settings: Settings, mode: str = "sync") -> None:
     """Refuses settings that ask for files, packages or GPUs that are not here.
@@ -69,17 +66,10 @@ def _check_resume(resume: str | None) -> None:
 
 
 def _check_rows(settings: Settings, source: Source, split: str) -> None:
-    """Reads the rows at a path that is no file, unless it may be of the hub, or a small file of JSON.
-
-    The task's own loader tells what is wrong; a name of data that come with the package takes it no time.
-    """
+    """Has the task's own loader say what is wrong with a path where nothing is, unless it may be of the hub."""
     path = source.path
     if path is None or path.startswith(HUB_PREFIX) or glob.has_magic(path):
         return
     file = Path(os.path.expanduser(path))
-    if file.is_file():
-        needed = file.suffix.lower() in (".json", ".jsonl") and file.stat().st_size <= READ_AT_ONCE
-    else:
-        needed = not file.is_dir() and (format_of(file) is not None or not is_hub_name(path))
-    if needed:
+    if not file.exists() and (format_of(file) is not None or not is_hub_name(path)):
         task_spec(settings.env.dataset).rows(source, split, settings.env)

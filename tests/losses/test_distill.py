@@ -74,10 +74,9 @@ def test_without_a_teacher_there_is_nothing_to_train_on():
         (["ref_model.name=null"], "the policy's own model.*set ref_model.name=TEACHER"),
         (["train_model.lora.rank=8"], "the policy without its adapters.*train_model.lora.rank=0"),
         (["train.max_resamples=3"], "train.max_resamples=3 resamples zero-variance groups.*teach as much as others"),
-        (["loss.ratio=sequence"], "loss.ratio=sequence means nothing with loss.surrogate=none"),
     ],
 )
-def test_a_teacher_that_is_the_policy_and_settings_of_advantages_are_refused(overrides, message):
+def test_a_teacher_that_is_the_policy_and_dynamic_sampling_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(compose_config("grpo_gsm8k", [*TEACHER, *overrides]))
 

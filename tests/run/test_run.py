@@ -450,7 +450,7 @@ def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(ti
     path.write_text(
         '{"question": "1?", "answer": "#### 1"}\n' * 2 + f'{{"question": "{"9" * 99}", "answer": "#### 9"}}\n'
     )
-    with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
+    with pytest.raises(SystemExit, match="held-out row 2: a prompt of 101 tokens, 56 fit"):
         run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run")
 
 
