@@ -20,8 +20,7 @@ from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
-from grpo_rl.settings.eval_tasks import read_tasks
-from grpo_rl.settings.mixture import Entry, entries
+from grpo_rl.settings.mixture import Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.command_line import option
+from grpo_rl.settings.command_line import hydra_options
 from grpo_rl.settings.declaration import declared, plain, select, unknown
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
@@ -44,14 +44,14 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     ('ifeval', None)
     """
     names = [word.partition("=")[2] for word in arguments if word.startswith(("env=", "env.dataset="))]
-    default = option(arguments, "--config-name", "-cn") or config_name
+    default = hydra_options(arguments).config_name or config_name
     name = names[-1] if names else default.removeprefix("grpo_")
     return name if name in TASKS or is_name(name) else None
 
 
 def folders(arguments: Sequence[str]) -> list[Path]:
     """The folders in which a command line's configs are looked for: the project's, and that of ``--config-dir``."""
-    own = option(arguments, "--config-dir", "-cd")
+    own = hydra_options(arguments).config_dir
     return [FOLDER, *([Path(own)] if own else [])]
 
 
@@ -67,7 +67,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """
     words = []
     keys = {word.lstrip("+").partition("=")[0] for word in arguments if "=" in word}
-    chosen = keys & {"env", "env.dataset", "env.task"} or option(arguments, "--config-name", "-cn")
+    chosen = keys & {"env", "env.dataset", "env.task"} or hydra_options(arguments).config_name
     if not chosen and any(key.split(".")[:2] == ["env", MIXTURE] for key in keys):
         words.append(f"env={MIXTURE}")
     for word in arguments:

@@ -135,15 +135,6 @@ def allocate(
     return Devices(*roles, tensor_parallel_size, engine_share, plan.get("reward", ()))
 
 
-def check_on_cpu(cfg: Sections, mode: str = "sync") -> None:
-    """Refuses what :func:`allocate` would on a machine without a GPU, before torch is imported.
-
-    Raises:
-        ValueError: GPUs are asked for.
-    """
-    _check_on_cpu(_roles(cfg, counts_only=False), mode)
-
-
 def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
     """The roles of the run; that of the reference only where one is loaded."""
     roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]

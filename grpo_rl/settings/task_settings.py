@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import DEFAULT_CONFIG, OF_COMPOSING, compose_config, explained
 from grpo_rl.settings.declaration import plain, select
-from grpo_rl.settings.eval_tasks import read_tasks
-from grpo_rl.settings.mixture import SHARED, entries
+from grpo_rl.settings.mixture import SHARED, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES
 

@@ -96,9 +96,6 @@ TABLE = [
     (["model.name=lora"], "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged"),
     (["model.name=done"], "it is a run's: give done/model"),
     (["model.name=cut"], "it is a run's that has not ended: grpo-rl export cut/checkpoints/checkpoint_*.pt FOLDER"),
-    (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
-    (["inference_model.devices=[1]"], "inference_model.devices=[1], but no GPU is visible; leave it null"),
-    (["resume=/no/such/run"], "no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or"),
     (["mode=async"], "this script is of mode=sync; run sota/grpo_async.py"),
     (["quickstart"], "quickstart: Error parsing override 'quickstart' missing EQUAL"),
     (["env.repeats=[1"], "env.repeats=[1: no viable alternative"),
@@ -297,7 +294,6 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
         (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
         (["evaluate.rows=4", "evaluate.patience=2", "evaluate.frequency=1"], "it follows a held-out reward"),
         (["env.path=none.jsonl"], "none.jsonl can't be read"),
-        (["train_model.num_devices=2"], "no GPU is visible"),
         (["mode=async"], "this script is of mode=sft; run sota/grpo_async.py, or grpo-rl train --async"),
     ]
     asked = ["--help"]
