@@ -111,8 +111,6 @@ def allocate(
     ...     policy=Config(kl_coef=0.1)), visible=8))
     train cuda:0 cuda:1, ref cuda:2, inference cuda:3 cuda:4 cuda:5 cuda:6 (2 x tensor_parallel_size 2)
     """
-    if mode not in ("sync", "async"):
-        raise ValueError(f"mode is {mode!r}; it is sync or async")
     if visible is None:
         import torch  # here, not above: this file is also imported to check a config, which does without
 
@@ -193,14 +191,9 @@ class _Role:
         count, indices = section.num_devices, section.devices
         if indices is None:
             return cls(name, count, None)
-        indices = list(indices)
-        if not indices or any(index < 0 for index in indices):
-            raise ValueError(f"{name}_model.devices={indices}; it is a list of GPU indices such as [0, 1], or null")
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"{name}_model.devices={indices} names a GPU twice")
         if count not in (None, len(indices)):
             raise ValueError(
-                f"{name}_model.num_devices={count}, but {name}_model.devices={indices} names {len(indices)}; "
+                f"{name}_model.num_devices={count}, but {name}_model.devices={list(indices)} names {len(indices)}; "
                 "give one of the two"
             )
         return cls(name, len(indices), tuple(indices))
@@ -255,7 +248,7 @@ def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[
     owner: dict[int, _Role] = {}
     for role in roles:
         for index in role.indices or ():
-            if index >= visible:
+            if not 0 <= index < visible:
                 raise ValueError(
                     f"{role.section}.devices={list(role.indices or ())}: there is no GPU {index}, {visible} visible "
                     f"(0 to {visible - 1})"

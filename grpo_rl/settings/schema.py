@@ -43,7 +43,7 @@ class Settings(Sections):
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
-        settings = cls._checked(values)
+        settings = cls.restored(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
         check_relations(settings)
@@ -59,10 +59,6 @@ class Settings(Sections):
         Raises:
             ValueError: a key, a type or a value is wrong, as of a run of another version.
         """
-        return cls._checked(values)
-
-    @classmethod
-    def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
         if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
