@@ -139,7 +139,7 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
     for key in ("loss", *OF_A_LOSS):
         OmegaConf.update(changed, key, plain(select(settings, key)), merge=False)
     for key in sorted((_key(word) for word in overrides), key=len):  # a preset first, and single settings over it
-        OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
+        OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False, force_add=True)
     loss = Settings.read(changed)
     return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})
 

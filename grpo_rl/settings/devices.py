@@ -203,21 +203,15 @@ def _devices(count: int) -> str:
     return f"{count} device" + ("s" if count > 1 else "")
 
 
-def _check_on_cpu(roles: list[_Role], mode: str) -> None:
-    for role in roles:
-        remedy = f"leave it null, and set {role.section}.num_devices to split the CPU's cores"
-        remedy = "leave it null to use the CPU" if mode == "sync" else remedy
-        if role.indices is not None:
-            raise ValueError(f"{role.section}.devices={list(role.indices)}, but no GPU is visible; {remedy}")
-        if mode == "sync" and (role.count or 1) > 1:
-            raise ValueError(f"{role.section}.num_devices={role.count}, but no GPU is visible; {remedy}")
-
-
 def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
     """One device for all roles in sync mode; in async mode one for each process, all of which share the cores."""
     import torch
 
-    _check_on_cpu(roles, mode)
+    for role in roles:
+        given = f"{role.section}.num_devices={role.count}"
+        given = given if role.indices is None else f"{role.section}.devices={list(role.indices)}"
+        if role.indices is not None or (mode == "sync" and (role.count or 1) > 1):
+            raise ValueError(f"{given}, but no GPU is visible; leave it null to use the CPU")
     if mode == "sync":
         _say_everything_shares_the_cpu()
         return {role.name: (torch.device("cpu"),) for role in roles}

@@ -222,7 +222,12 @@ def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
             1,
             "train 1 + inference 1 = 2 processes, 1 CPU cores there; use mode=sync, where they take turns",
         ),
-        (config(inference=[0]), 2, 1, "inference_model.devices=[0], but no GPU is visible; leave it null, and set"),
+        (
+            config(inference=[0]),
+            2,
+            1,
+            "inference_model.devices=[0], but no GPU is visible; leave it null to use the CPU",
+        ),
         (
             config(tp=2),
             4,
