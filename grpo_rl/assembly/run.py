@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.agents import make_agent
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.broadcast import BroadcastCollector

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster, dtype_on
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.hardware import has_no_gpu
@@ -88,7 +86,9 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
     likely = "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync"
     if cfg.mode or len(clusters) > 1 or has_no_gpu():  # wrong words before the imports; GPUs here need torch
-        Settings.read(OmegaConf.merge(cfg, {"mode": cfg.mode or likely}))
+        trial = cfg.copy()
+        trial.mode = cfg.mode or likely
+        Settings.read(trial)
     cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(clusters[-1], cfg.ray.address)
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")

@@ -1,4 +1,4 @@
-"""The tasks of ``env.mixture`` and ``evaluate.tasks``: their entries, and what is wrong with one by itself."""
+"""The tasks of ``env.mixture``, ``evaluate.tasks`` and agents: their entries, and what is wrong with one by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.by_name import short_name
+from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
@@ -27,6 +27,8 @@ OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
 OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
 """Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
+EPISODES = ("openenv", "verifiers")
+"""Tasks that reward the steps of an episode, which an agent's session is not."""
 
 
 class Draws(Section):
@@ -145,3 +147,34 @@ def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
         if taken := [name for name in OF_TRAINING if name in task.env]:
             raise ValueError(f"evaluate.tasks[{i}].env.{taken[0]} has no effect here; use task, path, rows and samples")
     return found
+
+
+def check_agent(settings: Sections) -> None:
+    """Refuses settings of ``env.dataset=agent`` that contradict each other.
+
+    Raises:
+        ValueError: there is no agent, or two; no rows; a scorer that is no task, or one of episodes; a curriculum.
+    """
+    if settings.env.dataset != "agent":
+        return
+    own = settings.env.task
+    if bool(own["command"]) == bool(own["agent"]):
+        raise ValueError(
+            f"env.command={own['command']} and env.agent={own['agent']}; set one of them: a program, or "
+            "package.module:function"
+        )
+    scorer = own["scorer"]
+    if scorer in EPISODES:
+        raise ValueError(
+            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
+            f"message; leave env.scorer out and let the agent tell its reward, or train with env.dataset={scorer}"
+        )
+    names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
+    if scorer is not None and not is_name(scorer) and scorer not in names:
+        raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
+    if scorer is None and not settings.env.path:
+        raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
+    if settings.env.curriculum:
+        raise ValueError(
+            "env.curriculum counts the rewards of single responses, not of an agent's sessions; leave it out"
+        )

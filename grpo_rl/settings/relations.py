@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from grpo_rl.by_name import is_name
 from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.choices import check_advantage, check_loss
@@ -14,7 +13,6 @@ from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.mixture import read_tasks
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
-from grpo_rl.settings.tasks import MIXTURE, TASKS
 from grpo_rl.training.schedules import AdaptiveKL
 
 SCRIPTS = {
@@ -23,8 +21,6 @@ SCRIPTS = {
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
 """The command that starts a run of each mode: from a checkout, or installed."""
-EPISODES = ("openenv", "verifiers")
-"""Tasks that reward the steps of an episode, which an agent's session is not."""
 
 
 def check_relations(settings: Sections) -> None:
@@ -43,7 +39,6 @@ def check_relations(settings: Sections) -> None:
     _check_loss(settings)
     _check_reference(settings)
     _check_replay(settings)
-    _check_agent(settings)
 
 
 def _check_data(settings: Sections) -> None:
@@ -217,30 +212,4 @@ def _check_replay(settings: Sections) -> None:
         raise ValueError(
             f"policy.router_replay=true needs inference_model.engine=vllm: {settings.inference_model.engine} records "
             "no experts, and computes them as the trainer does; set it to false"
-        )
-
-
-def _check_agent(settings: Sections) -> None:
-    if settings.env.dataset != "agent":
-        return
-    own = settings.env.task
-    if bool(own["command"]) == bool(own["agent"]):
-        raise ValueError(
-            f"env.command={own['command']} and env.agent={own['agent']}; set one of them: a program, or "
-            "package.module:function"
-        )
-    scorer = own["scorer"]
-    if scorer in EPISODES:
-        raise ValueError(
-            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
-            f"message; leave env.scorer out and let the agent tell its reward, or train with env.dataset={scorer}"
-        )
-    names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
-    if scorer is not None and not is_name(scorer) and scorer not in names:
-        raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
-    if scorer is None and not settings.env.path:
-        raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
-    if settings.env.curriculum:
-        raise ValueError(
-            "env.curriculum counts the rewards of single responses, not of an agent's sessions; leave it out"
         )

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.declaration import Section, Setting, build, declared, plain, select
 from grpo_rl.settings.divisibility import indivisible_batches
-from grpo_rl.settings.mixture import check_mixture
+from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
@@ -48,6 +48,7 @@ class Settings(Sections):
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
         check_relations(settings)
         check_mixture(settings)
+        check_agent(settings)
         for error in indivisible_batches(settings) if divides and settings.mode != "sft" else ():
             raise error
         return settings

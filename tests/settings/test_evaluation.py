@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
         (["evaluate.rows=9", "evaluate.tasks=[{task: math}]"], r"tasks\[0\] lacks rows"),
         (
             ["evaluate.rows=9", "evaluate.tasks=[{task: maths, rows: 5}]"],
-            "task: unknown task 'maths'; did you mean math",
+            "tasks: unknown task 'maths'; did you mean math",
         ),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 1}]"], r"tasks\[0\].rows is 1; it must be 2 or more"),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, k: 2}]"], "unknown setting 'k'"),
