@@ -271,7 +271,7 @@ def test_naming_a_task_chooses_its_config():
         (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
         (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
         (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),
-        (["mode=async", "inference_model.sleep=true"], "inference_model.sleep=true is of mode=sync"),
+        (["mode=async", "inference_model.sleep=true"], "inference_model.sleep=True is of mode=sync"),
         (["mode=async", "inference_model.keep_cache=1"], "inference_model.keep_cache is 1; it must be true or false"),
     ],
 )
