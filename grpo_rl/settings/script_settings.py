@@ -63,7 +63,7 @@ def _with_file(message: str, hydra: DictConfig) -> str:
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
         path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
         if path and not path.is_relative_to(FOLDER) and f"{key[1].rpartition('.')[2]}:" in path.read_text("utf-8"):
-            return f"{path}: {message}"
+            return f"{path}, {message}"  # a colon behind a name such as key.yaml would mask the next word
     return message
 
 
