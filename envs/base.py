@@ -65,8 +65,7 @@ class LLMEnv(EnvBase):
         curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
-        ValueError: there are no rows, no rewards, or a group of one, which has no advantage; nothing runs a tool, or
-            reads calls to it.
+        ValueError: there are no rows or no rewards; nothing runs a tool, or reads calls to it.
     """
 
     def __init__(
@@ -88,10 +87,6 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         curriculum: Mapping[str, Any] | None = None,
     ) -> None:
-        if repeats < 2:
-            raise ValueError(
-                f"env.repeats={repeats}; a response is compared with the others of its group, so at least 2 are needed"
-            )
         if isolated is not None:
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import queue
 import sys
 import threading
@@ -79,16 +78,9 @@ class ScoreGuard:
         deadline_s: seconds that one call of the scorer may take.
         max_failed_fraction: share of all responses; beyond it the run stops, as the responses that
             could be scored are no fair sample.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(self, task: Task, deadline_s: float = 60.0, max_failed_fraction: float = 0.1) -> None:
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"env.score_timeout_s={deadline_s}; it must be a positive number of seconds")
-        if not 0 <= max_failed_fraction <= 1:
-            raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
         self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
         self._parts, self._name_of_task = set(task.reward_parts), type(task).__name__

@@ -53,12 +53,8 @@ def check_devices(settings: Settings, devices: Devices) -> None:
             f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
             f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
         )
-    if settings.mode != "sft":
-        _check_engine_devices(settings, devices)
-
-
-def _check_engine_devices(settings: Settings, devices: Devices) -> None:
-    """Refuses a plan for sampling that one engine in this process can't follow."""
+    if settings.mode == "sft":
+        return
     if settings.train_model.parallel and settings.inference_model.engine == "vllm":
         raise ValueError(
             "vLLM in this process would take the trainer's process group for its own; with train_model.parallel set "

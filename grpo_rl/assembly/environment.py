@@ -1,4 +1,4 @@
-"""Builds the environment of ``env.dataset``, and reads its held-out rows."""
+"""Builds the environment of ``env.dataset`` and its agent, and reads its held-out rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.agents.programs import Function, Program
+from grpo_rl.agents.recorder import Limits
 from grpo_rl.by_name import is_name, object_by_name, short_name
+from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
@@ -20,11 +24,10 @@ from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
-from grpo_rl.settings.eval_tasks import read_tasks
-from grpo_rl.settings.mixture import Entry, entries
+from grpo_rl.settings.mixture import Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
-from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
+from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
 
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
@@ -43,19 +46,27 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
     """
     if found := entries(settings):
         return _mixture(settings, tokenizer, found, tries)
-    given = settings.env
-    own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
-    env = task_spec(given.dataset)(
-        path=train_source(settings),
+    env = _env_of(settings, tokenizer, path=train_source(settings))
+    if tries or is_name(settings.env.dataset):
+        _try_out(env, settings.env.dataset)
+    env.check_prompts()
+    return env
+
+
+def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any) -> LLMEnv:
+    return task_spec(settings.env.dataset)(
         tokenizer=tokenizer,
         max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
         seed=settings.train.seed,
-        **own,
+        **data,
+        **_own(settings),
     )
-    if tries or is_name(given.dataset):
-        _try_out(env, given.dataset)
-    env.check_prompts()
-    return env
+
+
+def _own(settings: Settings) -> dict[str, Any]:
+    """The settings of the task and of the environment."""
+    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    return own | {"tool_parser": tool_parser_of(settings)}
 
 
 def _try_out(env: LLMEnv, dataset: str) -> None:
@@ -92,10 +103,8 @@ def _mixture(
 ) -> MixtureEnv:
     envs: dict[str, LLMEnv] = {}
     for name, own in settings_of_mixture(settings).items():
-        try:
+        with named(f"env.mixture.{name}"):
             envs[name] = make_env(own, tokenizer, tries)
-        except ValueError as error:
-            raise ValueError(f"env.mixture.{name}: {error}") from error
     return MixtureEnv(
         envs,
         {name: entry.weight for name, entry in found.items()},
@@ -121,10 +130,8 @@ def make_eval_env(
         ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
     """
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
-    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
-    own["tool_parser"] = tool_parser_of(settings)
     if tokenizer is None:
-        task = spec.make_task(path, "test", **spec.parted(own)[0])
+        task = spec.make_task(path, "test", **spec.parted(_own(settings))[0])
         if settings.env.mcp:
             raise ValueError("env.mcp gives tools for several turns, which an endpoint is not asked for; give a model")
         if settings.env.rewards:
@@ -135,18 +142,10 @@ def make_eval_env(
         if any(task.tools_of(row) for row in task.rows) and not plays_turns(task):
             raise ValueError(f"{settings.env.dataset} shows tools, which an endpoint is not asked with; give a model")
         return task
-    env = spec(
-        tokenizer=tokenizer,
-        max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
-        seed=settings.train.seed,
-        path=path,
-        split="test",
-        **own,
-    )
+    env = _env_of(settings, tokenizer, path=path, split="test")
     _try_out(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
-    for i, row in enumerate(env.task.rows):
-        _check_prompt(env, row, i, remedy)
+    _check_prompts(env, env.task.rows, remedy)
     return env
 
 
@@ -188,13 +187,12 @@ def _take(task: Task, rows: int | None, name: str) -> None:
     task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
 
 
-def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
-    try:
-        tokens = len(env.encode(row))
-    except ValueError as error:
-        raise ValueError(f"held-out row {i}: {error}") from error
-    if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
-        raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
+def _check_prompts(env: LLMEnv, rows: Sequence[dict], remedy: str) -> None:
+    for i, row in enumerate(rows):
+        with named(f"held-out row {i}"):
+            tokens = len(env.encode(row))
+            if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
+                raise ValueError(f"a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
 def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
@@ -204,8 +202,7 @@ def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, 
         ValueError: the data can't be found or read, has no demonstrations, or one is too long; see `Demonstrations`.
     """
     given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
-    own, _ = spec.parted({name: given[name] for name in given if name not in OF_DATA})
-    task = spec.make_task(train_source(settings), **own)
+    task = spec.make_task(train_source(settings), **spec.parted(_own(settings))[0])
     if is_name(given.dataset):
         check_prompts(task, task.rows, given.dataset)
     return Demonstrations(
@@ -228,13 +225,10 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     """
     rows: list[dict] = []
     for name, own in settings_of_mixture(settings).items():
-        try:
+        with named(f"env.mixture.{name}"):
             rows += [{TASK: name, ROW: row} for row in held_out_rows(own, env.members[name].task)]
-        except ValueError as error:
-            raise ValueError(f"env.mixture.{name}: {error}") from error
     rows = rows if env.members else held_out_rows(settings, env.task)
-    for i, row in enumerate(rows):
-        _check_prompt(env, row, i, "raise inference_model.max_model_len or lower evaluate.rows")
+    _check_prompts(env, rows, "raise inference_model.max_model_len or lower evaluate.rows")
     return rows
 
 
@@ -261,3 +255,31 @@ def held_out_rows(settings: Settings, task: Task) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     return [rows[i] for i in range(wanted)]
+
+
+def make_agent(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> AgentSettings | None:
+    """The agent, which starts no process before its first session; None where ``env.dataset`` is another task.
+
+    Raises:
+        ValueError: there is no such program, function, parser or variable.
+    """
+    if settings.env.dataset != "agent":
+        return None
+    own = settings.env.task
+    deadline_s = own["deadline_s"]
+    if own["command"]:
+        agent = Program(own["command"], deadline_s, own["pass_environment"])
+    else:
+        agent = Function(own["agent"], deadline_s, own["pass_environment"])
+    make_parser = tool_parser_of(settings)
+    if settings.env.tool_parser is not None:
+        make_parser(tokenizer, [])  # a wrong name is told before anything starts
+    return AgentSettings(
+        agent=agent,
+        model=Path(settings.model.name).name,
+        deadline_s=deadline_s,
+        limits=Limits(own["max_calls"], own["max_session_tokens"]),
+        make_parser=make_parser,
+        tells=own["scorer"] is None,
+        max_sessions=own["max_sessions"],
+    )

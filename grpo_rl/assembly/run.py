@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.agents import make_agent
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -95,19 +94,13 @@ def build_run(
     with ExitStack() as stack:
         for held in (env, *(task.env for task in evaluation.tasks)):
             stack.callback(held.close)
-        watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
-        ranks = make_ranks()
-        if ranks:
-            stack.enter_context(ranks)
-        with waiting("the run's folder, and the checkpoint to resume from"):
-            folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
-        stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
-        logs = stack.enter_context(_open_logs(settings, folder, env, loss))
-        if folder.rank_zero:
-            stack.enter_context(watcher.saying(logs.note))
-        tell_watch(ranks, logs, folder)
-        interrupt = stack.enter_context(Interrupt(logs.note))
-
+        ranks, folder, logs, interrupt = begin(
+            stack, settings, own_folder, model, make_ranks, settings.train, partial(_make_logs, settings, env, loss)
+        )
+        for task in (env.members or {"": env}).values():
+            task.guard.tell = logs.note
+        if env.skipped:
+            logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
         if folder.rank_zero:
             env.task.place((plan.reward or plan.train)[0])
         policy = training.load_policy(settings, model, plan, ranks, logs)
@@ -168,19 +161,52 @@ def build_run(
             held_out,
             partial(step_metrics, mismatch, roofline, settings.train.max_resamples > 0),
             interrupt,
-            RunOptions(
-                settings.train,
-                settings.evaluate.frequency,
-                settings.model.name,
-                settings.env.dataset,
-                settings.train_model.lora.export,
-                "wait" if settings.mode == "async" else "sample",
-                settings.inference_model.sleep,
-                origin_of(settings, folder, model),
-            ),
+            options(settings, settings.train, folder, model),
             ranks,
         ) as run:
             yield run
+
+
+def begin(
+    stack: ExitStack,
+    settings: Settings,
+    own_folder: str | Path,
+    model: Path,
+    make_ranks: Callable[[], Ranks | None],
+    train: Train,
+    make_logs: Callable[[RunFolder], RunLogs],
+) -> tuple[Ranks | None, RunFolder, RunLogs, Interrupt]:
+    """Joins the ranks, and opens the run's folder and its logs; the stack closes them."""
+    watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
+    ranks = make_ranks()
+    if ranks:
+        stack.enter_context(ranks)
+    with waiting("the run's folder, and the checkpoint to resume from"):
+        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
+    stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
+    folder.prepare()
+    logs = stack.enter_context(make_logs(folder))
+    for note in folder.notes:
+        logs.note(note)
+    if folder.rank_zero:
+        stack.enter_context(watcher.saying(logs.note))
+    if ranks and ranks.watch:  # this rank's signs of life, and the line of a lost rank
+        ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
+    return ranks, folder, logs, stack.enter_context(Interrupt(logs.note))
+
+
+def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:
+    """The options of a run in the settings' mode."""
+    return RunOptions(
+        train,
+        settings.evaluate.frequency,
+        settings.model.name,
+        settings.env.dataset,
+        settings.train_model.lora.export,
+        {"async": "wait", "sft": "read"}.get(settings.mode or "", "sample"),
+        settings.inference_model.sleep,
+        origin_of(settings, folder, model),
+    )
 
 
 def origin_of(settings: Settings, folder: RunFolder, model: Path) -> dict[str, Any]:
@@ -224,12 +250,6 @@ def needed_room(settings: Settings, model_bytes: float) -> Room:
     )
 
 
-def tell_watch(ranks: Ranks | None, logs: RunLogs, folder: RunFolder) -> None:
-    """Has this rank's signs of life say what the run is at, and the line of a lost rank how to go on."""
-    if ranks and ranks.watch:
-        ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
-
-
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:
     """The tracker's state of a resumed run, without the best where its model is not kept."""
     state = folder.best
@@ -243,17 +263,7 @@ def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) ->
     return state
 
 
-@contextmanager
-def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) -> Iterator[RunLogs]:
-    folder.prepare()
+def _make_logs(settings: Settings, env: LLMEnv, loss: Any, folder: RunFolder) -> RunLogs:
     steps, loss = derived.total_steps(settings), loss if settings.train.lineage else None
-    path, config, rank_zero = folder.path, folder.config, folder.rank_zero
-    resumes, tokenizer = folder.resumes, env.tokenizer
-    with RunLogs(path, settings.logger, config, steps, folder.step, resumes, loss, rank_zero, tokenizer) as logs:
-        for note in folder.notes:
-            logs.note(note)
-        for task in (env.members or {"": env}).values():
-            task.guard.tell = logs.note
-        if env.skipped:
-            logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
-        yield logs
+    resumes, zero = folder.resumes, folder.rank_zero
+    return RunLogs(folder.path, settings.logger, folder.config, steps, folder.step, resumes, loss, zero, env.tokenizer)

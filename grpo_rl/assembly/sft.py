@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from grpo_rl.assembly import devices, training
 from grpo_rl.assembly.environment import held_out_rows, make_demonstrations
-from grpo_rl.assembly.run import open_folder, origin_of, tell_watch
+from grpo_rl.assembly.run import begin, options
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -27,14 +28,13 @@ from grpo_rl.policies.loading import check_written
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.run import Interrupt, Run, RunOptions
+from grpo_rl.run.run import Run
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
-from grpo_rl.waits.registry import waiting
-from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.transport import NullTransport
 
@@ -60,22 +60,13 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
     total = epochs * len(rows)
     train = replace(settings.train, total_dialog_turns=total)
     with ExitStack() as stack:
-        watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
-        ranks = devices.make_ranks(settings, plan)
-        if ranks:
-            stack.enter_context(ranks)
-        with waiting("the run's folder, and the checkpoint to resume from"):
-            folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
-        stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
-        # A run that is prolonged keeps the short step that it ended with.
-        steps = folder.step + -(-(total - folder.collected) // batch)
-        logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
-        if folder.rank_zero:
-            stack.enter_context(watcher.saying(logs.note))
-        tell_watch(ranks, logs, folder)
-        interrupt = stack.enter_context(Interrupt(logs.note))
+        make_ranks = partial(devices.make_ranks, settings, plan)
+        ranks, folder, logs, interrupt = begin(
+            stack, settings, own_folder, model, make_ranks, train, partial(_make_logs, settings, train)
+        )
+        _tell_rows(logs, rows)
         policy = training.load_policy(settings, model, plan, ranks, logs)
-        optimizer = training.make_optimizer(settings, policy, ranks, steps)
+        optimizer = training.make_optimizer(settings, policy, ranks, steps_of(train, folder))
         stack.callback(optimizer.close)
         nowhere = NullTransport(getattr(torch, dtype(settings)), takes_adapters=False)
         max_tokens, count = settings.train.micro_batch_tokens, settings.train.gradient_accumulation_steps
@@ -102,38 +93,30 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             HeldOutDemonstrations(policy, held_out, within_memory, folder.eval_before),
             sft_metrics,
             interrupt,
-            RunOptions(
-                train,
-                settings.evaluate.frequency,
-                settings.model.name,
-                settings.env.dataset,
-                settings.train_model.lora.export,
-                "read",
-                False,
-                origin_of(settings, folder, model),
-            ),
+            options(settings, train, folder, model),
             ranks,
         ) as run:
             yield run
 
 
-@contextmanager
-def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, steps: int) -> Iterator[RunLogs]:
-    folder.prepare()
-    logger = replace(settings.logger, completions=False)
+def steps_of(train: Train, folder: RunFolder) -> int:
+    """Steps of the whole run; one that is prolonged keeps the short step that it ended with."""
+    return folder.step + -(-(train.total_dialog_turns - folder.collected) // train.optim_batch_size)
+
+
+def _make_logs(settings: Settings, train: Train, folder: RunFolder) -> RunLogs:
+    logger, steps = replace(settings.logger, completions=False), steps_of(train, folder)
     # Without a loss and a tokenizer neither lineage nor tokens are stored.
-    with SFTLogs(
-        folder.path, logger, folder.config, steps, folder.step, folder.resumes, rank_zero=folder.rank_zero
-    ) as logs:
-        for note in folder.notes:
-            logs.note(note)
-        if rows.skipped:
-            logs.note(f"{rows.skipped} of {len(rows.task.rows)} rows are too long and left out")
-        if wrong := rows.written_otherwise:
-            share = f"{len(wrong)} of {len(rows)}"
-            logs.note(
-                f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other "
-                "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They "
-                "are trained on as GRPO samples: prompt, text, generation's end"
-            )
-        yield logs
+    return SFTLogs(folder.path, logger, folder.config, steps, folder.step, folder.resumes, rank_zero=folder.rank_zero)
+
+
+def _tell_rows(logs: RunLogs, rows: Demonstrations) -> None:
+    if rows.skipped:
+        logs.note(f"{rows.skipped} of {len(rows.task.rows)} rows are too long and left out")
+    if wrong := rows.written_otherwise:
+        share = f"{len(wrong)} of {len(rows)}"
+        logs.note(
+            f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other "
+            "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They "
+            "are trained on as GRPO samples: prompt, text, generation's end"
+        )

@@ -34,9 +34,6 @@ class SyncCollector:
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
         has_no_signal: which groups teach nothing, where rewards are changed before they are compared.
         agents: plays sessions of agents in the place of responses and conversations.
-
-    Raises:
-        ValueError: ``max_resamples`` is negative.
     """
 
     def __init__(
@@ -50,8 +47,6 @@ class SyncCollector:
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: SteppedGroups | None = None,
     ) -> None:
-        if max_resamples < 0:
-            raise ValueError(f"train.max_resamples={max_resamples}; it must be 0, which samples once, or more")
         self._env, self._engine, self._sampling = env, engine, sampling
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
         self.collected, self._agents = collected, agents

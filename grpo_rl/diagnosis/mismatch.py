@@ -45,14 +45,9 @@ class Mismatch:
         bound: mean |difference| on fresh weights that stops the run, in nats; None: nothing stops it, faults are told.
             At 0.2 the ratio of the typical token is where clipping begins before anything was learned; rounding in bf16
             gives 0.04 and less.
-
-    Raises:
-        ValueError: the bound is no positive number.
     """
 
     def __init__(self, bound: float | None = 0.2, first_tokens: int = 256, max_staleness: int = 0) -> None:
-        if bound is not None and not bound > 0:
-            raise ValueError(f"mismatch.bound is {bound}; it must be more than 0 nats, or null to stop for nothing")
         self._bound, self._first_tokens, self._max_staleness = bound, first_tokens, max_staleness
         self._history: deque[float] = deque(maxlen=WINDOW)
         self._looked_at = 0

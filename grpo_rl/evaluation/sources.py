@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from grpo_rl.assembly.agents import make_agent
-from grpo_rl.assembly.environment import make_eval_env
+from grpo_rl.assembly.environment import make_agent, make_eval_env
 from grpo_rl.assembly.sync import make_engine
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.guards.guard import ScoreGuard

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster, dtype_on
-from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
+from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
 
 
@@ -83,8 +84,11 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
     _refuse_sft("plan", cfg.mode)
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
-    # As the mode is chosen below; "here" is looked at later, as that needs torch.
-    check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
+    likely = "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync"
+    if cfg.mode or len(clusters) > 1 or has_no_gpu():  # wrong words before the imports; GPUs here need torch
+        trial = cfg.copy()
+        trial.mode = cfg.mode or likely
+        Settings.read(trial)
     cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(clusters[-1], cfg.ray.address)
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
 
 MODES = {"--async": "grpo_async", "--sft": "sft"}
 """The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
 GRPO_RL = ("grpo-rl", "cli.py")
 """The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
-TAKE_VALUES = ("--config-name", "--config-dir", "--config-path", "--package", "-cn", "-cd", "-cp", "-p")
-"""Hydra's options whose value is the next word, whatever it looks like."""
 typed: list[str] = []
 """The command line of this process's run as typed; of a job of a sweep, its own; empty outside of one."""
 
@@ -36,32 +37,23 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> divided(["loss=dapo", "--config-dir", "lr=1/conf", "-m", "~logger"])
     (['--config-dir', 'lr=1/conf', '-m'], ['loss=dapo', '~logger'])
     """
-    options, rest = [], []
-    for before, word in zip(["", *arguments], arguments, strict=False):
-        is_override = before not in TAKE_VALUES and not word.startswith("-") and ("=" in word or word.startswith("~"))
-        (rest if is_override else options).append(word)
-    return options, rest
+    overrides = [word for word in hydra_options(arguments).overrides if "=" in word or word.startswith("~")]
+    options = list(arguments)
+    for word in overrides:
+        options.remove(word)
+    return options, overrides
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:
-    """The arguments with options first: argparse takes overrides from one place only.
+    """The arguments with options first: Hydra takes overrides from one place only.
 
     >>> arranged(["loss=dapo", "--multirun", "optimizer.lr=1e-6,1e-5", "--config-name", "mine"])
     ['--multirun', '--config-name', 'mine', 'loss=dapo', 'optimizer.lr=1e-6,1e-5']
     """
-    options, rest = divided(arguments)
-    return options + rest
+    options, overrides = divided(arguments)
+    return options + overrides
 
 
-def option(arguments: Sequence[str], name: str, short: str) -> str | None:
-    """The last value of an option; None if it is not given.
-
-    >>> option(["--config-name", "mine"], "--config-name", "-cn"), option(["-cn=yours"], "--config-name", "-cn")
-    ('mine', 'yours')
-    """
-    found = None
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        given, _, value = word.partition("=")
-        if given in (name, short):
-            found = value or following
-    return found
+def hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The words as Hydra's own parser reads them: ``config_name``, ``config_dir``, ``overrides`` and so on."""
+    return get_args_parser().parse_known_intermixed_args(list(arguments))[0]

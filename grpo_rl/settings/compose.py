@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.command_line import option
+from grpo_rl.settings.command_line import hydra_options
 from grpo_rl.settings.declaration import declared, plain, select, unknown
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
@@ -44,14 +44,14 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     ('ifeval', None)
     """
     names = [word.partition("=")[2] for word in arguments if word.startswith(("env=", "env.dataset="))]
-    default = option(arguments, "--config-name", "-cn") or config_name
+    default = hydra_options(arguments).config_name or config_name
     name = names[-1] if names else default.removeprefix("grpo_")
     return name if name in TASKS or is_name(name) else None
 
 
 def folders(arguments: Sequence[str]) -> list[Path]:
     """The folders in which a command line's configs are looked for: the project's, and that of ``--config-dir``."""
-    own = option(arguments, "--config-dir", "-cd")
+    own = hydra_options(arguments).config_dir
     return [FOLDER, *([Path(own)] if own else [])]
 
 
@@ -67,7 +67,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """
     words = []
     keys = {word.lstrip("+").partition("=")[0] for word in arguments if "=" in word}
-    chosen = keys & {"env", "env.dataset", "env.task"} or option(arguments, "--config-name", "-cn")
+    chosen = keys & {"env", "env.dataset", "env.task"} or hydra_options(arguments).config_name
     if not chosen and any(key.split(".")[:2] == ["env", MIXTURE] for key in keys):
         words.append(f"env={MIXTURE}")
     for word in arguments:
@@ -127,22 +127,6 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         raise ValueError(explained(error)) from error
 
 
-def check_in_its_modes(cfg: DictConfig, likely: str = "sync") -> None:
-    """Refuses a config that is wrong in the mode it names; one that names none, where no mode makes it right.
-
-    Raises:
-        ValueError: as :meth:`Settings.read`, in the mode that is named or ``likely``.
-    """
-    errors = []
-    for mode in [cfg.mode] if cfg.mode else sorted(("sync", "async"), key=likely.__ne__):
-        try:
-            Settings.read(OmegaConf.merge(cfg, {"mode": mode}))
-            return
-        except ValueError as error:
-            errors.append(error)
-    raise errors[0]
-
-
 def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
     """A run's settings with another loss.
 
@@ -150,16 +134,13 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
         ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
             go together.
     """
-    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
-    chosen = loss_config(overrides)
-    changed = OmegaConf.create({name: plain(settings[name]) for name in ("loss", "policy")})
-    for key in sorted(keys, key=len):  # a preset first, and single settings over it
-        OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
+    chosen, changed = loss_config(overrides), compose_config(DEFAULT_CONFIG, [])
     # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
-    checked = compose_config(DEFAULT_CONFIG, [])
     for key in ("loss", *OF_A_LOSS):
-        OmegaConf.update(checked, key, OmegaConf.select(changed, key), merge=False)
-    loss = Settings.read(checked)
+        OmegaConf.update(changed, key, plain(select(settings, key)), merge=False)
+    for key in sorted((_key(word) for word in overrides), key=len):  # a preset first, and single settings over it
+        OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False, force_add=True)
+    loss = Settings.read(changed)
     return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})
 
 
@@ -169,11 +150,15 @@ def loss_config(overrides: Sequence[str]) -> DictConfig:
     Raises:
         ValueError: an override that has no part in a loss or can't be read, an unknown preset or a wrong value.
     """
-    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
-    if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:
-        raise ValueError(f"{others[0]} has no part in the loss; give loss=NAME, loss.KEY=VALUE, {', '.join(OF_A_LOSS)}")
+    for key in (_key(word) for word in overrides):
+        if key.partition(".")[0] != "loss" and key not in OF_A_LOSS:
+            raise ValueError(f"{key} has no part in the loss; give loss=NAME, loss.KEY=VALUE, {', '.join(OF_A_LOSS)}")
     chosen = compose_config(DEFAULT_CONFIG, overrides)
     for key, setting in declarations(None).items():
         if key.startswith("loss.") or key in OF_A_LOSS:
             setting.check(key, OmegaConf.select(chosen, key))
     return chosen
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 import gc
-import logging
 import os
 import shutil
 import sys
@@ -64,19 +63,15 @@ def objective(summary: object) -> float | None:
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Removes Hydra's folder of a start that is refused inside; one with a name of the user's stays, empty."""
+    """Removes Hydra's log and folder of a start that is refused inside; a folder that the user named stays."""
     try:
         yield
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}
-            if unused and os.environ.get("RANK", "0") == "0":
-                for handler in logging.getLogger().handlers[:]:
-                    if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
-                        logging.getLogger().removeHandler(handler)
+            if {path.name for path in folder.iterdir()} <= {log, ".lock"} and os.environ.get("RANK", "0") == "0":
                 (folder / log).unlink(missing_ok=True)
-                if not fixed_folder():  # else it may be the user's, and another start may wait for its lock
+                if not fixed_folder():  # else another start may wait for its lock
                     shutil.rmtree(folder)
                     for parent in folder.parents[:2]:  # the day's, and outputs
                         if Path.cwd() in parent.parents:

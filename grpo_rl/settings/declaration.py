@@ -21,7 +21,7 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Tells whether a plain value, with lists for tuples, has a type; an int is a float, a bool is neither.
+    """True if a plain value, with lists for tuples, has a type; an int is a float, a bool is neither.
 
     >>> _fits([1, 4], tuple[int, ...]), _fits(1, tuple[int, ...]), _fits(True, int)
     (True, False, False)
@@ -134,9 +134,7 @@ class Setting:
             return "\n".join(filter(None, wrong)) or None
         if _fits(value, self.kind) or (value is None and self.null):
             return None
-        wrong = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
-        is_number = self.kind is float and isinstance(value, float)
-        return wrong + "; neither infinity nor NaN is taken" * is_number
+        return f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
 
     def check(self, key: str, value: Any) -> None:
         """Refuses a plain value of a wrong type or out of range.

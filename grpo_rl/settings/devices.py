@@ -111,8 +111,6 @@ def allocate(
     ...     policy=Config(kl_coef=0.1)), visible=8))
     train cuda:0 cuda:1, ref cuda:2, inference cuda:3 cuda:4 cuda:5 cuda:6 (2 x tensor_parallel_size 2)
     """
-    if mode not in ("sync", "async"):
-        raise ValueError(f"mode is {mode!r}; it is sync or async")
     if visible is None:
         import torch  # here, not above: this file is also imported to check a config, which does without
 
@@ -133,15 +131,6 @@ def allocate(
     engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
     roles = plan["train"], plan.get("ref", ()), plan["inference"]
     return Devices(*roles, tensor_parallel_size, engine_share, plan.get("reward", ()))
-
-
-def check_on_cpu(cfg: Sections, mode: str = "sync") -> None:
-    """Refuses what :func:`allocate` would on a machine without a GPU, before torch is imported.
-
-    Raises:
-        ValueError: GPUs are asked for.
-    """
-    _check_on_cpu(_roles(cfg, counts_only=False), mode)
 
 
 def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
@@ -202,14 +191,9 @@ class _Role:
         count, indices = section.num_devices, section.devices
         if indices is None:
             return cls(name, count, None)
-        indices = list(indices)
-        if not indices or any(index < 0 for index in indices):
-            raise ValueError(f"{name}_model.devices={indices}; it is a list of GPU indices such as [0, 1], or null")
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"{name}_model.devices={indices} names a GPU twice")
         if count not in (None, len(indices)):
             raise ValueError(
-                f"{name}_model.num_devices={count}, but {name}_model.devices={indices} names {len(indices)}; "
+                f"{name}_model.num_devices={count}, but {name}_model.devices={list(indices)} names {len(indices)}; "
                 "give one of the two"
             )
         return cls(name, len(indices), tuple(indices))
@@ -219,21 +203,15 @@ def _devices(count: int) -> str:
     return f"{count} device" + ("s" if count > 1 else "")
 
 
-def _check_on_cpu(roles: list[_Role], mode: str) -> None:
-    for role in roles:
-        remedy = f"leave it null, and set {role.section}.num_devices to split the CPU's cores"
-        remedy = "leave it null to use the CPU" if mode == "sync" else remedy
-        if role.indices is not None:
-            raise ValueError(f"{role.section}.devices={list(role.indices)}, but no GPU is visible; {remedy}")
-        if mode == "sync" and (role.count or 1) > 1:
-            raise ValueError(f"{role.section}.num_devices={role.count}, but no GPU is visible; {remedy}")
-
-
 def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
     """One device for all roles in sync mode; in async mode one for each process, all of which share the cores."""
     import torch
 
-    _check_on_cpu(roles, mode)
+    for role in roles:
+        given = f"{role.section}.num_devices={role.count}"
+        given = given if role.indices is None else f"{role.section}.devices={list(role.indices)}"
+        if role.indices is not None or (mode == "sync" and (role.count or 1) > 1):
+            raise ValueError(f"{given}, but no GPU is visible; leave it null to use the CPU")
     if mode == "sync":
         _say_everything_shares_the_cpu()
         return {role.name: (torch.device("cpu"),) for role in roles}
@@ -264,7 +242,7 @@ def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[
     owner: dict[int, _Role] = {}
     for role in roles:
         for index in role.indices or ():
-            if index >= visible:
+            if not 0 <= index < visible:
                 raise ValueError(
                     f"{role.section}.devices={list(role.indices or ())}: there is no GPU {index}, {visible} visible "
                     f"(0 to {visible - 1})"

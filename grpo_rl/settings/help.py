@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_rl.settings.command_line import program
-from grpo_rl.settings.compose import FOLDER, OWN
-from grpo_rl.settings.declaration import REQUIRED, Setting, plain, unknown
+from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config
+from grpo_rl.settings.declaration import REQUIRED, Setting, plain, select, unknown
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.schema import UNSET
 from grpo_rl.settings.sections import Sections, declarations
-from grpo_rl.storage.dotted import flat
 
 FLAGS = ("--help", "-h")
 FIRST = (
@@ -30,6 +28,7 @@ FIRST = (
     "env.repeats",
     "sampling.max_new_tokens",
     "train.total_dialog_turns",
+    "train.epochs",
     "train.optim_batch_size",
     "optimizer.lr",
     "policy.kl_coef",
@@ -37,8 +36,6 @@ FIRST = (
     "resume",
 )
 """The settings that people change first; of SFT, those of them that it reads."""
-FIRST_IN_SFT = {"train.total_dialog_turns": "train.epochs"}
-"""SFT's own settings, in the place of some of them."""
 EXAMPLES = {
     "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
     "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
@@ -67,10 +64,8 @@ SECTIONS = {
     "'env.reward={my_rewards\\:short: 1, my_rewards\\:polite: 0.5}'. env.rewards adds parts to any task.",
 }
 """Explanations of sections that lie in others."""
-LONGEST_DEFAULT = 24
-"""Characters of a task's default that is shown; a longer one is left to the task's config file."""
-_CLAUSES = re.compile(r"(.*\w\)?)[,;.]( |$)")
-_LINK = re.compile(r"\s*\(https?://[^)]*\)|:\s*(https?://|github\.com/).*")
+LONGEST_DEFAULT = 40
+"""Characters of a default that is shown; a longer one is left to the config file."""
 
 
 def topic(arguments: Sequence[str]) -> str | None:
@@ -100,7 +95,7 @@ def help_text(
         says: the script's docstring, whose first paragraph is shown.
         config_name: its default config.
         folders: the folders with configs: the project's, and the user's.
-        dataset: the task whose settings are shown beside those of all tasks.
+        dataset: the task whose settings are shown next to those of all tasks.
         mode: the script's.
 
     Raises:
@@ -112,20 +107,18 @@ def help_text(
 
 def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
     command, sft = " ".join(program(mode)), mode == "sft"
-    first = [key for key in (FIRST_IN_SFT.get(key, key) if sft else key for key in FIRST) if not sft or is_read(key)]
     yield says
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
-    known = declarations(None)
-    yield from _block("Settings that people change first, with their defaults:", _pairs(first, known, {}), 40)
-    yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders), shortened=True)
-    tasks = [("package.module:Class" if name == OWN else name, says) for name, says in _members("env", folders)]
-    yield from _block("Tasks, env.dataset=NAME:", tasks)
+    first = [key for key in FIRST if not sft or is_read(key)]
+    yield from _block("Settings that people change first, with their defaults:", _described(first, declarations(None)))
+    for title, group in {"Recipes, +experiment=NAME:": "experiment", "Tasks, env.dataset=NAME:": "env"}.items():
+        yield from _block(title, _members(group, folders), 22)
     if not sft:
-        yield from _block("Losses, loss=NAME:", _members("loss", folders))
+        yield from _block("Losses, loss=NAME:", _members("loss", folders), 22)
     examples = EXAMPLES_OF_SFT if sft else EXAMPLES
-    yield from _block("Examples:", [(f"{command} {words}", says) for words, says in examples.items()], 76)
-    yield from _block("More:", MORE.items())
+    yield from _block("Examples:", {f"{command} {words}": says for words, says in examples.items()}, 76)
+    yield from _block("More:", MORE, 22)
 
 
 def _settings(about: str, dataset: str | None) -> Iterator[str]:
@@ -134,68 +127,53 @@ def _settings(about: str, dataset: str | None) -> Iterator[str]:
     if not keys:
         sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
         raise ValueError(unknown("section or setting", about, [*sections, *known] if "." in about else sections))
-    if section := Sections.__dataclass_fields__.get(about):
-        makes = section.default_factory
-        yield f"{about}: {makes.__doc__}" if isinstance(makes, type) else about
-    elif about in SECTIONS:
-        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        yield from textwrap.wrap(f"{about}: {SECTIONS[about]}", width, break_on_hyphens=False)
-    yield from _block("", _pairs(keys, known, _of_task(dataset)), 40)
+    makes = getattr(Sections.__dataclass_fields__.get(about), "default_factory", None)
+    if says := SECTIONS.get(about) or (makes.__doc__ if isinstance(makes, type) else None):
+        yield textwrap.fill(f"{about}: {says}", _width(), break_on_hyphens=False)
+    values = compose_config(DEFAULT_CONFIG, [f"env.dataset={dataset}"]) if dataset else {}
+    yield from _block("", _described(keys, known, OmegaConf.to_container(values) if dataset else {}))
 
 
-def _of_task(dataset: str | None) -> dict[str, Any]:
-    """The defaults in the config of one of the project's tasks, by dotted name, without those too long for a line."""
-    path = FOLDER / "env" / f"{dataset}.yaml"
-    values = flat({"env": OmegaConf.to_container(OmegaConf.load(path))}) if path.is_file() else {}
-    return {key: value for key, value in values.items() if value != UNSET and len(str(value)) <= LONGEST_DEFAULT}
-
-
-def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Each setting with its default, and what it means with its range."""
-    pairs = []
+def _described(keys: Iterable[str], known: Mapping[str, Setting], values: Any = None) -> dict[str, str]:
+    """Each setting with its value, or its default, and what it means with its range."""
+    found = {}
     for key in keys:
-        setting = known[key]
-        if setting.default is REQUIRED and key not in of_task:
-            pairs.append((key, setting.comment))
-            continue
-        default = of_task[key] if setting.default is REQUIRED else setting.default
-        default = default if isinstance(default, str) else json.dumps(plain(default), default=str, skipkeys=True)
+        setting, value = known[key], select(values or {}, key, known[key].default)
+        text = value if isinstance(value, str) else json.dumps(plain(value), default=str)
+        shown = value not in (REQUIRED, UNSET) and len(text) <= LONGEST_DEFAULT
         limits = f" ({setting.bounds})" if setting.bounds else ""
-        pairs.append((f"{key}={default}", setting.comment + limits))
-    return pairs
+        found[f"{key}={text}" if shown else key] = setting.comment + limits
+    return found
 
 
-def _members(group: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
-    """Each config of a group with its first comment, without links."""
+def _members(group: str, folders: Sequence[Path]) -> dict[str, str]:
+    """Each config of a group with its first comment, cut to a line."""
     files: dict[str, Path] = {}
     for path in (path for folder in folders for path in sorted((folder / group).glob("*.yaml"))):
-        files.setdefault(path.stem, path)  # Hydra, too, reads the first of a name
-    return [(name, _first_comment(path)) for name, path in files.items()]
+        files.setdefault("package.module:Class" if path.stem == OWN else path.stem, path)  # Hydra reads the first, too
+    return {name: textwrap.shorten(_first_comment(path), _width() - 24) for name, path in files.items()}
 
 
 def _first_comment(path: Path) -> str:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#") and not line.startswith("# @package"):
-            return _LINK.sub("", line.lstrip("# ")).rstrip(" :,")
-    return ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    says = (line for line in lines if line.startswith("#") and not line.startswith("# @package"))
+    return next(says, "").lstrip("# ").rstrip(" :,")
 
 
-def _block(title: str, pairs: Iterable[tuple[str, str]], column: int = 22, shortened: bool = False) -> Iterator[str]:
-    """A table of two columns under a title; a left side that is too long has a line of its own.
+def _width() -> int:
+    return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
-    With ``shortened`` a right side ends with the last of its clauses that its first line has room for.
-    """
-    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-    column = min(column, width // 2)
+
+def _block(title: str, pairs: Mapping[str, str], column: int = 40) -> Iterator[str]:
+    """A table of two columns under a title; a left side that is too long has a line of its own."""
     if title:
         yield f"\n{title}"
-    for left, right in pairs:
+    column = min(column, _width() // 2)
+    for left, right in pairs.items():
         start = f"  {left}".ljust(column)
         if len(start) > column:
             yield start
             start = " " * column
-        text = textwrap.wrap(right, width - column - 1, break_long_words=False) or [""]
-        if shortened and len(text) > 1 and (clauses := _CLAUSES.match(text[0])):
-            text = [clauses[1]]
-        yield f"{start} {text[0]}".rstrip()
-        yield from (" " * (column + 1) + line for line in text[1:])
+        first, *rest = textwrap.wrap(right, _width() - column - 1, break_long_words=False) or [""]
+        yield f"{start} {first}".rstrip()
+        yield from (" " * (column + 1) + line for line in rest)

@@ -12,17 +12,12 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.adapters import need
 from grpo_rl.policies.model_folder import check_name
 from grpo_rl.settings.derived import adapters, eval_source, train_source
-from grpo_rl.settings.devices import check_on_cpu
-from grpo_rl.settings.hardware import has_no_gpu
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
-READ_AT_ONCE = 2**24
-"""Bytes of a JSON file up to which its rows are read here, too: a wrong row is then found before torch is imported."""
-
 
 def check_machine(settings: Settings, mode: str = "sync") -> None:
-    """Refuses settings that ask for files, packages or GPUs that are not here.
+    """Refuses settings that ask for files or packages that are not here.
 
     On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
     run is built, which knows more; here an error takes a second, and there the time of all imports.
@@ -35,7 +30,6 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     if settings.ray.address is not None:
         return
     cache_folder()
-    _check_resume(settings.resume)
     check_engine(settings)
     adapters(settings)
     for name in filter(None, (settings.model.name, settings.ref_model.name)):
@@ -43,8 +37,6 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     _check_rows(settings, train_source(settings), "train")
     if settings.env.eval_path:
         _check_rows(settings, eval_source(settings), "test")
-    if has_no_gpu():
-        check_on_cpu(settings, "async" if mode == "async" else "sync")
 
 
 def check_engine(settings: Settings) -> None:
@@ -61,25 +53,11 @@ def check_engine(settings: Settings) -> None:
         )
 
 
-def _check_resume(resume: str | None) -> None:
-    if resume not in (None, "auto") and not Path(resume).exists():
-        raise ValueError(
-            f"resume={resume}: no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or auto"
-        )
-
-
 def _check_rows(settings: Settings, source: Source, split: str) -> None:
-    """Reads the rows at a path that is no file, unless it may be of the hub, or a small file of JSON.
-
-    The task's own loader tells what is wrong; a name of data that come with the package takes it no time.
-    """
+    """Has the task's own loader say what is wrong with a path where nothing is, unless it may be of the hub."""
     path = source.path
     if path is None or path.startswith(HUB_PREFIX) or glob.has_magic(path):
         return
     file = Path(os.path.expanduser(path))
-    if file.is_file():
-        needed = file.suffix.lower() in (".json", ".jsonl") and file.stat().st_size <= READ_AT_ONCE
-    else:
-        needed = not file.is_dir() and (format_of(file) is not None or not is_hub_name(path))
-    if needed:
+    if not file.exists() and (format_of(file) is not None or not is_hub_name(path)):
         task_spec(settings.env.dataset).rows(source, split, settings.env)

@@ -1,16 +1,16 @@
-"""The tasks of ``env.mixture``: their entries, and what is wrong with one of them by itself."""
+"""The tasks of ``env.mixture``, ``evaluate.tasks`` and agents: their entries, and what is wrong with one by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
-from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting, unknown
+from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
-from grpo_rl.settings.tasks import MIXTURE, TASKS
+from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
 
 OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that each task of a mixture has its own of."""
@@ -25,6 +25,10 @@ ALONE = (MIXTURE, "agent")
 """Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
 OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
+OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
+"""Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
+EPISODES = ("openenv", "verifiers")
+"""Tasks that reward the steps of an episode, which an agent's session is not."""
 
 
 class Draws(Section):
@@ -78,9 +82,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
             raise ValueError(
                 f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
-        if not is_name(dataset) and (dataset not in TASKS or dataset in ALONE):
-            known = [*(task for task in TASKS if task not in ALONE), "package.module:Class"]
-            raise ValueError(f"{where}: {unknown('task', dataset, known)}")
+        check_names([dataset], where, [task for task in TASKS if task not in ALONE])
         if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = select(env, "rewards.model", {})
@@ -119,3 +121,60 @@ def check_mixture(settings: Sections) -> None:
     for i, task in enumerate(settings.evaluate.tasks):
         if (name := short_name(str(task["task"]))) in found:
             raise ValueError(f"evaluate.tasks[{i}]: {name} is a task of the mixture, and so evaluated; leave it out")
+
+
+class EvalTask(Section):
+    """An entry of ``evaluate.tasks``."""
+
+    task: str = setting(REQUIRED, "the task")
+    rows: int = setting(REQUIRED, "the number of its held-out rows", at_least=2)
+    samples: int = setting(0, "extra sampled responses to each row", at_least=0)
+    path: str | None = setting(None, "its held-out data")
+    env: Mapping[str, Any] = setting({}, "its own settings that differ from the defaults")
+
+
+def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
+    """The entries; their own settings are not checked.
+
+    Raises:
+        ValueError: an entry names no such task, has an unknown key or a wrong value; or two have one name.
+    """
+    found = [read_section(EvalTask, task, f"evaluate.tasks[{i}]") for i, task in enumerate(tasks)]
+    check_names([task.task for task in found], "evaluate.tasks")
+    for i, task in enumerate(found):
+        if task.task == "agent":
+            raise ValueError(f"evaluate.tasks[{i}] is agent, which is evaluated where it is trained; name its scorer")
+        if taken := [name for name in OF_TRAINING if name in task.env]:
+            raise ValueError(f"evaluate.tasks[{i}].env.{taken[0]} has no effect here; use task, path, rows and samples")
+    return found
+
+
+def check_agent(settings: Sections) -> None:
+    """Refuses settings of ``env.dataset=agent`` that contradict each other.
+
+    Raises:
+        ValueError: there is no agent, or two; no rows; a scorer that is no task, or one of episodes; a curriculum.
+    """
+    if settings.env.dataset != "agent":
+        return
+    own = settings.env.task
+    if bool(own["command"]) == bool(own["agent"]):
+        raise ValueError(
+            f"env.command={own['command']} and env.agent={own['agent']}; set one of them: a program, or "
+            "package.module:function"
+        )
+    scorer = own["scorer"]
+    if scorer in EPISODES:
+        raise ValueError(
+            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
+            f"message; leave env.scorer out and let the agent tell its reward, or train with env.dataset={scorer}"
+        )
+    names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
+    if scorer is not None and not is_name(scorer) and scorer not in names:
+        raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
+    if scorer is None and not settings.env.path:
+        raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
+    if settings.env.curriculum:
+        raise ValueError(
+            "env.curriculum counts the rewards of single responses, not of an agent's sessions; leave it out"
+        )

@@ -9,8 +9,8 @@ from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, kl_in_reward, loss_terms
-from grpo_rl.settings.eval_tasks import read_tasks
 from grpo_rl.settings.imitation import check_sft
+from grpo_rl.settings.mixture import read_tasks
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.training.schedules import AdaptiveKL
@@ -21,12 +21,6 @@ SCRIPTS = {
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
 """The command that starts a run of each mode: from a checkout, or installed."""
-BY_ADVANTAGES = (
-    "loss.ratio", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.tau_pos", "loss.tau_neg",
-    "loss.advantage", "loss.advantage_clip", "loss.reward_weights", "loss.correction", "loss.correction_level",
-    "loss.correction_low", "loss.correction_high", "loss.top_entropy_fraction", "train.reward_clip",
-)  # fmt: skip
-"""Settings of the policy gradient by advantages, which loss.surrogate=none has none of."""
 
 
 def check_relations(settings: Sections) -> None:
@@ -175,7 +169,7 @@ def _check_loss(settings: Sections) -> None:
 
 
 def _check_distillation(settings: Sections) -> None:
-    """Refuses a teacher that is the policy itself, and settings that only advantages have."""
+    """Refuses a teacher that is the policy itself, or becomes it, and dynamic sampling."""
     reference = settings.ref_model
     what = "loss.surrogate=none trains on the KL to a teacher alone"
     if settings.train_model.lora.rank:
@@ -198,11 +192,6 @@ def _check_distillation(settings: Sections) -> None:
             f"train.max_resamples={settings.train.max_resamples} resamples zero-variance groups, and with "
             "loss.surrogate=none they teach as much as others; set it to 0"
         )
-    for key, setting in declarations(settings.env.dataset).items():
-        if key in BY_ADVANTAGES and (value := select(settings, key)) != setting.default:
-            raise ValueError(
-                f"{key}={plain(value)} means nothing with loss.surrogate=none, which has no advantages; leave it out"
-            )
 
 
 def _check_reference(settings: Sections) -> None:

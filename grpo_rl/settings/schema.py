@@ -13,10 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.agents import check_agent
 from grpo_rl.settings.declaration import Section, Setting, build, declared, plain, select
 from grpo_rl.settings.divisibility import indivisible_batches
-from grpo_rl.settings.mixture import check_mixture
+from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
@@ -44,7 +43,7 @@ class Settings(Sections):
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
         except OmegaConfBaseException as error:
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
-        settings = cls._checked(values)
+        settings = cls.restored(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
         check_relations(settings)
@@ -61,24 +60,17 @@ class Settings(Sections):
         Raises:
             ValueError: a key, a type or a value is wrong, as of a run of another version.
         """
-        return cls._checked(values)
-
-    @classmethod
-    def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
         if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         values = _with_own_defaults(values, dataset)
         known = declarations(dataset)
         check_keys(flat(values), dataset)
-        for name in sorted({key.rpartition(".")[0] for key in known} - {""}, key=len):
-            if not isinstance(section := select(values, name, {}), Mapping):
-                raise ValueError(f"{name} is {section!r}, and it is a section: give its keys, or leave it out")
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
-            what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
-            if all(key.startswith("loss.") for key in missing):
-                what, remedy = "the loss", "build its file on another: `defaults: [grpo, _self_]`"
-            raise ValueError(f"{what} lacks {', '.join(missing)}; {remedy}")
+            raise ValueError(
+                f"the config lacks {', '.join(missing)}; build it on another: `defaults: [grpo_gsm8k, _self_]`, a loss "
+                "on `[grpo, _self_]`"
+            )
         if values.get("mode") == "sft" and select(values, "env.reward") == UNSET:
             values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
         if unset := sorted(key for key in known if select(values, key) == UNSET):

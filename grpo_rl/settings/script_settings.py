@@ -49,33 +49,22 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
         settings_of_mixture(settings)
         settings_of_eval_tasks(settings)
     except ValueError as error:
-        raise ValueError(_with_place(str(error), HydraConfig.get())) from error
+        raise ValueError(_with_file(str(error), HydraConfig.get())) from error
     check_machine(settings, mode)
     return settings
 
 
-def _with_place(message: str, hydra: DictConfig) -> str:
-    """An error about a setting, with the line of the user's own file that has it."""
+def _with_file(message: str, hydra: DictConfig) -> str:
+    """An error about a setting, with the user's own file that has it."""
     key = re.match(r"(?:unknown config key )?([\w.]+)", message)
     if not key or any(word.lstrip("+").startswith(f"{key[1]}=") for word in hydra.overrides.task):
         return message
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
         path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
-        if path and not path.is_relative_to(FOLDER):
-            tree = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
-            if line := _line(tree, key[1]) or _line(tree, key[1].removeprefix(f"{group}.")):
-                return f"{path}, line {line}: {message}"
+        if path and not path.is_relative_to(FOLDER) and f"{key[1].rpartition('.')[2]}:" in path.read_text("utf-8"):
+            return f"{path}, {message}"  # a colon behind a name such as key.yaml would mask the next word
     return message
-
-
-def _line(node: yaml.Node | None, key: str) -> int | None:
-    """The line of a dotted key in a YAML tree; None if it has none."""
-    line = None
-    for name in key.split("."):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        line, node = next(((at.start_mark.line + 1, value) for at, value in pairs if at.value == name), (None, None))
-    return line
 
 
 class MaskedSweep(Callback):

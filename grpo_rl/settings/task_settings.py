@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -10,13 +11,21 @@ from omegaconf import OmegaConf
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import DEFAULT_CONFIG, OF_COMPOSING, compose_config, explained
 from grpo_rl.settings.declaration import plain, select
-from grpo_rl.settings.eval_tasks import read_tasks
-from grpo_rl.settings.mixture import SHARED, entries
+from grpo_rl.settings.mixture import SHARED, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES
 
 OF_RUN = ("sampling", "inference_model", "model", "train.seed", "mode", "evaluate.rows")
 """Settings that all tasks of a run share."""
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Puts the place of a task's settings before what is wrong with them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def settings_for_task(
@@ -53,10 +62,8 @@ def settings_of_mixture(settings: Settings) -> dict[str, Settings]:
         own = {key: value for key, value in entry.env.items() if key not in SHARED}
         # Those of an entry are its own, whole: merged, it would have the mixture's rewards, too.
         shared = {f"env.{key}": entry.env.get(key, settings.env[key]) for key in SHARED}
-        try:
+        with named(f"env.mixture.{name}"):
             found[name] = settings_for_task(entry.dataset, _of_run(settings) | shared, own)
-        except ValueError as error:
-            raise ValueError(f"env.mixture.{name}: {error}") from error
     return found
 
 
@@ -71,10 +78,8 @@ def settings_of_eval_tasks(settings: Settings) -> list[Settings]:
         values = _of_run(settings) | {"env.eval_path": task.path}
         if is_name(task.task):
             values["env.path"] = task.path  # no rows of its own are known, and none are trained on
-        try:
+        with named(f"evaluate.tasks[{i}]"):
             found.append(settings_for_task(task.task, values, task.env))
-        except ValueError as error:
-            raise ValueError(f"evaluate.tasks[{i}]: {error}") from error
     return found
 
 

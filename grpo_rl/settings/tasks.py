@@ -5,10 +5,11 @@ Their defaults are those of the environment's class; ``config/env/`` repeats the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, setting
+from grpo_rl.by_name import is_name, short_name
+from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, setting, unknown
 
 Examples = tuple[Mapping[str, Any], ...]
 SYSTEM_PROMPT = "the system message; null: none"
@@ -239,3 +240,17 @@ ALIASES = {"math500": "math"}
 """Names of test sets, and the task that they are the held-out rows of."""
 SINGLE = (*(name for name in TASKS if name != MIXTURE), *ALIASES)
 """The names of single tasks, which can be evaluated."""
+
+
+def check_names(names: Sequence[str], where: str, known: Collection[str] = SINGLE) -> None:
+    """Refuses names of no task, and two of one short name, which metrics would mix up.
+
+    Raises:
+        ValueError: names the setting, and the nearest task.
+    """
+    for name in names:
+        if name not in known and not is_name(name):
+            raise ValueError(f"{where}: {unknown('task', name, [*known, 'package.module:Class'])}")
+    short = [short_name(name) for name in names]
+    if twice := [name for name in short if short.count(name) > 1]:
+        raise ValueError(f"{where} names {twice[0]} twice")

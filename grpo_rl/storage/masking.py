@@ -11,20 +11,21 @@ from typing import Any
 from grpo_rl.storage.printable import printable
 
 MASK = "***"
-_SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential|(?:^|\.)authorization$", re.IGNORECASE)
-_NEVER_A_COUNT = re.compile("secret|passw|credential|(?:key|token)$", re.IGNORECASE)
+_NAMES = "(?:key(?!error)|token(?!i[sz])|secret|passw|credential)"
+_SECRET = re.compile(rf"{_NAMES}|(?:^|\.)authorization$", re.IGNORECASE)
+_NEVER_A_COUNT = re.compile("secret|passw|credential|Bearer|authorization|(?:key|token)$", re.IGNORECASE)
 """Under a name with one of these a number is masked, too; keys and tokens may be counted."""
 _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
 """Names of texts that are part of what is computed, and may speak of keys and tokens; they stay as they are."""
 # Bounded, as a text may be long: open repeats would take the square of its length.
 _USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[/?#])[^\s"']{1,199})(?=@)""")
 """User and password: as in any URL, or with a password whose signs should have been percent-encoded."""
-_NAMES = r"(?:key(?!error)|token(?!i[sz])|secret|passw|credential)"
 _NAMED = re.compile(
-    rf"""(?:({_NAMES}[\w.-]{{0,100}})["']?\s{{0,9}}[:=]\s{{0,9}}"""
-    rf"""|(?<![\w-])--?[\w.-]{{0,50}}?({_NAMES}[\w.-]{{0,100}})"""
+    rf"""({_NAMES}[\w.-]{{0,100}}["']?\s{{0,9}}[:=]\s{{0,9}}"""
+    rf"""|(?<![\w-])--?[\w.-]{{0,50}}?{_NAMES}[\w.-]{{0,100}}"""
     r"""(?:[ \t]{1,9}(?=[^\s-])|["']?\s{0,9},\s{0,99}(?!["']?--?[a-z])(?=["']?[^\s"']))"""
-    r"""|\b((?-i:Bearer)[ \t]{1,9}|Authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?)(?=\S))"""
+    r"""|\b(?-i:Bearer)[ \t]{1,9}(?=\S)"""
+    r"""|\bAuthorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?(?:[a-z-]{1,20}[ \t]{1,9})?(?=\S))"""
     r"""("(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'|[\[{].*|["'][^\n]*|[^\s,;&}\]"']+)""",
     re.IGNORECASE | re.DOTALL,
 )
@@ -84,20 +85,25 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
         names = [key, *(f"{key}.{item}" if option else key for item, option in zip(value, options, strict=True))]
         given = zip(value, options, names, strict=False)
         return [masked(item, key if option else name, told_apart) for item, option, name in given]
-    if not is_secret(key):
-        if not isinstance(value, str):
-            return value
-        hidden, known = masked_text(value), _USERINFO.sub(MASK, value)
-        return f"{hidden} ({MASK}{_digits(key, known)})" if told_apart and hidden != known else hidden
-    if value is None or isinstance(value, bool) or value == "" or str(value).startswith(MASK):
+    if is_secret(key):
+        nothing = value is None or isinstance(value, bool) or value == "" or str(value).startswith(MASK)
+        return value if nothing or _is_count(key, str(value)) else MASK + _digits(key, value) * told_apart
+    if not isinstance(value, str):
         return value
-    if _is_number(str(value)) and not _NEVER_A_COUNT.search(key):
-        return value
-    return MASK + _digits(key, value) * told_apart
+    hidden, known = masked_text(value), _USERINFO.sub(MASK, value)
+    return f"{hidden} ({MASK}{_digits(key, known)})" if told_apart and hidden != known else hidden
 
 
 def _digits(key: str, value: object) -> str:
     return hashlib.sha256(f"{key}\0{value}".encode()).hexdigest()[:3]
+
+
+def _is_count(name: str, text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not _NEVER_A_COUNT.search(name)
 
 
 def masked_override(word: str) -> str:
@@ -124,10 +130,9 @@ def masked_text(text: str) -> str:
     """
 
     def hidden(found: re.Match[str]) -> str:
-        name, option, _, value = found.groups()
-        named = name or option
-        is_count = named and _is_number(value.strip("\"'")) and not _NEVER_A_COUNT.search(named)
-        return found[0] if is_count or value in _NO_SECRETS else found[0].removesuffix(value) + MASK
+        name, value = found.groups()
+        stays = value in _NO_SECRETS or _is_count(name.rstrip("\"':=, \t\n"), value.strip("\"'"))
+        return found[0] if stays else name + MASK
 
     return _NAMED.sub(hidden, _USERINFO.sub(MASK, text))
 
@@ -145,11 +150,3 @@ def shown(text: str) -> str:
         if len(value) >= LEAST and is_secret(name):
             text = text.replace(value, MASK)
     return masked_text(text)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

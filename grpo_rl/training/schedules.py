@@ -30,7 +30,7 @@ class AdaptiveKL:
         gain: K.
 
     Raises:
-        ValueError: there is a target but no coefficient to start from, or a number is out of range.
+        ValueError: there is a target but no coefficient to start from.
 
     A KL of twice the target counts as an error of 0.2:
 
@@ -45,8 +45,6 @@ class AdaptiveKL:
                 f"policy.target_kl={target} with policy.kl_coef={coef}; both must be more than 0: the coefficient is "
                 "multiplied by a factor in each step"
             )
-        if not 0 < gain <= 1:
-            raise ValueError(f"gain={gain}; it must be more than 0, and at most 1")
         self.coef, self._target, self._gain = coef, target, gain
 
     def update(self, kl: float) -> float:

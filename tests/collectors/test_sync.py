@@ -197,11 +197,6 @@ def test_the_group_size_may_change_between_collections(env, engine):
     assert [group.size for group in collector.collect(4)] == [4, 4] and collector.collected == 14
 
 
-def test_resamples_are_none_or_more(env, engine):
-    with pytest.raises(ValueError, match=r"train\.max_resamples=-1"):
-        SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_log_probabilities_that_are_no_numbers_stop_the_collection(env, engine, monkeypatch, bad):
     """An engine whose kernels fail gives them beside ids that look like any others; nothing can be trained on them."""

@@ -435,12 +435,6 @@ def test_the_mass_kept_is_the_mean_of_the_trainers_over_the_samplers_probability
     assert mass_kept([Scored(group, torch.tensor([0.5, 0.9]).log())]) == pytest.approx((0.8 + 0.9) / 2)
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
-def test_a_bound_that_cannot_be_one_is_refused(bound):
-    with pytest.raises(ValueError, match=r"mismatch\.bound is"):
-        Mismatch(bound)
-
-
 def test_the_configs_settings_are_those_of_the_class():
     own = inspect.signature(Mismatch.__init__).parameters
     settings = OmegaConf.load(SCRIPT.parents[1] / "config" / "grpo.yaml").mismatch

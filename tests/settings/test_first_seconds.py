@@ -16,7 +16,7 @@ from grpo_rl.cli import main as command_line
 from grpo_rl.policies.model_folder import local_path
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -57,7 +57,6 @@ FILES = {
     "conf/place.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain_model: {deadline_s: 60}\n"
     "inference_model: {deadline_s: soon}\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
-    "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
     "empty/README.md": "",
     "lora/adapter_config.json": "{}",
     "done/model/config.json": "{}",
@@ -81,13 +80,12 @@ TABLE = [
     (["--config-name", "grpo_gsm9k"], "unknown config 'grpo_gsm9k'; did you mean grpo_gsm8k? (all: "),
     ([*OWN, "kin"], "unknown config 'kin'; did you mean kind? (all: bad, "),
     ([*OWN, "bad"], 'mapping values are not allowed here in "'),
-    ([*OWN, "key"], "conf/key.yaml, line 4: unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
-    ([*OWN, "kind"], "conf/kind.yaml, line 3: env.num_envs is 2.5; it must be a whole number"),
-    ([*OWN, "place"], "conf/place.yaml, line 3: inference_model.deadline_s is 'soon'; it must be a number"),
-    ([*OWN, "empty"], "conf/empty.yaml, line 2: train is None, and it is a section: give its keys, or leave it out"),
-    (["sampling=5"], "sampling is 5, and it is a section"),
+    ([*OWN, "key"], "conf/key.yaml, unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
+    ([*OWN, "kind"], "conf/kind.yaml, env.num_envs is 2.5; it must be a whole number"),
+    ([*OWN, "place"], "conf/place.yaml, inference_model.deadline_s is 'soon'; it must be a number"),
+    ([*OWN, "empty"], "the config lacks train.checkpoint_frequency, "),
     ([*OWN, "preset"], "unknown loss 'dappo'; did you mean dapo?"),
-    (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
+    (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, optimizer.lr is 'fast'; it must"),
     (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
     (["loss.dual_clip=1.1"], "use at least 1 + loss.clip_high"),
@@ -102,9 +100,6 @@ TABLE = [
     (["model.name=lora"], "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged"),
     (["model.name=done"], "it is a run's: give done/model"),
     (["model.name=cut"], "it is a run's that has not ended: grpo-rl export cut/checkpoints/checkpoint_*.pt FOLDER"),
-    (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
-    (["inference_model.devices=[1]"], "inference_model.devices=[1], but no GPU is visible; leave it null"),
-    (["resume=/no/such/run"], "no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or"),
     (["mode=async"], "this script is of mode=sync; run sota/grpo_async.py"),
     (["quickstart"], "quickstart: Error parsing override 'quickstart' missing EQUAL"),
     (["env.repeats=[1"], "env.repeats=[1: no viable alternative"),
@@ -272,7 +267,7 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
 
 
 def test_what_help_says_is_there():
-    assert {*FIRST, *FIRST_IN_SFT, *FIRST_IN_SFT.values()} <= declarations(None).keys()
+    assert {*FIRST} <= declarations(None).keys()
     examples = [word for words in [*EXAMPLES, *EXAMPLES_OF_SFT] for word in words.split() if "=" in word]
     keys = {word.lstrip("+").partition("=")[0] for word in examples}
     assert keys <= declarations(None).keys() | {"loss", "experiment"}
@@ -284,7 +279,6 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
         (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
         (["evaluate.rows=4", "evaluate.patience=2", "evaluate.frequency=1"], "it follows a held-out reward"),
         (["env.path=none.jsonl"], "none.jsonl can't be read"),
-        (["train_model.num_devices=2"], "no GPU is visible"),
         (["mode=async"], "this script is of mode=sft; run sota/grpo_async.py, or grpo-rl train --async"),
     ]
     asked = ["--help"]

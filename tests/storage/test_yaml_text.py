@@ -27,5 +27,5 @@ def test_a_hundred_levels_are_read_and_no_more_whether_written_out_or_by_aliases
 
 @pytest.mark.parametrize("text", ["a: !!int hf_secret", "a: !!float hf_secret", "a: !!timestamp hf_secret"])
 def test_the_value_that_does_not_fit_its_tag_may_be_a_secret_and_is_not_told(text):
-    with pytest.raises(ValueError, match=r"^line 1, column 4: the value is no (int|float|timestamp)$"):
+    with pytest.raises(ValueError, match=r"^it is no YAML \(\w+\)$"):
         read_yaml(text)

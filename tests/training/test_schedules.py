@@ -52,15 +52,6 @@ def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
     assert rule.is_due() and resumed.is_due()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"when": "often"}, r"ref_model\.refresh=often"), ({"steps": 0}, r"ref_model\.refresh_steps=0")],
-)
-def test_a_wrong_setting_of_the_refresh_is_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RefreshRule(**settings)
-
-
 # ---- all of one run ----
 
 
