@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.yaml_text import read_yaml
@@ -121,23 +123,13 @@ def is_running(run_dir: Path) -> bool | None:
     The lock itself is not touched: trying it could refuse a run that starts at this moment.
     """
     try:
-        holder = json.loads((run_dir / LOCK).read_bytes() or b"{}")
-        host, pid = holder.get("host"), int(holder.get("pid", 0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        holder = json.loads((run_dir / LOCK).read_bytes())
+        host, pid = holder["host"], holder["pid"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False  # there is none, or it is of another program
-    if not pid:
-        return False
     if host != socket.gethostname():
         return None
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and pid in psutil.pids()
 
 
 @cache  # one look into the packages' metadata takes longer than the rest of a small page
