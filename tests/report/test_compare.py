@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, 
     (run / "summary.json").write_text(json.dumps(summary))
     StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
     monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
-    demo.pack(run, demo.RECORDED)
+    runpy.run_path(str(Path(__file__).parents[2] / "tools" / "record_demo.py"))["pack"](run, demo.RECORDED)
     recorded = demo.unpack(tmp_path / "there")
     texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
     assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts
