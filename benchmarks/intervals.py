@@ -22,7 +22,7 @@ from math import comb
 import numpy as np
 from scipy import stats
 
-from grpo_rl.intervals import paired_interval
+from grpo_rl.intervals import paired_gain
 
 ROWS, DENSITIES = (20, 50, 200), (0.05, 0.1, 0.2, 0.5, 1.0)
 SHAPES = ("binary", "sums", "continuous")
@@ -47,6 +47,12 @@ def null_pairs(shape: str, rows: int, density: float, count: int, seed: int) -> 
         while (same := other == before).any():  # rejection keeps the pair exchangeable only if both are drawn anew
             before[same], other[same] = rng.choice(SUMS, (2, int(same.sum())), p=SHARES)
     return before, np.where(changes, other, before)
+
+
+def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The ends of the interval of `grpo_rl.intervals.paired_gain`."""
+    gain = paired_gain(before, after)
+    return gain.low, gain.high
 
 
 def coverage(interval: Interval, shape: str, rows: int, density: float, count: int, seed: int = 0) -> float:
