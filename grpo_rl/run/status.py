@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from grpo_rl.run.lock import LOCK, holder_of
+from grpo_rl.run.lock import LOCK, holder_of, is_alive
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
 
@@ -46,25 +43,21 @@ def status_of(folder: Path) -> tuple[str, bool]:
         ValueError: the folder is not that of a run.
         OSError: it can't be read.
     """
-    held, holder = holder_of(folder)
-    step = _last_step(folder / METRICS)
+    holder, step = holder_of(folder), _last_step(folder / METRICS)
     if not (holder or step or (folder / LOCK).exists()):
         raise ValueError(f"{folder} holds no run: neither {LOCK} nor {METRICS} is there")
-    if not held and _finished(folder):
+    process, alive = f"process {holder.get('pid')} on {holder.get('host')}", is_alive(holder)
+    if not alive and _finished(folder):
         return f"Finished: {_step(step)}.", True
     if not holder:
-        if held:
-            return f"Alive: a process that starts or ends holds {folder / LOCK}; {_step(step)}.", True
         return f"Stopped: {_step(step)}. Go on with: resume={folder}", False
-    process, hint = f"process {holder.get('pid')} on {holder.get('host')}", _last_waits(folder)
-    if holder.get("host") != socket.gethostname():
+    hint = _last_waits(folder)
+    if alive is None:
         return f"Perhaps alive, as {process}: {_step(step)}. Ask there: grpo-rl status {folder}.{hint}", True
-    if held:
-        ask = f"kill -USR1 {holder.get('pid')} prints the stacks of its threads on its standard error"
-        return f"Alive: {process} since {holder.get('since')}, {_step(step)}. {ask}.{hint}", True
-    if holder.get("pid") in psutil.pids():
-        return f"Perhaps alive: {process} is there, without the folder's lock; {_step(step)}.{hint}", True
-    return f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False
+    if not alive:
+        return f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False
+    ask = f"kill -USR1 {holder.get('pid')} prints the stacks of its threads on its standard error"
+    return f"Alive: {process} since {holder.get('since')}, {_step(step)}. {ask}.{hint}", True
 
 
 def _last_waits(folder: Path) -> str:
