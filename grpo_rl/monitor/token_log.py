@@ -100,7 +100,7 @@ class TokenLog:
 
     @torch.no_grad()
     def add(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group] = ()) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned (`grpo_rl.monitor.step_record.Observer`)."""
+        """Adds a micro-batch: what `GRPOLoss` was given and returned (`grpo_rl.monitor.step_record.Observer`)."""
         if not self._loss and len(self._scored_ids()) >= self._groups:
             return  # a step has many micro-batches, and few groups are recorded
         update, columns = self._updates[-1], {name: tokens[name].float() for name in ("log_prob", "entropy")}

@@ -52,10 +52,9 @@ class RunLogs:
         self.folder = folder
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
-        records = tokenizer is not None and rank_zero
-        self.sampling = SamplingLog(folder) if records else None
+        self.sampling = SamplingLog(folder) if tokenizer and rank_zero else None
         self.tokens: TokenLog | None = None
-        if tokenizer and records and (logger.token_groups or loss):
+        if tokenizer and rank_zero and (logger.token_groups or loss):
             pieces = TokenPieces(tokenizer) if logger.token_groups else lambda ids: []
             self.tokens = TokenLog(folder, config, logger.token_groups, pieces, loss)
         self.advisories = Advisories(config)
