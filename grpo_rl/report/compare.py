@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
 from grpo_rl.report.configuration import written
 from grpo_rl.report.files import CONFIG, EVALUATION, is_running, read_config, read_rows, read_summary
-from grpo_rl.report.files import SUMMARY as SUMMARY_FILE
 from grpo_rl.report.page import Section
 from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
@@ -30,7 +28,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
     """The run folders of these: a sweep's folder stands for its runs.
 
     Raises:
-        ValueError: a folder holds no run; names some that are below it.
+        ValueError: a folder holds no run.
     """
     found = []
     for folder in given:
@@ -39,10 +37,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
         elif inside := _inside(folder):
             found += inside
         else:
-            below = sorted((str(path.parent) for path in folder.rglob(METRICS_FILE)), reverse=True)
-            more = f" and {len(below) - 5} more" if len(below) > 5 else ""
-            some = f"; below it are {', '.join(below[:5])}{more}" if below else ""
-            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do{some}")
+            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do")
     return found
 
 
@@ -97,20 +92,7 @@ def read_held_out(run_dir: Path) -> list[float]:
 
 def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
     """Each run's name, steps, change of reward with its interval, and the paired difference from the first run; or the
-    held-out losses of SFT.
-
-    Head and sections of a page share one comparison of files that have not changed.
-    """
-    return _compared(tuple(runs), tuple(_states(run) for run in runs))
-
-
-def _states(run: Path) -> tuple[tuple[int, int] | None, ...]:
-    paths = [run / name for name in (METRICS_FILE, SUMMARY_FILE, EVALUATION, CONFIG)]
-    return tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in paths)
-
-
-@lru_cache(maxsize=4)
-def _compared(runs: Sequence[Path], _states: object) -> Sequence[Mapping[str, Any]]:
+    held-out losses of SFT."""
     configs = [read_config(run) for run in runs]
     first, held_out = flat(configs[0]), [read_held_out(run) for run in runs]
     found = []

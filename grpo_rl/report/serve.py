@@ -82,25 +82,20 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            if not names_this_machine(self.headers.get("Host", "")):
-                self._send(HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain")
-            elif url.path not in ("/", "/data.json"):
-                self._send(HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain")
-            else:
-                try:
-                    if url.path == "/":
-                        found = page.page(), "text/html"
-                    else:
-                        words = parse_qs(url.query).get("have", [""])[0].split(",")
-                        have = {name: version for name, _, version in (word.partition(":") for word in words)}
-                        found = page.changes(have), "application/json"
-                except (ValueError, OSError) as error:  # a file of the run is damaged, or half written
-                    self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "text/plain")
-                except Exception as error:  # a reader who is cut off learns nothing; all is built before it is sent
-                    text = f"{type(error).__name__}: {error}"
-                    self._send(HTTPStatus.INTERNAL_SERVER_ERROR, text, "text/plain")
-                else:
-                    self._send(HTTPStatus.OK, *found)
+            found = HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain"
+            try:
+                if not names_this_machine(self.headers.get("Host", "")):
+                    found = HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain"
+                elif url.path == "/":
+                    found = HTTPStatus.OK, page.page(), "text/html"
+                elif url.path == "/data.json":
+                    words = parse_qs(url.query).get("have", [""])[0].split(",")
+                    have = {name: version for name, _, version in (word.partition(":") for word in words)}
+                    found = HTTPStatus.OK, page.changes(have), "application/json"
+            except Exception as error:  # a file of the run is damaged, or half written; all is built before it is sent
+                text = f"{type(error).__name__}: {error}"
+                found = HTTPStatus.SERVICE_UNAVAILABLE, text, "text/plain"
+            self._send(*found)
 
         do_HEAD = do_GET
 
