@@ -29,7 +29,9 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         "overrides": overrides,
         "settings": [[key, written(value)] for key, value in flat(shown).items()],
         # The text as it is keeps its comments; it can be shown where there is nothing to mask.
-        "text": (run_dir / CONFIG).read_text() if config and shown == config else yaml.safe_dump(shown, sort_keys=False),
+        "text": (run_dir / CONFIG).read_text()
+        if config and shown == config
+        else yaml.safe_dump(shown, sort_keys=False),
         "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
     }
 
