@@ -37,6 +37,8 @@ OF_GROUP = {
     "ref_log_prob": "ref_log_probs",
 }
 """Columns, and the group's entries that they hold."""
+OF_RESPONSES, NAMED_OF_RESPONSES = ("offsets", "rewards", "truncated", "advantages"), ("reward_parts", "measures")
+"""The group's entries that the metadata holds: tensors of its responses, and such tensors by name."""
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -165,20 +167,13 @@ class TokenLog:
 
 def _about(group: Group) -> dict[str, Any]:
     """What a group has for each response."""
-
-    def listed(values: Tensor | None) -> list | None:
-        return None if values is None else values.tolist()
-
-    return {
-        "group_id": group.group_id,
-        "row": group.row,
-        "offsets": group.offsets.tolist(),
-        "rewards": group.rewards.tolist(),
-        "reward_parts": {name: values.tolist() for name, values in group.reward_parts.items()},
-        "measures": {name: values.tolist() for name, values in group.measures.items()},
-        "truncated": listed(group.truncated),
-        "advantages": listed(group.advantages),
-    }
+    values = {name: getattr(group, name) for name in OF_RESPONSES}
+    named = {name: getattr(group, name) for name in NAMED_OF_RESPONSES}
+    return (
+        {"group_id": group.group_id, "row": group.row}
+        | {name: value if value is None else value.tolist() for name, value in values.items()}
+        | {name: {key: value.tolist() for key, value in values.items()} for name, values in named.items()}
+    )
 
 
 def _rows(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import KEY, OF_GROUP
+from grpo_rl.monitor.token_log import KEY, NAMED_OF_RESPONSES, OF_GROUP, OF_RESPONSES
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,10 @@ def _columns(table: pa.Table) -> dict[str, Any]:
 
 
 def _group(known: dict[str, Any], tokens: dict[str, Any]) -> Group:
-    def tensor(values: list | None) -> Tensor | None:
-        return None if values is None else torch.tensor(values)
-
     computed = tokens if len(tokens["token_id"]) else {}
     # Written together; without entropies the column only repeats what the trainer said in the optimizer step.
     old = computed if computed.get("old_entropy") is not None else {}
+    listed: dict[str, Any] = {name: known[name] for name in OF_RESPONSES}
     return Group(
         group_id=known["group_id"],
         row=known["row"],
@@ -107,13 +105,9 @@ def _group(known: dict[str, Any], tokens: dict[str, Any]) -> Group:
         log_probs=tokens["sampler_log_prob"],
         versions=tokens["policy_version"].long(),
         trainable=tokens["trainable"],
-        offsets=torch.tensor(known["offsets"]),
-        rewards=torch.tensor(known["rewards"]),
-        reward_parts={name: torch.tensor(values) for name, values in known["reward_parts"].items()},
-        measures={name: torch.tensor(values) for name, values in known["measures"].items()},
-        truncated=tensor(known["truncated"]),
-        advantages=tensor(known["advantages"]),
         ref_log_probs=computed.get("ref_log_prob"),
         old_log_probs=old.get("old_log_prob"),
         old_entropies=old.get("old_entropy"),
+        **{name: values if values is None else torch.tensor(values) for name, values in listed.items()},
+        **{name: {key: torch.tensor(values) for key, values in known[name].items()} for name in NAMED_OF_RESPONSES},
     )
