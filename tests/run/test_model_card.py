@@ -19,8 +19,7 @@ from grpo_rl.assembly.run import origin_of
 from grpo_rl.cli import main
 from grpo_rl.envs import sources
 from grpo_rl.run.model_card import base_license, model_card
-from grpo_rl.run.origin import command, origin
-from grpo_rl.run.revisions import revisions
+from grpo_rl.run.origin import command, origin, revisions
 from grpo_rl.settings import command_line
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
@@ -79,7 +78,7 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("grpo_rl.envs.sources.LOADED", {})
-    monkeypatch.setattr("grpo_rl.run.revisions.LOADED", sources.LOADED)
+    monkeypatch.setattr("grpo_rl.run.origin.LOADED", sources.LOADED)
     for source in ("openai/gsm8k:main", "DigitalLearningGmbH/MATH-lighteval", "hf:org/rows"):
         sources.read(sources.Source(source), "train")
     for revision in ("dev", "e" * 40):
