@@ -64,7 +64,7 @@ def test_runs_of_sft_are_compared_by_their_held_out_loss_which_is_better_when_lo
     assert (first["loss"], second["loss"]) == ({"before": 2.0, "after": 1.5}, {"before": 2.0, "after": 1.25})
     assert "gain" not in second and "unpaired" not in second
     head = compare.head([a, b])
-    assert head["headline"] == "Run b has the lowest held-out loss of 2: 1.250, 2.000 before training."
+    assert head["headline"] == "2 runs; run b has the lowest held-out loss of 2: 1.250, 2.000 before training."
     assert "interval" not in head["note"]
     other = imitation("c", 1e-5, [3.0, 0.1], dataset="math")
     assert "so their losses don't compare" in compare.head([a, other])["headline"]
@@ -75,10 +75,10 @@ def test_the_best_of_a_sweep_is_named_with_what_its_interval_allows(tmp_path):
     high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))
     near = run_of(tmp_path / "2", 4e-5, [0.0, 1.0], (0.85, 0.7, 0.95))
     assert compare.head([low, high])["headline"] == (
-        "Run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other run's "
-        "interval."
+        "2 runs; run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other "
+        "run's interval."
     )
-    assert compare.head([low, high, near])["headline"].endswith("; the intervals of others reach into it.")
+    assert compare.head([low, high, near])["headline"].endswith(", others reach into it.")
     (panel,) = compare.sweep([high, low, near])["panels"]
     assert panel["key"] == "optimizer.lr" and [run["value"] for run in panel["runs"]] == ["1e-05", "2e-05", "4e-05"]
 
@@ -102,7 +102,7 @@ def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):
     (runs[1] / "summary.json").write_text("{}")
     assert compare.head(runs)["state"] == "stopped" and "1 of the runs has not ended" in compare.head(runs)["note"]
     (runs[1] / ".lock").write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
-    assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("1 of the runs goes on.")
+    assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("Runs that go on: 1.")
 
 
 def test_a_comparison_shows_no_secret(tmp_path):
