@@ -100,7 +100,7 @@ def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):
     runs = [run_of(tmp_path / name, 1e-5, []) for name in "ab"]
     assert compare.head(runs)["state"] == "ended"
     (runs[1] / "summary.json").write_text("{}")
-    assert compare.head(runs)["state"] == "stopped" and "1 of the runs has not ended" in compare.head(runs)["note"]
+    assert compare.head(runs)["state"] == "stopped" and "or were stopped: 1." in compare.head(runs)["note"]
     (runs[1] / ".lock").write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
     assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("Runs that go on: 1.")
 
