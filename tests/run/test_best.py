@@ -30,8 +30,8 @@ def stopped_at(gain: float, evaluations: int, seed: int, patience: int = PATIENC
 
 def test_a_flat_run_is_stopped_after_patience_or_little_later():
     stops = [stopped_at(0.0, 4 * PATIENCE, seed) for seed in range(200)]
-    assert sum(stop == PATIENCE for stop in stops) > 0.6 * 200  # the others seemed to rise, by chance
     assert sum(stop is not None for stop in stops) > 0.97 * 200
+    assert float(np.median([stop for stop in stops if stop])) <= 1.5 * PATIENCE  # they seemed to rise, by chance
 
 
 @pytest.mark.parametrize("patience", range(2, 11))
