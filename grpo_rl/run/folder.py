@@ -18,7 +18,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import claim, is_finished, set_logs_aside, trained
+from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
 from grpo_rl.run.summary import read_evaluation, try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
@@ -108,6 +108,7 @@ class RunFolder:
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again = False
+        self._claimed: Claim | None = None
         self._is_new = False
         """True once a new run of one process has its first files here, which a refused start removes."""
         self._saved: tuple[int, Path] | None = None
@@ -168,6 +169,7 @@ class RunFolder:
         """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
         run is over."""
         claimed = claim(self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency)
+        self._claimed = claimed
         self._stack.callback(claimed.lock.close)
         remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
@@ -273,6 +275,15 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
+
+    def check_place(self, step: int) -> None:
+        """Ends all ranks after a step if the folder was moved or removed: by now another run's may be at its place."""
+        lost = self._claimed is not None and self._claimed.lock.is_lost()
+        if self._ranks.any([lost])[0] if self._ranks else lost:
+            raise SystemExit(
+                f"Stopped after step {step}: {self.shared} was moved or removed while the run wrote there. Go on with: "
+                "resume=FOLDER, once it is where no other run writes"
+            )
 
     def stopped(self, step: int) -> Stopped:
         """The end of all ranks in order after a step, as the run was asked to stop."""

@@ -55,7 +55,8 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._path = (folder / LOCK).absolute()
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             before = _holder(os.pread(self._descriptor, 4096, 0))
             try:
@@ -85,6 +86,13 @@ class FolderLock:
     def _write(self, holder: dict[str, object]) -> None:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(holder).encode() if holder else b"", 0)
+
+    def is_lost(self) -> bool:
+        """True if the folder was moved or removed since: another process may write at its place."""
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Releases the lock; the file stays, since another process may have locked it already."""

@@ -181,6 +181,7 @@ class Run(Generic[P]):
             # After the last step there is nothing to stop: the run ends as it would have.
             asked = self._ranks.any([self._interrupt.asked])[0] if self._ranks else self._interrupt.asked
             if asked and self.collected < total:
+                self.folder.check_place(self.step)
                 path = self.save_checkpoint()
                 self.folder.settle()
                 write_end(self.logs, self._summary(), path)
@@ -239,6 +240,7 @@ class Run(Generic[P]):
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
+        self.folder.check_place(self.step)
         self.step += 1
         parts = self.parts
         metrics = self._step_metrics(parts, groups, self.record) | {"time/at_s": self.seconds}
@@ -279,6 +281,7 @@ class Run(Generic[P]):
             what = f"evaluating {len(self._held_out.rows)} held-out rows"
             with self.logs.progress.start_phase(what):
                 metrics = {"time/at_s": self.seconds} | self._evaluate()
+            self.folder.check_place(self.step)
             self.logs.log(0, metrics)
             self._held_out.keep_responses(self.folder.path)
             self.logs.progress.update(0, metrics)
@@ -324,6 +327,7 @@ class Run(Generic[P]):
 
         A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
+        self.folder.check_place(self.step)
         path: Path | None = self.save_checkpoint()
         self.folder.settle()  # whoever finds the run finished finds its checkpoint
         if self._held_out.rows and self._held_out.evaluated_at != self.step:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,20 @@ def test_the_second_writer_is_told_who_the_first_one_is(tmp_path):
     again = FolderLock(tmp_path)
     assert again.warning is None
     again.close()
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "another's"])
+def test_a_folder_that_was_moved_or_removed_is_noticed(tmp_path, how):
+    folder = tmp_path / "run"
+    lock = FolderLock(folder)
+    assert not lock.is_lost()
+    folder.rename(tmp_path / "elsewhere")
+    if how == "another's":
+        FolderLock(folder).close()
+    elif how == "removed":
+        shutil.rmtree(tmp_path / "elsewhere")
+    assert lock.is_lost()
+    lock.close()
 
 
 def test_a_lock_of_elsewhere_may_hold_anything(tmp_path):

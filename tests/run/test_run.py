@@ -26,11 +26,12 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.cli import main
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts
 from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import claim
@@ -117,6 +118,25 @@ def test_totals_and_the_time_of_day_grow_over_resumes(finished, tiny, tmp_path):
     assert trained == sorted(trained) and 0 < trained[-1] <= lengths[-1]  # zero-variance groups are skipped
     assert all(a["total/seconds"] < b["total/seconds"] for a, b in itertools.pairwise(rows))
     assert [row["time"] > started for row in rows] == [False, False, True, True]
+
+
+def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_at_its_place(tiny, tmp_path, monkeypatch):
+    folder, collect, calls = tmp_path / "run", SyncCollector.collect, []
+
+    def moved(self, *arguments):
+        calls.append(folder)
+        if len(calls) == 3:
+            folder.rename(tmp_path / "moved")
+            FolderLock(folder).close()  # another run begins there
+            MetricsLog(folder).log(1, {"theirs": 1.0})
+        return collect(self, *arguments)
+
+    monkeypatch.setattr(SyncCollector, "collect", moved)
+    with pytest.raises(SystemExit, match="Stopped after step 2: .*run was moved or removed .*resume=FOLDER"):
+        run([*tiny, "train.checkpoint_frequency=0", "evaluate.rows=0"], folder)
+    assert sorted(path.name for path in folder.rglob("*")) == [".lock", "metrics.jsonl"]
+    assert read_metrics(folder) == [{"step": 1, "theirs": 1.0}]
+    assert [row["step"] for row in read_metrics(tmp_path / "moved")] == [1, 2]
 
 
 def test_the_log_of_the_folder_has_each_step_and_note_with_its_time(finished):
