@@ -22,7 +22,7 @@ def task_class(name: str) -> type[Task]:
     Raises:
         ValueError: there is none, or it is no task.
     """
-    found = object_by_name(name, "env.dataset", lambda value: inspect.isclass(value) and issubclass(value, Task))
+    found = object_by_name(name, "env.dataset")
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ValueError(
             f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-import inspect
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 _OURS = os.path.dirname(__file__) + os.sep
@@ -35,7 +34,7 @@ def short_name(task: str) -> str:
     return task.rpartition(":")[2]
 
 
-def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspect.isfunction) -> Any:
+def object_by_name(name: str, key: str) -> Any:
     """The object that ``package.module:name`` names, in an installed package, on PYTHONPATH or in the current folder.
 
     The current folder stays on ``sys.path``, after all else, so that processes started later find the module too.
@@ -43,7 +42,6 @@ def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspe
     Args:
         name: the module, a colon, and the object's name in it.
         key: the setting that named it, for messages.
-        is_wanted: tells which of the module's objects a message suggests where there is none of this name.
 
     Raises:
         ValueError: there is no such module or object, or the module can't be imported; in one line.
@@ -51,32 +49,26 @@ def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspe
     >>> object_by_name("json:dumps", "env.reward")([1])
     '[1]'
     """
-    module_name, colon, object_name = name.partition(":")
-    if not (module_name and colon and object_name):
-        raise ValueError(f"{key}={name} is no package.module:name")
     if not is_name(name):
         raise ValueError(f"{key}={name} is no package.module:name: names are joined by dots, without .py or folders")
+    module_name, _, object_name = name.partition(":")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # last: a file of the user's named like a library must not replace it everywhere
         importlib.invalidate_caches()
     try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{key}={name}: there is no module {error.name}, neither in {folder} nor among what is installed; "
-                "run in its folder, or put its folder into PYTHONPATH"
-            ) from error
-        raise ValueError(f"{key}={name}: {module_name} needs the module {error.name}; install it") from error
+        module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"{key}={name}: importing {module_name} failed: {one_line(error)}") from error
+        hint = f"; modules are looked for in {folder}, in PYTHONPATH and among what is installed"
+        hint *= isinstance(error, ModuleNotFoundError)
+        raise ValueError(f"{key}={name}: importing {module_name} failed: {one_line(error)}{hint}") from error
     try:
-        for attribute in object_name.split("."):
-            found = getattr(found, attribute)
+        return functools.reduce(getattr, object_name.split("."), module)
     except AttributeError as error:
-        raise ValueError(f"{key}={name}: {_what_there_is(module_name, object_name, is_wanted)}") from error
-    return found
+        close = difflib.get_close_matches(object_name, vars(module), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        where = getattr(module, "__file__", None) or "built in"
+        raise ValueError(f"{key}={name}: {module_name} ({where}) has no {object_name}{hint}") from error
 
 
 def one_line(error: BaseException) -> str:
@@ -98,13 +90,3 @@ def raised_at(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{file}, line {line}" for file, line in frames if not file.startswith((_OURS, "<frozen", *_LIBRARIES))]
     return own[-1] if own else ""
-
-
-def _what_there_is(module_name: str, object_name: str, is_wanted: Callable[[Any], bool]) -> str:
-    module = sys.modules[module_name]
-    there = [key for key, value in vars(module).items() if is_wanted(value) and not key.startswith("_")]
-    own = [key for key in there if getattr(getattr(module, key), "__module__", None) == module_name] or there
-    close = difflib.get_close_matches(object_name, own, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    where = getattr(module, "__file__", None) or "built in"
-    return f"{module_name} ({where}) has no {object_name}, only {', '.join(own) or 'nothing of its kind'}{hint}"

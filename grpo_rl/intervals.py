@@ -114,38 +114,6 @@ def mean_interval(values: Sequence[float], bounds: tuple[float, float] = (-math.
     return Estimate(mean, max(mean - half, bounds[0]), min(mean + half, bounds[1]))
 
 
-def trend(at: Sequence[float], values: Sequence[float], blocks: int = 10) -> Estimate:
-    """The slope of samples over time, with a 95 % interval that holds where neighbouring samples resemble one another.
-
-    The line goes through the means of ``blocks`` equal numbers of consecutive samples, which are nearly independent
-    where the resemblance is shorter than a block; the interval is Student's t of these few points. The lag-1
-    correlation r that is left between blocks widens it by sqrt((1 + r) / (1 - r)). As that of n residuals of a line is
-    too low by about (2 + 4r) / n (Kendall 1954, Marriott and Pope 1954), so much is added.
-
-    Raises:
-        ValueError: there are fewer than two samples a block, or fewer than four blocks.
-
-    >>> trend(range(40), [0.5 * t for t in range(40)]).ci95
-    [0.5, 0.5]
-    """
-    if blocks < 4 or len(at) < 2 * blocks or len(at) != len(values):
-        raise ValueError(f"{len(at)} times and {len(values)} values give no slope by {blocks} blocks of 2 or more")
-    x, y = (np.array([part.mean() for part in np.array_split(np.asarray(v, float), blocks)]) for v in (at, values))
-    if np.ptp(y) == 0:
-        return Estimate(0.0, 0.0, 0.0)  # and not what rounding makes of it
-    x = x - x.mean()
-    slope = float(x @ y / (x @ x))
-    rest = y - y.mean() - slope * x
-    spread = float(rest @ rest)
-    if spread <= 1e-18 * float(y @ y):  # a line, but for rounding
-        return Estimate(slope, slope, slope)
-    r = float(rest[1:] @ rest[:-1]) / spread
-    r = min(max(r + (2 + 4 * r) / blocks, 0.0), 0.9)
-    error = math.sqrt(spread / (blocks - 2) / float(x @ x) * (1 + r) / (1 - r))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, blocks - 2)) * error
-    return Estimate(slope, slope - half, slope + half)
-
-
 def _half_width(numbers: np.ndarray, span: float) -> float:
     """Half the width of the interval of a mean; ``span`` is how far a number may lie from others that are all equal."""
     rows, tail = len(numbers), (1 - LEVEL) / 2

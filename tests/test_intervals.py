@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_rl.intervals import mean_interval, paired_gain, trend
+from grpo_rl.intervals import mean_interval, paired_gain
 
 
 def test_the_interval_of_a_paired_gain_ignores_the_spread_between_rows():
@@ -92,26 +92,3 @@ def test_a_mean_of_other_numbers_has_students_t_within_its_bounds():
     assert mean_interval([0.0] * 10, (0.0, 1.0)).high == pytest.approx(3.8415 / 13.8415, rel=1e-4)
     with pytest.raises(ValueError, match="1 row"):
         mean_interval([1.0, math.nan])
-
-
-@pytest.mark.slow
-def test_a_trend_covers_its_slope_where_samples_resemble_their_neighbours():
-    rng, at = np.random.default_rng(0), np.arange(300.0)
-    covered = naive = 0
-    for _ in range(300):
-        noise, shocks = np.zeros(300), rng.normal(size=300)
-        for i in range(1, 300):
-            noise[i] = 0.9 * noise[i - 1] + shocks[i]
-        values = 0.01 * at + noise
-        found, line = trend(at, values), stats.linregress(at, values)
-        covered += found.low <= 0.01 <= found.high
-        naive += abs(line.slope - 0.01) <= 1.97 * line.stderr
-    assert covered >= 0.92 * 300 and naive < 0.6 * 300
-
-
-def test_a_trend_of_blocks_is_the_line_through_their_means():
-    values = [0, 2, 1, 3, 1, 5, 4, 4]  # means 1, 2, 3, 4 at 0.5, 2.5, 4.5, 6.5
-    assert trend(range(8), values, blocks=4).ci95 == pytest.approx([0.5, 0.5])
-    assert trend([t / 7 for t in range(40)], [0.1] * 40).ci95 == [0.0, 0.0]
-    with pytest.raises(ValueError, match="7 times and 7 values give no slope by 4 blocks"):
-        trend(range(7), values[:7], blocks=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +84,7 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
     def make(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
         name = settings.env.tool_parser
         if name is not None and is_name(name):
-            return object_by_name(name, "env.tool_parser", inspect.isclass)(tokenizer, schemas)
+            return object_by_name(name, "env.tool_parser")(tokenizer, schemas)
         try:
             from grpo_rl.engines.vllm.tool_parsers import tool_parser
         except ImportError as error:

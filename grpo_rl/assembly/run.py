@@ -27,10 +27,9 @@ from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.origin import origin
+from grpo_rl.run.origin import origin, revisions
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.restarts import Restarts
-from grpo_rl.run.revisions import revisions
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.run.summary import best_kept

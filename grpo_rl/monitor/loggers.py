@@ -68,7 +68,7 @@ def logger_class(name: str) -> type[MetricsLogger]:
             remedy = f"pip install 'grpo-rl[{name}]', or take it out of logger.backend"
             raise ValueError(f"logger.backend={name}, but it can't be imported ({error}): {remedy}") from error
         name = where
-    found = object_by_name(name, "logger.backend", inspect.isclass)
+    found = object_by_name(name, "logger.backend")
     if not inspect.isclass(found):
         raise ValueError(f"logger.backend={name} is {found!r:.80}; it must be a class")
     if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:

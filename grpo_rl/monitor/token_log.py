@@ -17,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import TensorDictBase
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
@@ -35,6 +37,8 @@ OF_GROUP = {
     "ref_log_prob": "ref_log_probs",
 }
 """Columns, and the group's entries that they hold."""
+OF_RESPONSES, NAMED_OF_RESPONSES = ("offsets", "rewards", "truncated", "advantages"), ("reward_parts", "measures")
+"""The group's entries that the metadata holds: tensors of its responses, and such tensors by name."""
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -97,8 +101,8 @@ class TokenLog:
             self._visits[group.group_id] += 1
 
     @torch.no_grad()
-    def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
+    def add(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group] = ()) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given and returned (`grpo_rl.monitor.step_record.Observer`)."""
         if not self._loss and len(self._scored_ids()) >= self._groups:
             return  # a step has many micro-batches, and few groups are recorded
         update, columns = self._updates[-1], {name: tokens[name].float() for name in ("log_prob", "entropy")}
@@ -163,20 +167,13 @@ class TokenLog:
 
 def _about(group: Group) -> dict[str, Any]:
     """What a group has for each response."""
-
-    def listed(values: Tensor | None) -> list | None:
-        return None if values is None else values.tolist()
-
-    return {
-        "group_id": group.group_id,
-        "row": group.row,
-        "offsets": group.offsets.tolist(),
-        "rewards": group.rewards.tolist(),
-        "reward_parts": {name: values.tolist() for name, values in group.reward_parts.items()},
-        "measures": {name: values.tolist() for name, values in group.measures.items()},
-        "truncated": listed(group.truncated),
-        "advantages": listed(group.advantages),
-    }
+    values = {name: getattr(group, name) for name in OF_RESPONSES}
+    named = {name: getattr(group, name) for name in NAMED_OF_RESPONSES}
+    return (
+        {"group_id": group.group_id, "row": group.row}
+        | {name: value if value is None else value.tolist() for name, value in values.items()}
+        | {name: {key: value.tolist() for key, value in values.items()} for name, values in named.items()}
+    )
 
 
 def _rows(
@@ -248,3 +245,36 @@ def turns(group: Group) -> Tensor:
     started = (group.trainable & (~before | first)).cumsum(0)
     earlier = torch.cat([torch.zeros(1, dtype=torch.long), started])[group.offsets[:-1]]
     return (started - earlier[response] - 1).clamp(min=0)
+
+
+class TokenPieces:
+    """Cuts the text of a response into the pieces of its tokens.
+
+    Pieces of tokens that are not special, one after the other, are the decoded response. A character that several
+    tokens make up is the piece of the last of them. A special token's piece is its name.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {token: added[token].content for token in added if added[token].special}
+
+    def __call__(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        """The piece of each token, and whether it is special."""
+        plain = [token for token in ids if token not in self._special]
+        pieces = iter(self._pieces(plain))
+        return [(self._special[token], True) if token in self._special else (next(pieces), False) for token in ids]
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        if not self._tokenizer.is_fast:
+            return [self._decode([token]) for token in ids]
+        stream = DecodeStream(skip_special_tokens=True)
+        try:
+            pieces = [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
+        except Exception:  # bytes that are no character; the library has no narrower one
+            return [self._decode([token]) for token in ids]
+        # The stream keeps bytes at the end that are no character.
+        return pieces and [*pieces[:-1], pieces[-1] + self._decode(ids)[sum(map(len, pieces)) :]]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -13,7 +13,7 @@ from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import loss_config, with_loss
 from grpo_rl.settings.declaration import select
 from grpo_rl.settings.schema import Settings
-from grpo_rl.storage.cache import cache_folder
+from grpo_rl.storage.printable import printable
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +45,9 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     settings = Settings.restored(stored.config)
     result = replay(stored, settings, with_loss(settings, overrides), options.top)
     if options.json:
-        print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
+        print(json.dumps(result | {"overrides": list(overrides)}, indent=2))
         return 0
-    tokens = sum(len(group.response_ids) for group in stored.groups)
-    title = f"{options.run}, step {stored.step}: {len(stored.groups)} groups, {tokens:,} response tokens, "
-    title += f"optimizer steps: {len(stored.updates)}"
+    title = f"{options.run}, step {stored.step}: {len(stored.groups)} groups, optimizer steps: {len(stored.updates)}"
     view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, settings.model.name))
     Console(highlight=False).print(view)
     return 0
@@ -62,16 +60,12 @@ def _check_imports(config: Mapping[str, Any], given: Sequence[str]) -> None:
             raise ValueError(f"the run's {key} is {name}, whose module would be imported; allow it by --imports {name}")
 
 
-def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
-    """The function ids -> text of the run's tokenizer; None where this machine lacks it."""
+def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str]:
+    """The function ids -> text of the run's tokenizer; of ids as numbers where this machine lacks it."""
     from transformers import AutoTokenizer
 
-    from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
-
-    exported = run / "model"
-    converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
-    for name in [*([exported] if exported.is_dir() else []), model, *converted]:
+    for name in (run / "model", model):
         with contextlib.suppress(OSError, ValueError):
             tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-            return tokenizer.decode
-    return None
+            return lambda ids: printable(tokenizer.decode(ids)).replace("\n", "⏎")
+    return lambda ids: "".join(f"{i} " for i in ids)

@@ -7,12 +7,16 @@ elsewhere, and what is compared are two losses at the same weights.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.data.batching import by_group, groups_to_score
@@ -49,53 +53,25 @@ class Outcome:
     columns: dict[str, Float[Tensor, " T"]]
     not_scored: int
 
-
-@dataclass(frozen=True)
-class Token:
-    """A token, where it is, the ids before it, and pairs of what the run's loss and the other made of it."""
-
-    optimizer_step: int
-    group_id: int
-    row: int
-    response: int
-    position: int
-    token_id: int
-    before: list[int]
-    advantage: tuple[float, float]
-    ratio: tuple[float, float]
-    gradient: tuple[float, float]
+    def numbers(self) -> dict[str, float]:
+        """Metrics and counts, by name."""
+        gradient = self.columns["gradient"][self.columns["trained"].bool()]
+        return self.metrics | {
+            "trained_tokens": len(gradient),
+            "tokens_without_gradient": int((gradient == 0).sum()),
+            "gradient_norm": self.columns["gradient"].double().norm().item(),
+            "not_scored_groups": self.not_scored,
+        }
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A step as it was trained, and under another loss.
+def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) -> dict[str, Any]:
+    """The step under the run's own settings and under those of another loss, as plain numbers.
 
-    Args:
-        recorded_gap: largest difference between a recorded loss of an optimizer step and the same loss now; what is
-            more than rounding says that the code has changed since.
-        changed_fraction: share of trained tokens whose gradient differs by more than 1e-5 of itself.
-        cosine: similarity of the two gradients by the tokens' log-probabilities; None where one is zero.
-    """
-
-    step: int
-    run: Outcome
-    other: Outcome
-    recorded_gap: float
-    changed_fraction: float
-    cosine: float | None
-    tokens: list[Token]
-
-    def summary(self) -> dict:
-        """The replay as plain numbers, for JSON."""
-        names = ("step", "recorded_gap", "changed_fraction", "cosine")
-        summary = {name: getattr(self, name) for name in names} | {"tokens": [asdict(token) for token in self.tokens]}
-        for name, outcome in (("run", self.run), ("other", self.other)):
-            summary[name] = outcome.metrics | {"not_scored_groups": outcome.not_scored}
-        return summary
-
-
-def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) -> Replay:
-    """The step under the run's own settings and under those of another loss.
+    ``run`` and ``other`` have the numbers of each. ``recorded_gap`` is the largest difference between a recorded loss
+    of an optimizer step and the same loss now: more than rounding says that the code has changed since.
+    ``changed_fraction`` is the share of trained tokens whose gradient differs by more than 1e-5 of itself, ``cosine``
+    the similarity of the two gradients by the tokens' log-probabilities; None where one is zero. ``tokens`` are those
+    that differ the most, with pairs of what the run's loss and the other made of them.
 
     Raises:
         ValueError: the other loss needs what the run did not compute.
@@ -108,15 +84,15 @@ def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) ->
     changed = (difference > 1e-5 * torch.maximum(ours.abs(), theirs.abs()))[trained]
     norms = ours.norm() * theirs.norm()
     largest = [i for i in difference.argsort(descending=True)[:top].tolist() if difference[i] > 0]
-    return Replay(
-        step=stored.step,
-        run=first,
-        other=second,
-        recorded_gap=max((abs(a - b) for a, b in zip(recorded, first.losses, strict=True)), default=0.0),
-        changed_fraction=changed.double().mean().item() if len(changed) else 0.0,
-        cosine=(ours @ theirs / norms).item() if norms else None,
-        tokens=_tokens(stored, largest, first, second),
-    )
+    return {
+        "step": stored.step,
+        "recorded_gap": max((abs(a - b) for a, b in zip(recorded, first.losses, strict=True)), default=0.0),
+        "changed_fraction": changed.double().mean().item() if len(changed) else 0.0,
+        "cosine": (ours @ theirs / norms).item() if norms else None,
+        "tokens": [_token(stored, place, first, second) for place in largest],
+        "run": first.numbers(),
+        "other": second.numbers(),
+    }
 
 
 def recompute(stored: StoredStep, settings: Settings) -> Outcome:
@@ -163,8 +139,9 @@ class _StoredPolicy(TrainPolicy):
     def __init__(self, update: StoredUpdate) -> None:
         self._update = update
 
+    @override
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """See :meth:`TrainPolicy.score`; the log-probabilities are a leaf, which keeps its gradient."""
+        # The log-probabilities are a leaf, which keeps its gradient.
         log_probs, entropies = zip(*[self._update.scored[group.group_id] for group in groups], strict=True)
         return torch.cat(log_probs).requires_grad_(), torch.cat(entropies)
 
@@ -196,29 +173,26 @@ def _check(groups: Sequence[Group], settings: Settings) -> None:
         )
 
 
-def _tokens(stored: StoredStep, places: Sequence[int], run: Outcome, other: Outcome) -> list[Token]:
-    """The tokens at these places among all T."""
+def _token(stored: StoredStep, place: int, run: Outcome, other: Outcome) -> dict[str, Any]:
+    """The token at this place among all T."""
     by_id = {group.group_id: group for group in stored.groups}
     spans = [(number, by_id[i]) for number, update in enumerate(stored.updates) for i in update.groups]
-    ends = torch.tensor([len(group.response_ids) for _, group in spans]).cumsum(0)
-    tokens = []
-    for place in places:
-        at = int(torch.searchsorted(ends, place, right=True))
-        number, group = spans[at]
-        offset = place - int(ends[at]) + len(group.response_ids)
-        response = int(torch.searchsorted(group.offsets, offset, right=True)) - 1
-        start = int(group.offsets[response])
-        ids, pairs = group.response_ids, ("advantage", "ratio", "gradient")
-        tokens.append(
-            Token(
-                number,
-                group.group_id,
-                group.row,
-                response,
-                position=offset - start,
-                token_id=int(ids[offset]),
-                before=ids[max(start, offset - _CONTEXT) : offset].tolist(),
-                **{name: (run.columns[name][place].item(), other.columns[name][place].item()) for name in pairs},
-            )
-        )
-    return tokens
+    ends = list(accumulate(len(group.response_ids) for _, group in spans))
+    at = bisect_right(ends, place)
+    number, group = spans[at]
+    offset = place - ends[at] + len(group.response_ids)
+    response = bisect_right(group.offsets.tolist(), offset) - 1
+    start = int(group.offsets[response])
+    return {
+        "optimizer_step": number,
+        "group_id": group.group_id,
+        "row": group.row,
+        "response": response,
+        "position": offset - start,
+        "token_id": int(group.response_ids[offset]),
+        "before": group.response_ids[max(start, offset - _CONTEXT) : offset].tolist(),
+        **{
+            name: (run.columns[name][place].item(), other.columns[name][place].item())
+            for name in ("advantage", "ratio", "gradient")
+        },
+    }

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import KEY, OF_GROUP
+from grpo_rl.monitor.token_log import KEY, NAMED_OF_RESPONSES, OF_GROUP, OF_RESPONSES
 
 
 @dataclass(frozen=True)
@@ -47,37 +48,39 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
         ValueError: it was not stored, which names the steps that were; or its file can't be read.
     """
     parts = StepParts(Path(run_dir) / TOKENS_FOLDER)
-    if step not in (steps := parts.steps()):
-        have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; train with train.lineage=true"
-        raise ValueError(f"{run_dir} has no lineage of step {step}: {have}")
+    path = parts.path(step)
     try:
-        table = parts.read(step)
+        table = parts.read(step) if path.exists() else pa.table({})
         about = (table.schema.metadata or {}).get(KEY)
-        found = _stored(table, json.loads(about)) if about else None
+        if about:
+            return _stored(table, json.loads(about))
     except Exception as error:  # a file may be changed or from elsewhere: where it is decides the error
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{parts.path(step)} is not as it was written ({what}); take another step") from error
-    if not found:
-        raise ValueError(f"{run_dir} has no lineage of step {step}, only a few groups; train with train.lineage=true")
-    return found
+        raise ValueError(f"{path} is not as it was written ({what}); take another step") from error
+    # Without lineage a part has a few groups alone, for the report.
+    steps = [i for i in parts.steps() if KEY in (pq.read_schema(parts.path(i)).metadata or {})]
+    have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; train with train.lineage=true"
+    raise ValueError(f"{run_dir} has no lineage of step {step}: {have}")
 
 
 def _stored(table: pa.Table, about: dict[str, Any]) -> StoredStep:
-    tables: dict[tuple[int, int], dict[str, Any]] = {}
-    owners = list(zip(table["optimizer_step"].fill_null(-1).to_pylist(), table["group_id"].to_pylist(), strict=True))
-    starts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
-    for start, end in zip(starts, [*starts[1:], len(owners)], strict=True):
-        tables[owners[start]] = _columns(table.slice(start, end - start))
-    empty = _columns(table.slice(0, 0))
-    of_group = {group_id: columns for (_, group_id), columns in tables.items()}
-    groups = [_group(known, of_group.get(known["group_id"], empty)) for known in about["groups"]]
-    updates = []
-    for number, recorded in enumerate(about["optimizer_steps"]):
-        ids = recorded.pop("groups")
-        found = {i: tables.get((number, i), empty) for i in ids}
-        scored = {i: (t["log_prob"], t["entropy"]) for i, t in found.items() if t["log_prob"] is not None}
+    sizes = {known["group_id"]: known["offsets"][-1] for known in about["groups"]}
+    of_group: dict[int, dict[str, Any]] = {}
+    updates, start = [], 0
+    taken = {i for update in about["optimizer_steps"] for i in update["groups"]}
+    # Rows are in this order (`grpo_rl.monitor.token_log`); groups that no optimizer step took are at the end.
+    for recorded in [*about["optimizer_steps"], {"groups": [i for i in sizes if i not in taken]}]:
+        ids, scored = recorded.pop("groups"), {}
+        for i in ids:
+            tokens = of_group[i] = _columns(table.slice(start, sizes[i]))
+            start += sizes[i]
+            if tokens["log_prob"] is not None:
+                scored[i] = tokens["log_prob"], tokens["entropy"]
         updates.append(StoredUpdate(ids, scored, recorded))
-    return StoredStep(about["step"], about["config"], groups, updates)
+    if start != len(table):
+        raise ValueError(f"{len(table)} rows where its groups have {start}")
+    groups = [_group(known, of_group[known["group_id"]]) for known in about["groups"]]
+    return StoredStep(about["step"], about["config"], groups, updates[:-1])
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:
@@ -85,17 +88,15 @@ def _columns(table: pa.Table) -> dict[str, Any]:
     columns: dict[str, Any] = {"prompt_ids": table["prompt_ids"][0].as_py() if len(table) else []}
     for name in ("token_id", "policy_version", "trainable", "log_prob", "entropy", *OF_GROUP):
         column = table[name].fill_null(0.0) if name == "sampler_log_prob" else table[name]
-        known = column.null_count == 0
-        columns[name] = torch.from_numpy(column.to_numpy().copy()) if known else None
+        columns[name] = None if column.null_count else torch.from_numpy(column.to_numpy().copy())
     return columns
 
 
 def _group(known: dict[str, Any], tokens: dict[str, Any]) -> Group:
-    def tensor(values: list | None) -> Tensor | None:
-        return None if values is None else torch.tensor(values)
-
+    computed = tokens if len(tokens["token_id"]) else {}
     # Written together; without entropies the column only repeats what the trainer said in the optimizer step.
-    has_old = len(tokens["token_id"]) and tokens["old_entropy"] is not None
+    old = computed if computed.get("old_entropy") is not None else {}
+    listed: dict[str, Any] = {name: known[name] for name in OF_RESPONSES}
     return Group(
         group_id=known["group_id"],
         row=known["row"],
@@ -104,13 +105,9 @@ def _group(known: dict[str, Any], tokens: dict[str, Any]) -> Group:
         log_probs=tokens["sampler_log_prob"],
         versions=tokens["policy_version"].long(),
         trainable=tokens["trainable"],
-        offsets=torch.tensor(known["offsets"]),
-        rewards=torch.tensor(known["rewards"]),
-        reward_parts={name: torch.tensor(values) for name, values in known["reward_parts"].items()},
-        measures={name: torch.tensor(values) for name, values in known["measures"].items()},
-        truncated=tensor(known["truncated"]),
-        advantages=tensor(known["advantages"]),
-        ref_log_probs=tokens["ref_log_prob"] if len(tokens["token_id"]) else None,
-        old_log_probs=tokens["old_log_prob"] if has_old else None,
-        old_entropies=tokens["old_entropy"] if has_old else None,
+        ref_log_probs=computed.get("ref_log_prob"),
+        old_log_probs=old.get("old_log_prob"),
+        old_entropies=old.get("old_entropy"),
+        **{name: values if values is None else torch.tensor(values) for name, values in listed.items()},
+        **{name: {key: torch.tensor(values) for key, values in known[name].items()} for name in NAMED_OF_RESPONSES},
     )

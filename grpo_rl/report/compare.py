@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
 from grpo_rl.report.configuration import written
 from grpo_rl.report.files import CONFIG, EVALUATION, is_running, read_config, read_rows, read_summary
-from grpo_rl.report.files import SUMMARY as SUMMARY_FILE
 from grpo_rl.report.page import Section
 from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
@@ -30,7 +28,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
     """The run folders of these: a sweep's folder stands for its runs.
 
     Raises:
-        ValueError: a folder holds no run; names some that are below it.
+        ValueError: a folder holds no run.
     """
     found = []
     for folder in given:
@@ -39,10 +37,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
         elif inside := _inside(folder):
             found += inside
         else:
-            below = sorted((str(path.parent) for path in folder.rglob(METRICS_FILE)), reverse=True)
-            more = f" and {len(below) - 5} more" if len(below) > 5 else ""
-            some = f"; below it are {', '.join(below[:5])}{more}" if below else ""
-            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do{some}")
+            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do")
     return found
 
 
@@ -97,20 +92,7 @@ def read_held_out(run_dir: Path) -> list[float]:
 
 def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
     """Each run's name, steps, change of reward with its interval, and the paired difference from the first run; or the
-    held-out losses of SFT.
-
-    Head and sections of a page share one comparison of files that have not changed.
-    """
-    return _compared(tuple(runs), tuple(_states(run) for run in runs))
-
-
-def _states(run: Path) -> tuple[tuple[int, int] | None, ...]:
-    paths = [run / name for name in (METRICS_FILE, SUMMARY_FILE, EVALUATION, CONFIG)]
-    return tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in paths)
-
-
-@lru_cache(maxsize=4)
-def _compared(runs: Sequence[Path], _states: object) -> Sequence[Mapping[str, Any]]:
+    held-out losses of SFT."""
     configs = [read_config(run) for run in runs]
     first, held_out = flat(configs[0]), [read_held_out(run) for run in runs]
     found = []
@@ -154,20 +136,17 @@ def _other(setting: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
 def head(runs: Sequence[Path]) -> dict[str, Any]:
     """The head of the comparison: the run that gained most, and whether its interval is apart from the others'."""
     every = [(row, flat(read_config(run))) for row, run in zip(compared(runs), runs, strict=True)]
-    known = [(row, setting) for row, setting in every if "gain" in row]
-    imitated = [(row, setting) for row, setting in every if "loss" in row]
+    gained, imitated = [one for one in every if "gain" in one[0]], [one for one in every if "loss" in one[0]]
     goes_on = [is_running(run) for run in runs if not read_summary(run).get("finished")]
     running, rest = goes_on.count(True), len(goes_on) - goes_on.count(True)
     notes = ["Each interval is a 95 % interval by itself: of many runs, the best looks better than it is."]
-    notes = notes if known or not imitated else []
-    notes += [f"{running} of the runs {'goes' if running == 1 else 'go'} on."] if running else []
-    notes += [f"{rest} of the runs {'has' if rest == 1 else 'have'} not ended, or were stopped."] if rest else []
+    notes = notes if gained or not imitated else []
+    notes += [f"Runs that go on: {running}."] if running else []
+    notes += [f"Runs that have not ended, or were stopped: {rest}."] if rest else []
     return {
         "title": f"Comparison of {len(runs)} runs",
         "subject": f"Comparison of {len(runs)} runs",
-        "headline": _lowest_loss(imitated, len(runs))
-        if imitated and not known
-        else _ranking([row for row, _ in known], [setting for _, setting in known], len(runs)),
+        "headline": f"{len(runs)} runs; {_lowest_loss(imitated) if imitated and not gained else _ranking(gained)}.",
         "note": " ".join(notes),
         "tiles": [],
         "state": "running" if running else "stopped" if rest else "ended",
@@ -176,40 +155,38 @@ def head(runs: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _ranking(table: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]], runs: int) -> str:
+def _ranking(gained: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     """The run that gained most, where the gains are of the same thing."""
-    if not table:
-        return f"{runs} runs; none is long enough to say what it gained."
-    best = max(table, key=lambda row: row["gain"]["gain"])
-    gain, of = best["gain"], best["gain"]["of"].split(",")[0]
-    span = f"{gain['gain']:+.3f}, 95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}"
-    if len(table) == 1:
-        return f"{runs} runs; run {best['name']} alone is long enough to say what it gained in {of} reward: {span}."
-    if len({row["gain"]["of"].split(",")[0] for row in table}) > 1:
-        return f"{runs} runs; some measured held-out reward and some did not, so their gains don't compare."
+    if not gained:
+        return "none is long enough to say what it gained"
+    rows, settings = zip(*gained, strict=True)
+    kinds = {row["gain"]["of"].split(",")[0] for row in rows}
+    if len(kinds) > 1:
+        return "some measured held-out reward and some did not, so their gains don't compare"
     if other := sorted({key for setting in settings for key in _other(setting, settings[0])}):
-        return f"{runs} runs; their task or evaluation differs ({', '.join(other[:3])}), so their gains don't compare."
-    apart = gain["low"] > max(row["gain"]["high"] for row in table if row is not best)
-    of_how_many = str(runs) if len(table) == runs else f"the {len(table)} of {runs} that are long enough"
-    return f"Run {best['name']} gained most of {of_how_many} in {of} reward: {span}" + (
-        ", above every other run's interval." if apart else "; the intervals of others reach into it."
-    )
+        return f"their task or evaluation differs ({', '.join(other[:3])}), so their gains don't compare"
+    best = max(rows, key=lambda row: row["gain"]["gain"])
+    gain = best["gain"]
+    span = f"{gain['gain']:+.3f}, 95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}"
+    who = "alone is long enough to say what it gained" if len(rows) == 1 else f"gained most of {len(rows)}"
+    others = [row["gain"]["high"] for row in rows if row is not best]
+    apart = "above every other run's interval" if gain["low"] > max(others, default=0) else "others reach into it"
+    return f"run {best['name']} {who} in {kinds.pop()} reward: {span}" + (f", {apart}" if others else "")
 
 
-def _lowest_loss(known: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], runs: int) -> str:
+def _lowest_loss(imitated: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     """The run of SFT with the lowest held-out loss, where the losses are of the same thing."""
-    first = known[0][1]
-    other = {key for _, setting in known for key in _other(setting, first)}
+    rows, settings = zip(*imitated, strict=True)
+    other = {key for setting in settings for key in _other(setting, settings[0])}
     # Nats a token are of a tokenizer and a template.
-    other |= {key for key in ("model.name", "model.chat_template") for _, s in known if s.get(key) != first.get(key)}
-    if other := sorted(other):
-        what = f"their model, task or evaluation differs ({', '.join(other[:3])})"
-        return f"{runs} runs; {what}, so their losses don't compare."
-    best, _ = min(known, key=lambda one: one[0]["loss"]["after"])
-    before, after = best["loss"]["before"], best["loss"]["after"]
-    of_how_many = str(runs) if len(known) == runs else f"the {len(known)} of {runs} that measured it"
-    loss = f"{after:.3f}, {before:.3f} before training"
-    return f"Run {best['name']} has the lowest held-out loss of {of_how_many}: {loss}."
+    of_tokens = ("model.name", "model.chat_template")
+    other |= {key for key in of_tokens for setting in settings if setting.get(key) != settings[0].get(key)}
+    if other:
+        what = f"their model, task or evaluation differs ({', '.join(sorted(other)[:3])})"
+        return f"{what}, so their losses don't compare"
+    best = min(rows, key=lambda row: row["loss"]["after"])
+    loss = f"{best['loss']['after']:.3f}, {best['loss']['before']:.3f} before training"
+    return f"run {best['name']} has the lowest held-out loss of {len(rows)}: {loss}"
 
 
 def build(runs: Sequence[Path]) -> dict[str, Any]:

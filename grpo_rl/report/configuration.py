@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from grpo_rl.report.files import CONFIG, read_config, read_overrides, read_started, read_summary, versions
+from grpo_rl.report.files import CONFIG, read_config, read_overrides, read_summary, versions
 from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
 
@@ -22,14 +22,16 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         ValueError: config, overrides or summary can't be read; names the file.
     """
     config, overrides = read_config(run_dir), read_overrides(run_dir)
-    shown, text = masked(config), read_started(run_dir, CONFIG)
-    if not text and not overrides:
+    if not config and not overrides:
         return None
+    shown = masked(config)
     return {
         "overrides": overrides,
         "settings": [[key, written(value)] for key, value in flat(shown).items()],
         # The text as it is keeps its comments; it can be shown where there is nothing to mask.
-        "text": text if shown == config else yaml.safe_dump(shown, sort_keys=False),
+        "text": (run_dir / CONFIG).read_text()
+        if config and shown == config
+        else yaml.safe_dump(shown, sort_keys=False),
         "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
     }
 

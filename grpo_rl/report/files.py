@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
 
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.yaml_text import read_yaml
 
+T = TypeVar("T")
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
@@ -36,14 +39,17 @@ def read_rows(run_dir: Path) -> Sequence[Mapping[str, float]]:
         ValueError: a line is not one of metrics; names it.
     """
     path = run_dir / METRICS_FILE
-    if not path.exists():
-        return ()
-    stat = path.stat()
-    return _rows(path.resolve(), stat.st_mtime_ns, stat.st_size)
+    state = _state(path)
+    return _rows(path.resolve(), state) if state else ()
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """A value that changes with a file; None where it is missing."""
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
 
 
 @lru_cache(maxsize=16)
-def _rows(path: Path, _modified: int, _size: int) -> Sequence[Mapping[str, float]]:
+def _rows(path: Path, _state: object) -> Sequence[Mapping[str, float]]:
     return tuple(MappingProxyType(row) for row in read_metrics(path))
 
 
@@ -53,20 +59,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not a JSON object; names it.
     """
-    path = run_dir / SUMMARY
-    try:
-        summary = json.loads(path.read_bytes().decode()) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); remove it to do without a summary") from error
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} holds {type(summary).__name__}, not an object; remove it to do without a summary")
-    return summary
-
-
-def read_started(run_dir: Path, name: str) -> str:
-    """The text of a file that the run was started with, or nothing where it has none."""
-    path = run_dir / name
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return _read(run_dir / SUMMARY, "JSON", json.loads, {})
 
 
 def read_overrides(run_dir: Path) -> list[str]:
@@ -75,13 +68,7 @@ def read_overrides(run_dir: Path) -> list[str]:
     Raises:
         ValueError: they are not YAML of a list; names the file.
     """
-    try:
-        words = read_yaml(read_started(run_dir, OVERRIDES)) or []
-    except ValueError as error:
-        raise ValueError(f"{run_dir / OVERRIDES} is not YAML ({error}); remove it to do without overrides") from error
-    if not isinstance(words, list):
-        raise ValueError(f"{run_dir / OVERRIDES} holds no list; remove it to do without overrides")
-    return [masked_override(str(word)) for word in words]
+    return [masked_override(str(word)) for word in _read(run_dir / OVERRIDES, "YAML", read_yaml, [])]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -90,13 +77,25 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not YAML of a mapping; names it.
     """
+    path = run_dir / CONFIG
+    return _config(path.resolve(), _state(path))
+
+
+@lru_cache(maxsize=512)  # the sections of a comparison read all configs again and again
+def _config(path: Path, _state: object) -> dict[str, Any]:
+    return _read(path, "YAML", read_yaml, {})
+
+
+def _read(path: Path, language: str, parse: Callable[[str], Any], empty: T) -> T:
+    """The contents of a file; ``empty``, whose type it has to have, where it is missing or holds nothing."""
     try:
-        config = read_yaml(read_started(run_dir, CONFIG)) or {}
-    except ValueError as error:
-        raise ValueError(f"{run_dir / CONFIG} is not YAML ({error}); remove it to do without a config") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{run_dir / CONFIG} holds no settings; remove it to do without a config")
-    return config
+        found = parse(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not {language} ({error}); remove it to do without") from error
+    if not isinstance(found, type(empty) | None):
+        wanted = "a list" if isinstance(empty, list) else "an object"
+        raise ValueError(f"{path} holds {type(found).__name__}, not {wanted}; remove it to do without")
+    return found or empty
 
 
 def subject(config: dict[str, Any]) -> str:
@@ -121,23 +120,13 @@ def is_running(run_dir: Path) -> bool | None:
     The lock itself is not touched: trying it could refuse a run that starts at this moment.
     """
     try:
-        holder = json.loads((run_dir / LOCK).read_bytes() or b"{}")
-        host, pid = holder.get("host"), int(holder.get("pid", 0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        holder = json.loads((run_dir / LOCK).read_bytes())
+        host, pid = holder["host"], holder["pid"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False  # there is none, or it is of another program
-    if not pid:
-        return False
     if host != socket.gethostname():
         return None
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and pid in psutil.pids()
 
 
 @cache  # one look into the packages' metadata takes longer than the rest of a small page

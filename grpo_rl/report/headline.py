@@ -218,15 +218,8 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
         if unpaired_change(rows):
             notes.append("The interval takes the two evaluations as independent; the end of the run pairs their rows.")
         else:
-            match _evaluations(rows):
-                case []:
-                    why = "Held-out reward was not measured (evaluate.rows), so there is no gain to state"
-                case [one]:
-                    why = f"Held-out reward was measured once, after step {int(one['step'])}: {one['eval/reward']:.3f}"
-                    why += ", so there is no gain to state yet"
-                case _:
-                    why = "The evaluations of held-out reward have no standard errors, so their gain has no interval"
-            notes.append(f"{why}; training reward is of the problems that each step happened to draw.")
+            why = "Without two evaluations of held-out rows, with standard errors, there is no gain to state"
+            notes.append(f"{why} (evaluate.rows); training reward is of the problems that each step happened to draw.")
     return " ".join(notes)
 
 

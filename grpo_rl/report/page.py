@@ -151,7 +151,7 @@ def as_json(data: object) -> str:
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:  # a NaN is rare, and looking for it takes longer than writing the rest
-        text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Byte-level tokens cut in the middle of a character can decode to a lone surrogate, which UTF-8 cannot hold.
     return text.encode("utf-8", "replace").decode()
 
@@ -178,9 +178,14 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+    """The same lists and mappings with None for each number that is not finite.
+
+    >>> finite({"best": (3, [0.5, math.nan])})
+    {'best': [3, [0.5, None]]}
+    """
     if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,8 @@ TOOLS = ("calculator", "search")
 """Names whose lines in a turn are calls, in the tasks that come with the package."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Rewards of a step's responses, by group in the order of the part."""
-
-    rewards: dict[int, list[float]]
+Rewards = Mapping[int, Sequence[float]]
+"""Rewards of a step's responses, by group in the order of the part."""
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:
@@ -50,20 +46,20 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         if unread:
             raise ValueError(unread[-1])
         return None
-    total = sum(len(rewards) for step in steps.values() for rewards in step.rewards.values())
+    total = sum(len(rewards) for step in steps.values() for rewards in step.values())
     best, worst = _extremes(steps)
     chosen = _choose(run_dir, steps, total)
     for step, group_id, _ in (*best, *worst):
         chosen.setdefault(step, {}).setdefault(group_id, "best or worst of the run")
     groups = [group for step in sorted(chosen) for group in _groups(run_dir, step, chosen[step])]
     _shorten(groups)
-    counts = Counter(reward for step in steps.values() for rewards in step.rewards.values() for reward in rewards)
+    counts = Counter(reward for step in steps.values() for rewards in step.values() for reward in rewards)
     place = {(group["step"], group["id"]): number for number, group in enumerate(groups)}
     return {
         "groups": groups,
         "best": [_mark(steps, place, counts, *found) for found in best],
         "worst": [_mark(steps, place, counts, *found) for found in worst],
-        "all_groups": sum(len(step.rewards) for step in steps.values()),
+        "all_groups": sum(map(len, steps.values())),
         "all_steps": len(steps),
         "all_responses": total,
         "shown_steps": len(chosen),
@@ -73,7 +69,7 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     }
 
 
-def _read_rewards(run_dir: Path) -> tuple[dict[int, _Step], list[str]]:
+def _read_rewards(run_dir: Path) -> tuple[dict[int, Rewards], list[str]]:
     parts = StepParts(run_dir / COMPLETIONS_FOLDER)
     found, unread = {}, []
     for step in parts.steps():
@@ -82,26 +78,26 @@ def _read_rewards(run_dir: Path) -> tuple[dict[int, _Step], list[str]]:
             found[step] = _rewards(parts.folder, step, stat.st_size, stat.st_mtime_ns)
         except ValueError as error:
             unread.append(str(error))
-    return {step: content for step, content in found.items() if content.rewards}, unread
+    return {step: rewards for step, rewards in found.items() if rewards}, unread
 
 
 @lru_cache(maxsize=20_000)  # a page that is live is built again and again, and parts stay as they are
-def _rewards(folder: Path, step: int, _size: int, _modified: int) -> _Step:
+def _rewards(folder: Path, step: int, _size: int, _modified: int) -> Rewards:
     columns = StepParts(folder).read(step, ["group_id", "reward"]).to_pydict()
     if not {"group_id", "reward"} <= columns.keys():
         raise ValueError(f"{StepParts(folder).path(step)} has no group_id or reward; remove it to do without it")
     rewards: dict[int, list[float]] = {}
     for group_id, reward in zip(columns["group_id"], columns["reward"], strict=True):
         rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
-    return _Step(rewards)
+    return rewards
 
 
-def _extremes(steps: Mapping[int, _Step]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+def _extremes(steps: Mapping[int, Rewards]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """Step, group and number of the best and the worst responses; of equal ones those that came first."""
     found = [
         (reward, step, group_id, number)
-        for step, content in steps.items()
-        for group_id, rewards in content.rewards.items()
+        for step, of_group in steps.items()
+        for group_id, rewards in of_group.items()
         for number, reward in enumerate(rewards)
         if math.isfinite(reward) and number < MOST_OF_GROUP
     ]
@@ -110,16 +106,16 @@ def _extremes(steps: Mapping[int, _Step]) -> tuple[list[tuple[int, int, int]], l
     return [one[1:] for one in best], [one[1:] for one in worst]
 
 
-def _choose(run_dir: Path, steps: Mapping[int, _Step], total: int) -> dict[int, dict[int, str]]:
+def _choose(run_dir: Path, steps: Mapping[int, Rewards], total: int) -> dict[int, dict[int, str]]:
     """The groups to show by step, each with why."""
-    largest = max(len(rewards) for step in steps.values() for rewards in step.rewards.values())
+    largest = max(len(rewards) for step in steps.values() for rewards in step.values())
     if total <= RESPONSES and largest <= MOST_OF_GROUP:
-        return {step: dict.fromkeys(content.rewards, "") for step, content in steps.items()}
+        return {step: dict.fromkeys(rewards, "") for step, rewards in steps.items()}
     size = min(largest, MOST_OF_GROUP)
     each = max(1, min(6, RESPONSES // (10 * size)))
     logged = set(StepParts(run_dir / TOKENS_FOLDER).steps())
     shown = evenly(list(steps), max(2, min(MOST_STEPS, RESPONSES // (each * size))))
-    return {step: _choose_of(run_dir, step, steps[step].rewards, each, step in logged) for step in shown}
+    return {step: _choose_of(run_dir, step, steps[step], each, step in logged) for step in shown}
 
 
 def _choose_of(
@@ -225,14 +221,14 @@ def _shorten(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _mark(
-    steps: Mapping[int, _Step],
+    steps: Mapping[int, Rewards],
     place: Mapping[tuple[int, int], int],
     counts: Mapping[float, int],
     step: int,
     group_id: int,
     number: int,
 ) -> dict[str, Any]:
-    reward = steps[step].rewards[group_id][number]
+    reward = steps[step][group_id][number]
     return {"group": place[step, group_id], "response": number, "reward": _rounded(reward), "alike": counts[reward]}
 
 

@@ -41,30 +41,28 @@ class LivePage:
         self._of: object = None
         self._next = 0.0
         self._data: dict[str, str] = {}
-        self._versions: dict[str, str] = {}
 
     def page(self) -> str:
         """The whole page."""
-        return self._assemble(self._refresh()[0])
+        return self._assemble(self._refresh())
 
     def changes(self, have: dict[str, str]) -> str:
         """JSON of the sections whose version is not the one that the reader has: their version and data, by id."""
-        data, versions = self._refresh()
-        changed = [name for name in data if have.get(name) != versions[name]]
-        parts = [f'{json.dumps(name)}:{{"version":"{versions[name]}","data":{data[name]}}}' for name in changed]
+        data = self._refresh()
+        versions = {name: _version(text) for name, text in data.items() if have.get(name) != _version(text)}
+        parts = [f'{json.dumps(name)}:{{"version":"{v}","data":{data[name]}}}' for name, v in versions.items()]
         return "{" + ",".join(parts) + "}"
 
-    def _refresh(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _refresh(self) -> dict[str, str]:
         with self._lock:
             if (begun := time.monotonic()) >= self._next or not self._data:
                 now = self._signature()
                 if now != self._of or not self._data:
                     self._data = self._build()
-                    self._versions = {name: _version(text) for name, text in self._data.items()}
                     self._of = now
                 ended = time.monotonic()
                 self._next = ended + max(FRESH_S, (ended - begun) * (1 / MOST_OF_TIME - 1))
-            return self._data, self._versions
+            return self._data
 
 
 def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
@@ -82,25 +80,20 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            if not names_this_machine(self.headers.get("Host", "")):
-                self._send(HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain")
-            elif url.path not in ("/", "/data.json"):
-                self._send(HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain")
-            else:
-                try:
-                    if url.path == "/":
-                        found = page.page(), "text/html"
-                    else:
-                        words = parse_qs(url.query).get("have", [""])[0].split(",")
-                        have = {name: version for name, _, version in (word.partition(":") for word in words)}
-                        found = page.changes(have), "application/json"
-                except (ValueError, OSError) as error:  # a file of the run is damaged, or half written
-                    self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "text/plain")
-                except Exception as error:  # a reader who is cut off learns nothing; all is built before it is sent
-                    text = f"{type(error).__name__}: {error}"
-                    self._send(HTTPStatus.INTERNAL_SERVER_ERROR, text, "text/plain")
-                else:
-                    self._send(HTTPStatus.OK, *found)
+            found = HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain"
+            try:
+                if not names_this_machine(self.headers.get("Host", "")):
+                    found = HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain"
+                elif url.path == "/":
+                    found = HTTPStatus.OK, page.page(), "text/html"
+                elif url.path == "/data.json":
+                    words = parse_qs(url.query).get("have", [""])[0].split(",")
+                    have = {name: version for name, _, version in (word.partition(":") for word in words)}
+                    found = HTTPStatus.OK, page.changes(have), "application/json"
+            except Exception as error:  # a file of the run is damaged, or half written; all is built before it is sent
+                text = f"{type(error).__name__}: {error}"
+                found = HTTPStatus.SERVICE_UNAVAILABLE, text, "text/plain"
+            self._send(*found)
 
         do_HEAD = do_GET
 

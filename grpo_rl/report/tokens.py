@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,61 +33,54 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     """
     parts = StepParts(run_dir / TOKENS_FOLDER)
     steps = parts.steps()
-    if not steps:
-        return None
-    # Steps are alike, so that the newest one tells how many there is room for; the bound below holds in any case.
-    rows = min(len(parts.read(steps[-1], ["text"])["text"].drop_null()), RESPONSES_OF_STEP * TOKENS_OF_RESPONSE)
+    # Steps are alike, so that the newest one says how many there is room for; the bound below holds in any case.
+    rows = len(parts.read(steps[-1], ["text"])["text"].drop_null()) if steps else 0
+    if not rows:
+        return None  # with train.lineage=true and logger.token_groups=0 there are tokens without a text
     texts: dict[str, int] = {}
     responses: list[dict[str, Any]] = []
-    left, all_steps = TOKENS, len(steps)
-    for step in evenly(steps, max(2, TOKENS // max(rows, 1))):
+    left = TOKENS
+    for step in evenly(steps, max(2, TOKENS // min(rows, RESPONSES_OF_STEP * TOKENS_OF_RESPONSE))):
         for response in _responses(run_dir, step, texts):
             if left - len(response["ids"]) < 0:
                 break
             left -= len(response["ids"])
             responses.append(response)
+    pairs = [pair for r in responses for pair in zip(r["sampler"], r["trainer"], strict=True) if None not in pair]
     return {
         "texts": list(texts),
         "responses": responses,
         "scales": {
             "log_prob": _top([-x for r in responses for x in r["sampler"] if x is not None], 1.0),
             "entropy": _top([x for r in responses for x in r["entropy"] if x is not None], 0.1),
-            "mismatch": _top(
-                [
-                    abs(a - b)
-                    for r in responses
-                    for a, b in zip(r["sampler"], r["trainer"], strict=True)
-                    if a is not None and b is not None
-                ],
-                0.01,
-            ),
+            "mismatch": _top([abs(a - b) for a, b in pairs], 0.01),
         },
-        "all_steps": all_steps,
+        "all_steps": len(steps),
         "shown_steps": len({response["step"] for response in responses}),
     }
 
 
 def _responses(run_dir: Path, step: int, texts: dict[str, int]) -> list[dict[str, Any]]:
     """The responses of a step to show: the first of each group, then its best, its worst, and others."""
-    table = StepParts(run_dir / TOKENS_FOLDER).read(step)
+    table = StepParts(run_dir / TOKENS_FOLDER).read(step, [*SHOWN, "text"])
     table = table.filter(table["text"].is_valid())
     about = _about(run_dir, step)
-    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if name in SHOWN}
+    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in SHOWN}
     words = table["text"].to_pylist()
-    keys = list(zip(columns["group_id"].tolist(), columns["response"].tolist(), strict=True))
-    starts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]
-    spans = {keys[start]: (start, end) for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)}
+    spans: dict[tuple[int, int], list[int]] = {}
+    for i, key in enumerate(zip(columns["group_id"].tolist(), columns["response"].tolist(), strict=True)):
+        spans.setdefault(key, []).append(i)
     found = []
     for key in _choose(list(spans), about):
-        start, end = spans[key]
-        shown = slice(start, min(end, start + TOKENS_OF_RESPONSE))
+        start, size = spans[key][0], len(spans[key])
+        shown = slice(start, start + min(size, TOKENS_OF_RESPONSE))
         found.append(
             {
                 "step": step,
                 "group": key[0],
                 "response": key[1],
                 **about.get(key, {}),
-                "cut": end - shown.stop,
+                "cut": size - (shown.stop - start),
                 "ids": columns["token_id"][shown].tolist(),
                 "texts": [texts.setdefault(_shown(text), len(texts)) for text in words[shown]],
                 "special": _places(columns["special"][shown]),
@@ -104,12 +99,12 @@ def _about(run_dir: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
         rows = parts.read(step, names).to_pylist()  # without the texts, which are most of it
     except ValueError:
         return {}
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    counts: dict[int, int] = {}
+    counts: dict[int, int] = defaultdict(int)
+    found = {}
     for row in rows:
-        number = counts.get(row["group_id"], 0)
-        counts[row["group_id"]] = number + 1
-        found[row["group_id"], number] = {name: row.get(name) for name in ("row", "reward", "advantage")}
+        group_id = row.pop("group_id")
+        found[group_id, counts[group_id]] = row
+        counts[group_id] += 1
     return found
 
 
@@ -117,18 +112,16 @@ def _choose(
     keys: Sequence[tuple[int, int]], about: Mapping[tuple[int, int], Mapping[str, float | None]]
 ) -> list[tuple[int, int]]:
     """Responses of a step that are shown, in its order: of each group in turn the first, best, worst, second, …"""
-    groups: dict[int, list[tuple[int, int]]] = {}
+    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key in keys:
-        groups.setdefault(key[0], []).append(key)
+        groups[key[0]].append(key)
 
     def reward(key: tuple[int, int]) -> float:
         return about.get(key, {}).get("reward") or 0.0
 
     orders = [dict.fromkeys([of[0], max(of, key=reward), min(of, key=reward), *of]) for of in groups.values()]
-    ranks = [list(order) for order in orders]
-    turn = [order[i] for i in range(max(map(len, ranks), default=0)) for order in ranks if i < len(order)]
-    chosen = set(turn[:RESPONSES_OF_STEP])
-    return [key for key in keys if key in chosen]
+    turn = [key for turn in zip_longest(*orders) for key in turn if key]
+    return [key for key in keys if key in turn[:RESPONSES_OF_STEP]]
 
 
 def _shown(text: str) -> str:

@@ -179,23 +179,12 @@ class RunFolder:
         return self.path.absolute(), str(claimed.resume) if claimed.resume else None, claimed.inside, claimed.over
 
     def _check(self, room: Room) -> None:
-        """Refuses a folder that holds a run already, can't be written, or whose disk is too small.
-
-        Raises:
-            ValueError: one of these holds; with the numbers and the remedy.
-        """
+        """Refuses a folder that holds a run already, or whose disk is too small."""
         folder = self.path
         if not self.resumes and (folder / METRICS_FILE).exists():
             raise ValueError(
                 f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
             )
-        probe = folder / ".write_probe"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
         lacking = room.lacking(folder, self.restored[1]["step"] if self.restored else 0)
         free = shutil.disk_usage(folder).free
         if free < lacking:

@@ -11,14 +11,18 @@ import fcntl
 import json
 import os
 import socket
-import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of ``flock`` on file systems without locks."""
-ATTEMPTS, PAUSE_S = 4, 0.05
+CLOCK_S = 60.0
+"""Seconds by which the clock may have been set since a process began."""
 
 _held: set[int] = set()
 
@@ -54,9 +58,9 @@ class FolderLock:
         self._path = (folder / LOCK).absolute()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            before = _holder(self._descriptor)
+            before = _holder(os.pread(self._descriptor, 4096, 0))
             try:
-                _lock(self._descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _refusal(folder, before) from None
             except OSError as error:
@@ -99,64 +103,47 @@ class FolderLock:
 
 
 def in_use(folder: Path) -> FolderInUseError | None:
-    """The error that names the process using the folder, found without taking the lock; None: not in use.
+    """The error that names the process using the folder; None: not in use, as far as this host can see.
 
     Raises:
         OSError: its lock can't be read.
     """
-    held, holder = holder_of(folder)
-    # Other programs use this file name, too.
-    return _refusal(folder, holder) if held and holder else None
+    holder = holder_of(folder)
+    return _refusal(folder, holder) if is_alive(holder) else None
 
 
-def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
-    """True if a process holds the lock, and the record of the process that does, or was killed with it.
-
-    The record is empty where the last one ended in order. On a file system without locks none is held.
+def holder_of(folder: Path) -> dict[str, object]:
+    """The record of the process that holds the lock, or was killed with it; empty where the last one ended in order.
 
     Raises:
         OSError: the lock can't be read.
     """
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        return _holder((folder / LOCK).read_bytes())
     except FileNotFoundError:
-        return False, {}
-    held = False
+        return {}
+
+
+def is_alive(holder: Mapping[str, Any]) -> bool | None:
+    """True if the process of a record is there; None where it is another host's. A process of its number that began
+    after the record was written is another one."""
+    if holder and holder.get("host") != socket.gethostname():
+        return None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = True
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-        return held, _holder(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which refuses nobody.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(PAUSE_S)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        since, process = datetime.fromisoformat(holder["since"]), psutil.Process(holder["pid"])
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < since.timestamp() + CLOCK_S
+    except (psutil.Error, LookupError, ValueError, TypeError, OverflowError):
+        return False
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
     return FolderInUseError(f"{folder} is in use by {_described(holder)}; wait for it, or set another hydra.run.dir")
 
 
-def _holder(descriptor: int) -> dict[str, object]:
-    """The record in the file of the process that holds the lock, or was killed with it; empty if nothing."""
+def _holder(content: bytes) -> dict[str, object]:
+    """The record in a lock's file, which another program may have written; empty if there is none."""
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        holder = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
-from grpo_rl.monitor.step_record import Observer
+from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.text_log import TextLog
-from grpo_rl.run.records import Records
+from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 from grpo_rl.settings.sections import Logger
 
 
@@ -52,9 +52,11 @@ class RunLogs:
         self.folder = folder
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
-        self.records = None
-        if tokenizer and rank_zero:
-            self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
+        self.sampling = SamplingLog(folder) if tokenizer and rank_zero else None
+        self.tokens: TokenLog | None = None
+        if tokenizer and rank_zero and (logger.token_groups or loss):
+            pieces = TokenPieces(tokenizer) if logger.token_groups else lambda ids: []
+            self.tokens = TokenLog(folder, config, logger.token_groups, pieces, loss)
         self.advisories = Advisories(config)
         self._advises = True
         self._text = TextLog(folder) if rank_zero else None
@@ -95,14 +97,9 @@ class RunLogs:
             self.progress.console.print(words, soft_wrap=plain, markup=not plain, highlight=not plain)
 
     @property
-    def observers(self) -> list[Observer]:
-        """Functions called with each micro-batch."""
-        return [self.records.observe] if self.records else []
-
-    @property
-    def tokens(self):
-        """The log of tokens, if there is one and this is rank zero."""
-        return self.records.tokens if self.records else None
+    def observers(self) -> list[Callable[..., None]]:
+        """Functions called with each micro-batch (`grpo_rl.monitor.step_record.Observer`)."""
+        return [self.tokens.add] if self.tokens else []
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
@@ -140,3 +137,23 @@ class RunLogs:
             self.loggers.table(step, rows)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
+
+    def log_sampled(self, step: int, sampled: Sequence[Any], zero: float) -> None:
+        """Logs when engines sampled.
+
+        Args:
+            sampled: as `grpo_rl.collectors.base.Sampled`.
+            zero: the run's clock, less ``time.perf_counter()``.
+        """
+        if self.sampling:
+            rows = [
+                {
+                    "engine": group.engine,
+                    "group_id": group.group_id,
+                    "policy_version": group.version,
+                    "begun_s": zero + group.begun_s,
+                    "ended_s": zero + group.ended_s,
+                }
+                for group in sampled
+            ]
+            self.sampling.write(step, rows)

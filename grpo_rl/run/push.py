@@ -30,13 +30,8 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Imported late: who asks for help does not wait for it.
     import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    try:
-        validate_repo_id(options.repo)
-    except HFValidationError as error:
-        raise ValueError(f"{options.repo} is no name of a repository ({error})") from error
     files = model_files(options.run)
     for path in files:
         print(f"{path.stat().st_size / 1e6:10.2f} MB  {path.name}")

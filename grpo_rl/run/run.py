@@ -254,9 +254,7 @@ class Run(Generic[P]):
         if self._ranks:
             metrics |= {"ranks/size": self._ranks.size, "ranks/restarts": self.folder.restarts}
         self.logs.log_step(self.step, metrics, groups, parts.env)
-        sampled = parts.collector.take_sampled()
-        if self.logs.records:
-            self.logs.records.write_sampled(self.step, sampled, self.seconds - time.perf_counter())
+        self.logs.log_sampled(self.step, parts.collector.take_sampled(), self.seconds - time.perf_counter())
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.tokens:
             self.logs.tokens.write(self.step, groups, metrics.get("kl/coef", 0.0))

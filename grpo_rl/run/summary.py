@@ -14,7 +14,7 @@ import yaml
 from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, OVERRIDES, SUMMARY, read_rows, versions
-from grpo_rl.report.page import write_report
+from grpo_rl.report.page import finite, write_report
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
@@ -99,7 +99,7 @@ def write_evaluation(
     Args:
         best: state of the tracker of the best evaluation after this one: a checkpoint of the same step may be older.
     """
-    stored = without_nan({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
+    stored = finite({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
     write_whole(folder / EVALUATION, json.dumps(stored, allow_nan=False) + "\n")
 
 
@@ -112,19 +112,6 @@ def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any
         return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def without_nan(value: Any) -> Any:
-    """The same lists and mappings with None for each NaN.
-
-    >>> without_nan({"best": (3, [0.5, math.nan])})
-    {'best': [3, [0.5, None]]}
-    """
-    if isinstance(value, Mapping):
-        return {name: without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -188,7 +188,7 @@ class Evaluate(Section):
     keep_best: bool = setting(False, "keep the model of the best evaluation in best_model/")
     patience: int = setting(
         0,
-        "evaluations in a row that are not better by paired interval, after which the run stops (docs/evaluation.md); "
+        "evaluations in a row that are no better than the best one, after which the run stops (docs/evaluation.md); "
         "0: it does not",
         at_least=0,
     )

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class Waits:
@@ -27,52 +28,8 @@ PROCESS = Waits()
 """The waits of this process."""
 
 
+@dataclass(eq=False)
 class Wait:
-    """One wait, open inside its ``with`` block; see :func:`waiting`."""
-
-    __slots__ = ("_waits", "deadline_s", "detail", "remedy", "since", "thread", "version", "what")
-
-    def __init__(
-        self, waits: Waits, what: str, detail: str, deadline_s: float | None, version: int | None, remedy: str
-    ) -> None:
-        self._waits, self.what, self.detail, self.remedy = waits, what, detail, remedy
-        self.deadline_s, self.version = deadline_s, version
-
-    def __enter__(self) -> Wait:
-        self.thread, self.since = threading.get_ident(), self._waits.clock()
-        self._waits.open[self] = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waits.open.pop(self, None)  # it may have been ended: an interrupt may have a run unwind twice
-
-    def again(self) -> None:
-        """Starts the deadline anew: what is waited for has given a sign of life."""
-        self.since = self._waits.clock()
-
-    def age_s(self) -> float:
-        """Seconds since the wait began, or since its last sign of life."""
-        return self._waits.clock() - self.since
-
-    @property
-    def limit_s(self) -> float:
-        """The deadline in seconds: its own, or that of all waits without one."""
-        return self._waits.default_s if self.deadline_s is None else self.deadline_s
-
-    def __str__(self) -> str:
-        version = "" if self.version is None else f"version {self.version}"
-        details = ", ".join(filter(None, (self.detail, version)))
-        return f"{self.what} ({details})" if details else self.what
-
-
-def waiting(
-    what: str,
-    detail: str = "",
-    deadline_s: float | None = None,
-    version: int | None = None,
-    remedy: str = "",
-    waits: Waits = PROCESS,
-) -> Wait:
     """A context that names a wait while it lasts; it costs about 1 µs, and never ends a wait by itself.
 
     Args:
@@ -89,4 +46,39 @@ def waiting(
     >>> waits.open
     {}
     """
-    return Wait(waits, what, detail, deadline_s, version, remedy)
+
+    what: str
+    detail: str = ""
+    deadline_s: float | None = None
+    version: int | None = None
+    remedy: str = ""
+    waits: Waits = PROCESS
+
+    def __enter__(self) -> Wait:
+        self.thread, self.since = threading.get_ident(), self.waits.clock()
+        self.waits.open[self] = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.waits.open.pop(self, None)  # it may have been ended: an interrupt may have a run unwind twice
+
+    def again(self) -> None:
+        """Starts the deadline anew: what is waited for has given a sign of life."""
+        self.since = self.waits.clock()
+
+    def age_s(self) -> float:
+        """Seconds since the wait began, or since its last sign of life."""
+        return self.waits.clock() - self.since
+
+    @property
+    def limit_s(self) -> float:
+        """The deadline in seconds: its own, or that of all waits without one."""
+        return self.waits.default_s if self.deadline_s is None else self.deadline_s
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f"version {self.version}"
+        details = ", ".join(filter(None, (self.detail, version)))
+        return f"{self.what} ({details})" if details else self.what
+
+
+waiting = Wait

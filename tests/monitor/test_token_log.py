@@ -19,8 +19,7 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import KEY, TokenLog
-from grpo_rl.monitor.token_pieces import TokenPieces
+from grpo_rl.monitor.token_log import KEY, TokenLog, TokenPieces
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, save_tiny_model

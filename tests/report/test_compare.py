@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_runs_of_sft_are_compared_by_their_held_out_loss_which_is_better_when_lo
     assert (first["loss"], second["loss"]) == ({"before": 2.0, "after": 1.5}, {"before": 2.0, "after": 1.25})
     assert "gain" not in second and "unpaired" not in second
     head = compare.head([a, b])
-    assert head["headline"] == "Run b has the lowest held-out loss of 2: 1.250, 2.000 before training."
+    assert head["headline"] == "2 runs; run b has the lowest held-out loss of 2: 1.250, 2.000 before training."
     assert "interval" not in head["note"]
     other = imitation("c", 1e-5, [3.0, 0.1], dataset="math")
     assert "so their losses don't compare" in compare.head([a, other])["headline"]
@@ -74,10 +75,10 @@ def test_the_best_of_a_sweep_is_named_with_what_its_interval_allows(tmp_path):
     high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))
     near = run_of(tmp_path / "2", 4e-5, [0.0, 1.0], (0.85, 0.7, 0.95))
     assert compare.head([low, high])["headline"] == (
-        "Run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other run's "
-        "interval."
+        "2 runs; run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other "
+        "run's interval."
     )
-    assert compare.head([low, high, near])["headline"].endswith("; the intervals of others reach into it.")
+    assert compare.head([low, high, near])["headline"].endswith(", others reach into it.")
     (panel,) = compare.sweep([high, low, near])["panels"]
     assert panel["key"] == "optimizer.lr" and [run["value"] for run in panel["runs"]] == ["1e-05", "2e-05", "4e-05"]
 
@@ -99,23 +100,18 @@ def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):
     runs = [run_of(tmp_path / name, 1e-5, []) for name in "ab"]
     assert compare.head(runs)["state"] == "ended"
     (runs[1] / "summary.json").write_text("{}")
-    assert compare.head(runs)["state"] == "stopped" and "1 of the runs has not ended" in compare.head(runs)["note"]
+    assert compare.head(runs)["state"] == "stopped" and "or were stopped: 1." in compare.head(runs)["note"]
     (runs[1] / ".lock").write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
-    assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("1 of the runs goes on.")
+    assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("Runs that go on: 1.")
 
 
-def test_a_comparison_is_computed_once_for_a_page_and_shows_no_secret(tmp_path, monkeypatch):
+def test_a_comparison_shows_no_secret(tmp_path):
     a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2), api_key="hunter2")
     b = run_of(tmp_path / "b", 2e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
-    pairings = []
-    monkeypatch.setattr(compare, "paired_gain", lambda *given: pairings.append(1) or paired_gain(*given))
     (b / "config.yaml").write_text((a / "config.yaml").read_text().replace("hunter2", "hunter3"))
     found = page.build(compare.SECTIONS, [a, b], compare.SUMMARY)
     assert json.loads(found["comparison"])["settings"] == {"env.api_key": ["***", "***"]}
     assert "hunter" not in str(found)
-    c = run_of(tmp_path / "c", 2e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
-    page.build(compare.SECTIONS, [c, run_of(tmp_path / "d", 1e-5, [0.0, 2.0])], compare.SUMMARY)
-    assert len(pairings) == 1
 
 
 def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
@@ -132,13 +128,12 @@ def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
             compare.run_folders([tmp_path / name for name in given])
 
 
-def test_a_folder_without_a_run_is_refused_and_the_runs_below_it_are_named(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     for time in ("10-00-00", "11-00-00"):
         run_of(tmp_path / "2026-01-31" / time, 1e-5, [0.0])
     assert cli.main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "holds no run: neither metrics.jsonl nor config.yaml" in said
-    assert said.endswith(f"; below it are {tmp_path}/2026-01-31/11-00-00, {tmp_path}/2026-01-31/10-00-00\n")
     assert [path.name for path in tmp_path.iterdir()] == ["2026-01-31"]
 
 
@@ -170,7 +165,7 @@ def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, 
     (run / "summary.json").write_text(json.dumps(summary))
     StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
     monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
-    demo.pack(run, demo.RECORDED)
+    runpy.run_path(str(Path(__file__).parents[2] / "tools" / "record_demo.py"))["pack"](run, demo.RECORDED)
     recorded = demo.unpack(tmp_path / "there")
     texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
     assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts

@@ -72,4 +72,4 @@ def test_a_standard_error_of_zero_is_one():
     assert "a gain of +1.000, 95 % interval +0.804 to +1.196" in headline(rows, {})
     rows[-1] |= {"eval/standard_error": math.nan}  # of one response
     assert headline(rows, {}).startswith("2 steps are too few")
-    assert "no standard errors" in note(rows, {}, "ended")
+    assert "with standard errors" in note(rows, {}, "ended")

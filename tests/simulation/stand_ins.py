@@ -20,7 +20,9 @@ from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.run.records import Records
+from grpo_rl.monitor.sampling_log import SamplingLog
+from grpo_rl.monitor.token_log import TokenLog
+from grpo_rl.run.logs import RunLogs
 from grpo_rl.training.optimizer import StepResult
 from simulation.world import World
 
@@ -196,10 +198,12 @@ class Logs:
     ) -> None:
         self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
         # No text is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
-        self.records = Records(folder, config, 0, cast(Any, None), cast(Any, "a loss"))
-        self.tokens = self.records.tokens
+        self.tokens = TokenLog(folder, config, 0, lambda ids: [], cast(Any, "a loss"))
+        self.sampling = SamplingLog(folder)
         self.note, self.started, self.observers = note, now(), []
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
+
+    log_sampled = RunLogs.log_sampled
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: Environment) -> None:
         """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""
