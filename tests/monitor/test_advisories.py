@@ -126,12 +126,12 @@ NO_REWARD = {
     "grad_norm": at(0.0),
 }
 SICK = {
-    "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "a higher sampling.max_new_tokens (now 256)"),
+    "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "sampling.max_new_tokens (now 256)"),
     "cut_off later": (
-        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "a higher sampling.max_new_tokens (now 256)"
+        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "sampling.max_new_tokens (now 256)"
     ),
     "cut_off, so that nothing is learned": (
-        plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "a higher sampling.max_new_tokens (now 256)"
+        plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "sampling.max_new_tokens (now 256)"
     ),
     "zero_rewards": (plant(1, **NO_REWARD), {}, 1, "env.examples"),
     "no_variance": (
@@ -167,7 +167,7 @@ SICK = {
             response__mean_length=lambda step: 110 + 6 * (step - FROM),
             response__truncated_fraction=lambda step: min(0.02 * (step - FROM), 0.4),
         ),
-        {}, None, "a higher sampling.max_new_tokens (now 256)",
+        {}, None, "sampling.max_new_tokens (now 256)",
     ),
     "length_collapse": (
         plant(
@@ -204,11 +204,11 @@ SICK = {
         {}, FROM, "a tenth of optimizer.lr (now 5e-05)",
     ),
     "scorers_fail": (
-        plant(failed__timeout=lambda step: 4 * (step - FROM + 1)), {}, FROM, "a higher env.score_timeout_s (now 60)"
+        plant(failed__timeout=lambda step: 4 * (step - FROM + 1)), {}, FROM, "env.score_timeout_s (now 60)"
     ),
-    "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "a higher train.max_staleness (now 2)"),
+    "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "train.max_staleness (now 2)"),
     "sampling_dominates": (
-        plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "a higher env.num_envs (now 16)"
+        plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "env.num_envs (now 16)"
     ),
     "sampling_dominates by a slow engine": (
         plant(1, time__sample_s=noisy(60)), {"inference_model__engine": "transformers"}, 1,
