@@ -13,17 +13,17 @@ from grpo_rl.migration.trl_fields import (
     ADVANTAGES,
     BOUNDS,
     CHOICES,
+    CONVERTED,
     DATASETS,
     DEFAULTS,
-    KNOWN,
     LISTS,
     LOSS_TYPES,
     MAPPINGS,
-    MISSING,
     NO_EFFECT,
     NUMBERS,
     RENAMED,
     REWARDS,
+    UNNEEDED,
 )
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
@@ -98,11 +98,11 @@ def _of_type(name: str, value: Any) -> Any:
 
 
 def _name_unconverted(made: Converted, name: str, value: Any) -> None:
-    known = [*SAME, *KNOWN]
-    without_effect = value is None or value is False or value == "main" or (name, value) in NO_EFFECT
-    if name not in known and not (name in MISSING and without_effect):
-        near = difflib.get_close_matches(name, known, 1, 0.9)
-        made.differs(name, value, f"not taken over, see docs/from_trl.md{f'; did you mean {near[0]}?' if near else ''}")
+    known = [*SAME, *CONVERTED]
+    if name in known or name.startswith(UNNEEDED) or value is None or NO_EFFECT.get(name, ()) == value:
+        return
+    near = difflib.get_close_matches(name, known, 1, 0.9)
+    made.differs(name, value, f"not taken over, see docs/from_trl.md{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def _convert_loss(made: Converted, fields: Mapping[str, Any]) -> None:
