@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.panel import Panel
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
@@ -75,7 +74,7 @@ class RunLogs:
                 {"project": logger.project, "name": logger.name},
                 {"mode": logger.mode},
             )
-        self.last_words: list[Panel | str] = []
+        self.last_words: list[str] = []
         """Lines that are shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
@@ -90,9 +89,8 @@ class RunLogs:
             self.loggers.close(exit_code=int(kind is not None))
             if self._text:
                 self._text.close()
-        for words in self.last_words if kind is None else ():
-            plain = isinstance(words, str)  # lines to copy: not folded, and nothing in them is markup
-            self.progress.console.print(words, soft_wrap=plain, markup=not plain, highlight=not plain)
+        for line in self.last_words if kind is None else ():
+            self.progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @property
     def observers(self) -> list[Observer]:

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline, summary_lines, summary_panel
+from grpo_rl.monitor.progress import Progress, sparkline
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -178,43 +178,6 @@ def test_a_sparkline_spans_least_to_greatest():
     assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
 
 
-def print_summary(summary, **paths) -> str:
-    screen = console()
-    screen.print(summary_panel(summary, **paths))
-    return screen.file.getvalue()
-
-
-def test_the_summary_says_what_was_gained_and_where_it_lies():
-    path = "outputs/" + "long/" * 20 + "report.html"
-    text = print_summary(
-        {
-            "eval_before": 0.412,
-            "eval_after": 1.53,
-            "eval_gain": 1.118,
-            "eval_gain_ci95": [0.98, 1.25],
-            "steps": 40,
-            "seconds": 512.3,
-        },
-        checkpoint="checkpoints/checkpoint_40.pt",
-        model="model",
-        report=path,
-    )
-    assert "0.412 → 1.530" in text and "+1.118  95 % interval +0.980 to +1.250  learned" in text
-    assert "40 in 8:32" in text
-    # Folded over two rows, no character of it lost.
-    assert "".join(c for c in text if c not in " │\n").count(path) == 1
-
-
-@pytest.mark.parametrize("interval, verdict", [([-0.1, 0.3], "no clear change"), ([-0.5, -0.1], "got worse")])
-def test_the_summary_does_not_boast(interval, verdict):
-    assert verdict in print_summary({"eval_gain": 0.1, "eval_gain_ci95": interval})
-
-
-def test_a_summary_without_evaluation_still_names_the_checkpoint():
-    text = print_summary({"steps": 3, "eval_before": None}, checkpoint="checkpoint_3.pt")
-    assert "checkpoint_3.pt" in text and "gain" not in text and "held-out" not in text
-
-
 @pytest.mark.nightly
 def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
     """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
@@ -258,13 +221,3 @@ def test_nothing_of_the_live_view_is_torn_or_cut(width):
         "48%",
     ):
         assert expected in text
-
-
-def test_the_result_is_a_few_short_lines_to_paste():
-    summary = {"model": "m", "task": "t", "steps": 5, "seconds": 61, "command": "python sota/grpo.py"}
-    rewards = {"train_reward_first": 0.25, "train_reward_last": 0.5}
-    assert summary_lines(summary | rewards) == [
-        "m on t: 5 steps in 1:01",
-        "training reward 0.250 -> 0.500 (first and last steps)",
-        "python sota/grpo.py",
-    ]
