@@ -136,5 +136,4 @@ class RunLogs:
             if self.completions:
                 self.completions.log(step, rows, env.task.reward_parts)
             self.loggers.table(step, rows)
-        response = env.decode(groups[0].responses[0])
-        self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
+        self.progress.update(step, metrics)

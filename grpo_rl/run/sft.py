@@ -28,10 +28,9 @@ class SFTLogs(RunLogs):
         self.progress.title = "SFT"
 
     def log_step(self, step: int, metrics: Any, groups: Sequence[Group], env: Any) -> None:
-        """Logs a training step: its numbers, and one of its demonstrations to the terminal."""
+        """Logs the numbers of a training step."""
         self.log(step, metrics)
-        sample = f"{env.query(groups[0].row)}\n{env.decode(groups[0].responses[0])}"
-        self.progress.update(step, metrics, sample=sample)
+        self.progress.update(step, metrics)
 
 
 class SFTDiagnosis(RunDiagnosis):
