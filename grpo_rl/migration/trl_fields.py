@@ -135,6 +135,13 @@ LOSS_TYPES = {
     "cispo": {"surrogate": "cispo", "aggregate": "token_mean"},
     "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
 }
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 ADVANTAGES = {"group": "zscore", "batch": "batch_std", "none": "no_std", "True": "zscore", "False": "no_std"}
 CHOICES = {
     "loss_type": LOSS_TYPES,
