@@ -56,8 +56,7 @@ class RunLogs:
             self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
         self.advisories = Advisories(config)
         self._advises = True
-        self._text = TextLog(folder) if rank_zero else None
-        record = self._text.write if self._text else lambda _: None
+        record = TextLog(folder).write if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
@@ -87,8 +86,6 @@ class RunLogs:
             self.progress.__exit__()
         finally:  # the live view is over: a logger may take its time, and print
             self.loggers.close(exit_code=int(kind is not None))
-            if self._text:
-                self._text.close()
         for line in self.last_words if kind is None else ():
             self.progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
 

@@ -287,7 +287,7 @@ class NoHistory(Flaky):
 
 def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(tmp_path):
     log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
-    with pytest.raises(ValueError, match=r"NoHistory can't be given what the run folder holds \(ConnectionError"):
+    with pytest.raises(ValueError, match=r"NoHistory can't start \(ConnectionError"):
         open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
 
 
@@ -339,9 +339,8 @@ def test_a_logger_of_ones_own_gets_its_settings_and_the_step_that_the_run_resume
         (["none", "wandb"], {}, "has loggers and none"),
         ("no.such:Log", {}, "there is no module no, neither in"),
         (f"{HERE}:Flacky", {}, "has no Flacky, only Flaky, Lacking, Refusing, NoHistory; did you mean Flaky?"),
-        (f"{HERE}:Lacking", {}, "Lacking has no method table, close"),
+        (f"{HERE}:Lacking", {}, "no method table, close"),
         ("tensorboard", {"wandb": {}}, "logger.settings.wandb is of a logger that logger.backend does not name"),
-        ("tensorboard", {"tensorboard": 3}, "logger.settings.tensorboard is 3; it must be a mapping"),
     ],
 )
 def test_a_wrong_logger_is_told_before_anything_starts(backend, settings, message):
