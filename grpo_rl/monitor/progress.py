@@ -123,8 +123,8 @@ class Progress:
 
     def _show(self) -> None:
         # From the first update on, not before: engines print while they start, which would leave torn copies of it.
-        self._bar.update(self._task, description=f"{self.title} · {self._phase}", completed=self.step)
         self._bar.start()
+        self._bar.update(self._task, description=f"{self.title} · {self._phase}", completed=self.step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of a finished step; ``eval/*`` may come along or alone."""

@@ -100,7 +100,7 @@ def test_a_terminal_has_a_line_for_each_step_and_a_bar_that_ends_with_the_run():
         raise RuntimeError
     raw, text = screen.file.getvalue(), shown(screen)
     assert "step 1/5 · reward 1.250" in text and "[bold]kept[/bold]" in text and "\x1b[5A" not in raw
-    assert text.rstrip().rpartition("GRPO · ")[2].startswith("stopped")
+    assert "GRPO · training" in text and text.rstrip().rpartition("GRPO · ")[2].startswith("stopped")
     assert raw.count("\x1b[?25h") == 1  # the cursor is back
 
 
