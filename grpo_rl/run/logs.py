@@ -133,4 +133,5 @@ class RunLogs:
             if self.completions:
                 self.completions.log(step, rows, env.task.reward_parts)
             self.loggers.table(step, rows)
-        self.progress.update(step, metrics)
+        response = env.decode(groups[0].responses[0])
+        self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

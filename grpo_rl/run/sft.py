@@ -28,9 +28,10 @@ class SFTLogs(RunLogs):
         self.progress.title = "SFT"
 
     def log_step(self, step: int, metrics: Any, groups: Sequence[Group], env: Any) -> None:
-        """Logs the numbers of a training step."""
+        """Logs a training step: its numbers, and one of its demonstrations to the terminal."""
         self.log(step, metrics)
-        self.progress.update(step, metrics)
+        sample = f"{env.query(groups[0].row)}\n{env.decode(groups[0].responses[0])}"
+        self.progress.update(step, metrics, sample=sample)
 
 
 class SFTDiagnosis(RunDiagnosis):

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress
+from grpo_rl.monitor.progress import Progress, sparkline
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +46,17 @@ def shown(screen: Console) -> str:
     return printable(screen.file.getvalue())
 
 
+def last_frame(screen: Console) -> list[str]:
+    lines = shown(screen).splitlines()
+    return lines[max(i for i, line in enumerate(lines) if line.startswith("╭")) :]
+
+
 def test_a_log_file_gets_one_line_a_step_however_long():
     screen, clock = console(width=40, terminal=False), Clock()
     with Progress(10, screen, clock=clock) as progress:
         progress.phase("sampling")
         clock.now += 30
-        progress.update(1, METRICS)
+        progress.update(1, METRICS, sample="four\nlines\nof\ntext")
         clock.now += 10
         progress.update(2, METRICS)
     lines = screen.file.getvalue().splitlines()
@@ -91,17 +98,51 @@ def test_evaluation_alone_is_no_step():
     assert progress.console.file.getvalue()[20:] == "step 0/10 · held-out reward 0.500\n"
 
 
-def test_a_terminal_has_a_line_for_each_step_and_a_bar_that_ends_with_the_run():
-    screen = console(width=120)
-    with pytest.raises(RuntimeError), Progress(5, screen) as progress:
-        progress.update(1, METRICS)
-        progress.phase("training")
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_live_view_fits_its_terminal(width):
+    screen = console(width)
+    with Progress(10, screen) as progress:
+        progress.update(0, {"eval/reward": 0.5})
+        for step in range(1, 4):
+            progress.update(step, METRICS, sample="数" * 300)
+    assert max(cell_len(line) for line in last_frame(screen)) < width
+
+
+def test_the_live_view_shows_what_a_person_watches_for():
+    screen = console()
+    with Progress(2, screen) as progress:
+        progress.update(0, {"eval/reward": 0.5})
+        progress.update(1, METRICS | {"reward/mean": 0.0})
+        progress.update(2, METRICS, sample="She has 7 apples.")
+        progress.update(2, {"eval/reward": 1.5})
+    frame = "\n".join(last_frame(screen))
+    for text in (
+        "step 2/2",
+        "finished",
+        "1.250  ▁█",
+        "correctness 1.000",
+        "0.500 → 1.500",
+        "entropy 0.5",
+        "kl 0.01",
+        "grad norm 2",
+        "length 83.2",
+        "cut off 12%",
+        "612 tokens/s",
+        "1,930 tokens/s",
+        "roofline 48%",
+        "She has 7 apples.",
+    ):
+        assert text in frame, text
+
+
+def test_a_hostile_sample_moves_nothing_in_the_terminal():
+    screen = console()
+    with Progress(1, screen) as progress:
+        progress.update(1, METRICS, sample="\x1b[2J\x1b]0;owned\x07[red]plain[/red] [/nonsense]")
         progress.note("[bold]kept[/bold] \x1b[5A")
-        raise RuntimeError
-    raw, text = screen.file.getvalue(), shown(screen)
-    assert "step 1/5 · reward 1.250" in text and "[bold]kept[/bold]" in text and "\x1b[5A" not in raw
-    assert "GRPO · training" in text and text.rstrip().rpartition("GRPO · ")[2].startswith("stopped")
-    assert raw.count("\x1b[?25h") == 1  # the cursor is back
+    raw = screen.file.getvalue()
+    assert "owned" not in raw and "\x1b[5A" not in raw and "\x1b[2J" not in raw
+    assert "[red]plain[/red] [/nonsense]" in shown(screen) and "[bold]kept[/bold]" in shown(screen)
 
 
 def test_no_note_shows_a_secret(monkeypatch):
@@ -109,6 +150,32 @@ def test_no_note_shows_a_secret(monkeypatch):
     screen, recorded = console(width=200, terminal=False), []
     Progress(1, screen, record=recorded.append).note("the agent failed: password=abc, bad sk-planted-endpoint")
     assert recorded == ["the agent failed: password=***, bad ***"] and recorded[0] in screen.file.getvalue()
+
+
+def test_a_long_sample_is_cut_to_a_few_rows():
+    screen = console()
+    with Progress(1, screen) as progress:
+        progress.update(1, {}, sample="\n".join(f"line {i}" for i in range(50)))
+    frame = "\n".join(last_frame(screen))
+    assert "line 3" in frame and "…" in frame and "line 4" not in frame
+
+
+def test_the_view_is_left_as_it_was_when_the_run_fails():
+    screen = console()
+    with pytest.raises(RuntimeError), Progress(5, screen) as progress:
+        progress.update(1, METRICS)
+        progress.phase("training")
+        raise RuntimeError
+    frame = "\n".join(last_frame(screen))
+    assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_sparkline_spans_least_to_greatest():
+    assert sparkline([-1.0, 6.0]) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
+    assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
 
 
 @pytest.mark.nightly
@@ -123,7 +190,7 @@ from grpo_rl.monitor.progress import Progress
 with Progress(2) as progress:
     progress.phase("sample")
     progress.note("Resumed")
-    progress.update(1, {{"reward/mean": 0.5}})
+    progress.update(1, {{"reward/mean": 0.5}}, sample="text")
     progress.update(2, {{"reward/mean": 0.75}})
 """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
@@ -132,3 +199,25 @@ with Progress(2) as progress:
     assert {output["output_type"] for output in outputs} == {"stream"}
     lines = "".join(output["text"] for output in outputs if output["name"] == "stdout").splitlines()
     assert [line[20:34] for line in lines] == ["Resumed", "step 1/2 · rew", "step 2/2 · rew"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_of_the_live_view_is_torn_or_cut(width):
+    """Each frame is a box of its own width, and a long sample, part names and numbers are all there, if folded."""
+    screen = console(width)
+    with Progress(1000, screen, first_step=9) as progress:
+        progress.phase("sample")
+        progress.update(10, METRICS, sample="word " * 100)
+    frame = last_frame(screen)[: -1 if last_frame(screen)[-1] == "" else None]
+    box = [line for line in frame if line and line[0] in "╭│╰"]
+    assert len({cell_len(line) for line in box}) == 1 and cell_len(box[0]) < width
+    text = " ".join(" ".join(line.strip("│ ") for line in box).split())
+    for expected in (
+        "step 10/1000",
+        "correctness 1.000",
+        "answer_format 0.250",
+        "grad norm 2",
+        "1,930 tokens/s",
+        "48%",
+    ):
+        assert expected in text
