@@ -79,7 +79,7 @@ def evaluate_model(
         for task in to_do:
             start = time.perf_counter()
             try:
-                rows = [*source.task(task).rows][: own.rows]  # pyrefly: ignore[unbound-name]
+                rows = [*source.tasks[task].rows][: own.rows]  # pyrefly: ignore[unbound-name]
                 sampling = Sampling(**settings[task].sampling)
                 greedy = source.evaluate(task, rows, replace(sampling, temperature=0.0), 1, own.seed)
                 sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None
@@ -89,8 +89,8 @@ def evaluate_model(
                 failed.append(task)
                 continue
             parts = {"greedy": greedy} | ({"sampled": sampled} if sampled else {})
-            write_responses(folder, task, source.task(task), rows, parts)
-            done[task] = task_result(source.task(task), rows, greedy, sampled)
+            write_responses(folder, task, source.tasks[task], rows, parts)
+            done[task] = task_result(source.tasks[task], rows, greedy, sampled)
             write_eval(folder, header, done)
             console.print(f"{task}: {len(rows)} rows in {time.perf_counter() - start:.1f} s")
     console.print(results_table(masked_text(name), {task: done[task] for task in own.tasks if task in done}))
@@ -104,14 +104,12 @@ def evaluate_model(
 def _started(
     name: str, own: EvalSettings, to_do: Mapping[str, Settings], stack: ExitStack
 ) -> LocalSource | ServedSource:
-    """The source of the model's responses, started; it is closed with the stack."""
-    source: LocalSource | ServedSource
+    """The source of the model's responses, started; an engine is closed with the stack."""
     if URL.match(name):
         key = os.environ.get("OPENAI_API_KEY")
         endpoint = Endpoint(name, key, own.served, own.concurrency, own.retries, own.deadline_s)
-        source = ServedSource(endpoint, to_do, own.rows)
-    else:
-        source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
+        return ServedSource(endpoint, to_do, own.rows)
+    source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
     stack.callback(source.close)
     source.start()
     return source

@@ -11,7 +11,7 @@ from grpo_rl.assembly.environment import make_agent, make_eval_env
 from grpo_rl.assembly.sync import make_engine
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.guards.guard import ScoreGuard
-from grpo_rl.envs.task import Task, plays_turns
+from grpo_rl.envs.task import plays_turns
 from grpo_rl.evaluation.endpoint import Endpoint
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.devices import allocate
@@ -33,6 +33,7 @@ class LocalSource:
         tokenizer = load_tokenizer(folder, next(iter(tasks.values())).model.chat_template)
         # All data is read, and all prompts are measured, before the engine starts.
         self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
+        self.tasks = {name: env.task for name, env in self._envs.items()}
         self._settings = tasks
         self._agents = {name: make_agent(settings, tokenizer) for name, settings in tasks.items()}
 
@@ -42,14 +43,10 @@ class LocalSource:
         Raises:
             ValueError: the settings do not fit this machine or the model.
         """
-        most = max(len(env.task.rows[: self._rows]) for env in self._envs.values()) * max(self._samples, 1)
+        most = max(len(task.rows[: self._rows]) for task in self.tasks.values()) * max(self._samples, 1)
         settings = next(iter(self._settings.values())).with_values({"evaluate.rows": most})
         heads = AutoConfig.from_pretrained(self._folder).get_text_config().num_attention_heads
         self._engine = make_engine(settings, self._folder, allocate(settings, num_attention_heads=heads))
-
-    def task(self, name: str) -> Task:
-        """The task, with its held-out rows."""
-        return self._envs[name].task
 
     def evaluate(
         self, name: str, rows: list[dict[str, Any]], sampling: Sampling, samples: int, seed: int
@@ -78,29 +75,22 @@ class ServedSource:
 
     def __init__(self, endpoint: Endpoint, tasks: dict[str, Settings], rows: int | None) -> None:
         self._endpoint = endpoint
-        self._tasks = {name: make_eval_env(settings, None, rows) for name, settings in tasks.items()}
-        for name, task in self._tasks.items():
+        self.tasks = {name: make_eval_env(settings, None, rows) for name, settings in tasks.items()}
+        for name, task in self.tasks.items():
             if name == "agent":
                 raise ValueError("an agent of tasks=[agent] calls an engine that is started here; give a model")
             if plays_turns(task):
                 raise ValueError(f"{name} is a task of several turns, which an endpoint is not asked for; give a model")
         self._guards = {
-            name: ScoreGuard(self._tasks[name], settings.env.score_timeout_s, settings.env.max_failed_fraction)
+            name: ScoreGuard(self.tasks[name], settings.env.score_timeout_s, settings.env.max_failed_fraction)
             for name, settings in tasks.items()
         }
-
-    def start(self) -> None:
-        """An endpoint runs already."""
-
-    def task(self, name: str) -> Task:
-        """The task, with its held-out rows."""
-        return self._tasks[name]
 
     def evaluate(
         self, name: str, rows: list[dict[str, Any]], sampling: Sampling, samples: int, seed: int
     ) -> Evaluation:
         """The judged responses to a task's rows."""
-        task, guard = self._tasks[name], self._guards[name]
+        task, guard = self.tasks[name], self._guards[name]
         prompts = [task.prompt(row) for row in rows]
         replies = self._endpoint.respond(prompts, samples, sampling, seed)
         results = []
@@ -117,6 +107,3 @@ class ServedSource:
             [reply.truncated for reply in flat],
             samples,
         )
-
-    def close(self) -> None:
-        """An endpoint stays as it is."""

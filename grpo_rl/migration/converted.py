@@ -26,13 +26,12 @@ class Converted:
     differences: list[str] = field(default_factory=list)
     start: str = "grpo-rl train"
 
-    def put(self, key: str, value: Any) -> None:
-        """Sets ``section.key`` to a value."""
-        *path, last = key.split(".")
-        section = self.config
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
+    def put(self, section: str, **values: Any) -> None:
+        """Gives settings of a section, such as ``env`` or ``env.reward``, these values."""
+        place = self.config
+        for name in section.split("."):
+            place = place.setdefault(name, {})
+        place |= values
 
     def differs(self, name: str, value: Any, why: str) -> None:
         """Adds a difference: one line without secrets, and without a stranger's escape sequences."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-KNOWN = {
+CONVERTED = {
     "loss_type", "importance_sampling_level", "epsilon_high", "scale_rewards", "multi_objective_aggregation",
     "reward_weights", "use_bias_correction_kl", "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
@@ -21,43 +21,23 @@ KNOWN = {
     "lora_target_modules", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_liger_kernel",
     "resume_from_checkpoint", "dataset_name", "dataset_config", "dataset_configs", "dataset_train_split",
     "dataset_test_split", "load_best_model_at_end", "reward_funcs", "max_completion_len", "soft_punish_cache",
-    "dataset_prompt_column",
-    "disable_dropout", "remove_unused_columns", "shuffle_dataset", "pad_to_multiple_of", "vllm_model_impl",
-    "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
-    "ds3_gather_for_generation", "cast_lm_head_to_fp32", "use_cache", "gradient_checkpointing_kwargs",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
-    "auto_find_batch_size", "average_tokens_across_devices", "logging_strategy", "logging_steps",
-    "logging_first_step", "logging_nan_inf_filter", "log_on_each_node", "log_level", "log_level_replica",
-    "disable_tqdm", "include_num_input_tokens_seen", "num_completions_to_print", "log_unique_prompts",
-    "skip_memory_metrics", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
-    "use_transformers_paged", "cache_implementation", "overwrite_output_dir", "do_train", "do_eval",
-    "do_predict", "eval_on_start", "attn_implementation", "use_liger_loss", "per_device_eval_batch_size",
-    "num_generations_eval", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only",
-    "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
-    "batch_eval_metrics", "label_names", "label_smoothing_factor", "length_column_name",
-    "train_sampling_strategy", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
-    "dataloader_in_order", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_backend", "accelerator_config", "local_rank", "use_cpu", "save_on_each_node",
-    "ignore_data_skip", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "num_processes",
-    "max_prompt_length", "hub_strategy", "hub_always_push", "logging_dir", "vllm_device",
+    "dataset_prompt_column", "num_processes", "max_prompt_length",
 }  # fmt: skip
-"""Fields whose value is computed, three of them Open-R1's, or that need no counterpart."""
+"""Fields whose value is computed, three of them Open-R1's."""
 
-MISSING = {
-    "trust_remote_code", "router_aux_loss_coef", "generation_kwargs", "chat_template_kwargs",
-    "repetition_penalty", "vllm_structured_outputs_regex", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-    "vespo_lambda_neg", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-    "entropy_target", "off_policy_mask_threshold", "log_multimodal", "log_completions_hub_repo", "adam_epsilon",
-    "optim_args", "optim_target_modules", "neftune_noise_alpha", "liger_kernel_config", "tf32",
-    "full_determinism", "data_seed", "save_only_model", "metric_for_best_model", "greater_is_better",
-    "eval_delay", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision",
-    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "deepspeed", "fsdp_config",
-    "parallelism_config", "debug", "model_revision", "dataset_streaming", "reward_model_name_or_path",
-    "lora_target_parameters", "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora",
-    "use_bnb_nested_quant", "bnb_4bit_quant_storage", "vllm_importance_sampling_cap",
-}  # fmt: skip
-"""Fields without a counterpart."""
+UNNEEDED = (
+    "accelerator_config", "attn_implementation", "auto_find_batch_size", "average_tokens_across_devices",
+    "batch_eval_metrics", "bf16_full_eval", "cache_implementation", "cast_lm_head_to_fp32", "dataloader_", "ddp_",
+    "disable_", "do_", "ds3_", "enable_jit_checkpoint", "eval_accumulation_steps", "eval_do_", "eval_on_start",
+    "eval_use_", "fp16_full_eval", "gradient_checkpointing_kwargs", "hub_always_push", "hub_strategy",
+    "ignore_data_skip", "include_", "label_", "length_column_name", "local_rank", "log_level", "log_on_each_node",
+    "log_unique_prompts", "logging_", "num_completions_to_print", "num_generations_eval", "overwrite_output_dir",
+    "pad_to_multiple_of", "per_device_eval_batch_size", "prediction_loss_only", "remove_unused_columns", "restore_",
+    "save_on_each_node", "shuffle_dataset", "skip_memory_metrics", "torch_", "train_sampling_strategy",
+    "transformers_", "use_cache", "use_cpu", "use_liger_loss", "use_transformers_", "vllm_device", "vllm_group_port",
+    "vllm_model_impl", "vllm_server_",
+)  # fmt: skip
+"""Beginnings of fields that need no counterpart."""
 
 RENAMED: Mapping[str, str] = {
     "torch_dtype": "dtype",
@@ -122,8 +102,17 @@ BOUNDS = ("epsilon", "epsilon_high", "max_grad_norm", "vllm_importance_sampling_
 """Fields that may be infinite, which is no bound."""
 LISTS: Mapping[str, type] = {"dataset_configs": str, "report_to": str, "reward_funcs": str, "reward_weights": float}
 MAPPINGS = ("lr_scheduler_kwargs", "model_init_kwargs")
-NO_EFFECT = (("repetition_penalty", 1.0), ("lora_task_type", "CAUSAL_LM"))
-"""Values that ask for nothing, of fields without a counterpart."""
+NO_EFFECT = {
+    "repetition_penalty": 1.0, "lora_task_type": "CAUSAL_LM", "model_revision": "main", "hub_revision": "main",
+} | dict.fromkeys(
+    (
+        "dataset_streaming", "full_determinism", "greater_is_better", "hub_private_repo", "log_multimodal",
+        "push_to_hub", "save_only_model", "tf32", "trust_remote_code", "use_adaptive_entropy", "use_bnb_nested_quant",
+        "use_dora", "use_rslora",
+    ),
+    False,
+)  # fmt: skip
+"""Values that ask for nothing, of fields without a counterpart; as null does of any field."""
 
 DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
 """Data sets of the hub that have a task here."""
@@ -145,6 +134,13 @@ LOSS_TYPES = {
     "luspo": {"aggregate": "constant", "normalizer": 1.0},
     "cispo": {"surrogate": "cispo", "aggregate": "token_mean"},
     "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
 }
 ADVANTAGES = {"group": "zscore", "batch": "batch_std", "none": "no_std", "True": "zscore", "False": "no_std"}
 CHOICES = {

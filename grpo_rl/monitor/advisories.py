@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_rl.monitor.advisory_history import EARLY, WINDOW, History, Row, fall_of_reward, is_training_step, span
+from grpo_rl.monitor.advisory_history import EARLY, History, Row
 from grpo_rl.monitor.advisory_table import EVALUATION, RULES, Rule
 from grpo_rl.storage.dotted import flat
 
 OF_ADVANTAGES = ("zero_rewards", "no_variance", "no_gradient", "entropy_collapse")
 """Advisories that distillation, ``loss.surrogate=none``, does without: groups teach without variance in rewards."""
 PAGE = "docs/troubleshooting.md"
-SETTING = re.compile(r"\b([a-z_]+\.[a-z_]+)(?:([*+?=-])([\w.]+))?")
-"""A setting in a remedy, and what to do with its value."""
+SETTING = re.compile(r"\b([a-z_]+\.[a-z_]+)(?:=([\w.]+))?")
+"""A setting in a remedy, and the value that it gets."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Advisory:
     Args:
         name: its kind; a run has one of each at most.
         seen: its numbers, when it was found.
-        since: the first step that shows it.
+        since: the first of the steps that showed it.
         until: the last step that showed it; None while it lasts.
         setting: the setting to change, its value, and what to try.
         page: the section of the docs about it.
@@ -57,7 +57,7 @@ class Advisories:
     ...     row = {"step": step, "reward/mean": 0.5, "response/truncated_fraction": 0.97}
     ...     for advisory in advisories.update(row):
     ...         print(advisory.name, advisory.seen, advisory.setting, sep="; ")  # doctest: +NORMALIZE_WHITESPACE
-    cut_off; 97% of the responses are cut off; sampling.max_new_tokens=48 (now 24), or shorter responses
+    cut_off; 97% of the responses are cut off; a higher sampling.max_new_tokens (now 24), or shorter responses
     (env.system_prompt, env.examples)
 
     Args:
@@ -67,44 +67,39 @@ class Advisories:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._history = History(flat(config))
         self._raised: dict[str, Advisory] = {}
-        self._last: dict[str, int] = {}
-        self._quiet: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+        """The last step at which each condition held."""
+        self._step = 0
 
     @property
     def raised(self) -> list[Advisory]:
         """The advisories so far, in the order in which they were raised."""
-        return list(self._raised.values())
+        return [replace(found, until=self._until(name)) for name, found in self._raised.items()]
 
     def update(self, row: Row) -> list[Advisory]:
         """Takes a line of metrics, and returns the advisories that are due now for the first time."""
-        history = self._history
+        history, new = self._history, []
         history.add(row)
-        new = []
+        self._step = int(row["step"])
         for name, rule in RULES.items():
             if history.facts.get("loss.surrogate") == "none" and name in OF_ADVANTAGES:
                 continue
             if not rule.holds(history):
-                self._fade(name, row)
                 continue
-            first, self._last[name] = _since(rule, history)
-            self._quiet[name] = 0
-            if name in self._raised:
-                self._raised[name] = replace(self._raised[name], until=None)
-            elif not any(map(self._lasts, rule.causes)):
-                page = f"{PAGE}#{rule.section}"
-                new.append(Advisory(name, _seen(rule, history), first, None, remedy(rule.remedy, history), page))
+            if name not in self._raised:
+                if any(map(self._lasts, rule.causes)):
+                    continue
+                seen, setting = _seen(rule, history), remedy(rule.remedy, history.facts)
+                new.append(Advisory(name, seen, _since(rule, history), None, setting, f"{PAGE}#{rule.section}"))
                 self._raised[name] = new[-1]
+            self._held[name] = self._step
         return new
 
-    def _lasts(self, name: str) -> bool:
-        return name in self._raised and self._raised[name].until is None
+    def _until(self, name: str) -> int | None:
+        return None if self._step - self._held[name] < EARLY else self._held[name]
 
-    def _fade(self, name: str, row: Row) -> None:
-        if not self._lasts(name) or not is_training_step(row):
-            return
-        self._quiet[name] += 1
-        if self._quiet[name] >= EARLY:
-            self._raised[name] = replace(self._raised[name], until=self._last[name])
+    def _lasts(self, name: str) -> bool:
+        return name in self._raised and self._until(name) is None
 
 
 def advisories_of(rows: Iterable[Row], config: Mapping[str, Any]) -> list[Advisory]:
@@ -115,72 +110,40 @@ def advisories_of(rows: Iterable[Row], config: Mapping[str, Any]) -> list[Adviso
     return advisories.raised
 
 
-def _since(rule: Rule, history: History) -> tuple[int, int]:
-    """The first and the last step that show what a rule is about."""
-    if rule.metric == EVALUATION:
-        return (int(history.evaluations[1]["step"]),) * 2
-    if history.alike and rule is RULES["unstable"]:
-        return history.alike[0], int(history.row["step"])
-    if not (shows := rule.shows):
-        grown = history.growth(rule.metric)
-        return grown[0][0], grown[-1][0]
-    points = history.last(rule.metric)
-    return span(points, lambda value: shows(value, history)) if points else (int(history.row["step"]),) * 2
+def _since(rule: Rule, history: History) -> int:
+    return int(history.last_eval["step"]) if rule.metric == EVALUATION else [*history.steps][-rule.steps :][0]
 
 
 def _seen(rule: Rule, history: History) -> str:
-    steps = min(WINDOW, max(len(history.last(rule.metric)), 1))
-    best, newest = history.evaluations if len(history.evaluations) > 1 else ({}, {})
     return rule.seen.format(
-        now=history.mean(rule.metric, steps),
+        now=history.mean(rule.metric, rule.steps),
+        last=history.values(rule.metric, 1)[0],
         first=history.first(rule.metric),
         before=history.before(rule.metric),
-        fall=fall_of_reward(history) or "all responses to all prompts earn the same from one step to the next",
-        best=best,
-        newest=newest,
+        best=history.best,
+        best_eval=history.best_eval,
+        last_eval=history.last_eval,
     )
 
 
-def remedy(text: str, history: History) -> str:
-    """The alternatives of a rule's remedy for a run, with the values that settings have now.
+def remedy(text: str, facts: Mapping[str, Any]) -> str:
+    """The alternatives of a rule's remedy that a run has not taken yet, with the values that its settings have now.
 
-    >>> remedy("optimizer.lr*0.1|policy.kl_coef?0.01", History({"optimizer.lr": 0.01, "policy.kl_coef": 0.5}))
-    'optimizer.lr=0.001 (now 0.01)'
-    >>> remedy("optimizer.lr*0.1|policy.kl_coef?0.01", History({}))
-    'a lower optimizer.lr, or policy.kl_coef=0.01'
+    >>> remedy("a lower optimizer.lr|policy.kl_coef=0.01", {"optimizer.lr": 1e-05, "policy.kl_coef": 0.01})
+    'a lower optimizer.lr (now 1e-05)'
     """
     found = []
     for alternative in text.split("|"):
-        metric, _, rest = alternative.rpartition(": ")
-        if "/" in metric and metric not in history.row:
+        if any(name in facts and _text(facts[name]) == value for name, value in SETTING.findall(alternative)):
             continue
-        alternative = rest if "/" in metric else alternative
-        settings = [match.groups() for match in SETTING.finditer(alternative)]
-        if any(_is_done(history.facts, *setting) for setting in settings):
-            continue
-        found.append(SETTING.sub(lambda match: _change(history.facts, *match.groups()), alternative))
+        found.append(SETTING.sub(lambda match: match[0] + _now(facts, *match.groups()), alternative))
     return ", or ".join(found)
 
 
-def _is_done(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> bool:
-    """True if a setting has the value of a remedy already, or can't have a lower one."""
-    now = facts.get(name)
-    if what in ("-", "*") and value and isinstance(now, int) and not name.endswith(".lr"):
-        return now * float(value) < 1 if what == "*" else now < int(value)
-    return (what == "?" and bool(now)) or (what == "=" and name in facts and _text(now) == value)
-
-
-def _change(facts: Mapping[str, Any], name: str, what: str | None, value: str | None) -> str:
-    """The value to try for a setting, and the one it has now."""
-    if what is None or value is None:
-        return name
-    now = facts.get(name)
-    if what in ("?", "="):
-        return f"{name}={value}" + (f" (now {_text(now)})" if name in facts else "")
-    if not isinstance(now, int | float) or isinstance(now, bool) or (what == "*" and not now):
-        return f"a {'lower' if what == '-' or value.startswith('0.') else 'higher'} {name}"
-    new = now * float(value) if what == "*" else max(now + int(f"{what}{value}"), 0)
-    return f"{name}={_text(round(new) if isinstance(now, int) and new >= 1 else new)} (now {_text(now)})"
+def _now(facts: Mapping[str, Any], name: str, value: str | None) -> str:
+    """The value that a setting has now, if it is a number, or if another value is advised."""
+    shows = name in facts and (value or isinstance(facts[name], int | float))
+    return f" (now {_text(facts[name])})" if shows else ""
 
 
 def _text(value: object) -> str:

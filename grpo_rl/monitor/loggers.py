@@ -73,7 +73,7 @@ def logger_class(name: str) -> type[MetricsLogger]:
         raise ValueError(f"logger.backend={name} is {found!r:.80}; it must be a class")
     if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:
         raise ValueError(
-            f"logger.backend={name}: {found.__name__} has no method {', '.join(missing)}; a logger has "
+            f"logger.backend={name}: there is no method {', '.join(missing)}; a logger has "
             f"{', '.join(METHODS)} (docs/loggers.md)"
         )
     return cast("type[MetricsLogger]", found)
@@ -94,8 +94,6 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
             f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has "
             f"{', '.join(known) or 'none'}"
         )
-    if wrong := [key for key, value in settings.items() if not isinstance(value, Mapping)]:
-        raise ValueError(f"logger.settings.{wrong[0]} is {settings[wrong[0]]!r}; it must be a mapping")
 
 
 def open_loggers(
@@ -128,37 +126,24 @@ def open_loggers(
             own = dict(common or {}) if name in BUILT_IN else {}
             own |= dict(of_wandb or {}) if name == "wandb" else {}
             own |= (settings or {}).get(settings_name(name), {})
-            # The config goes to other machines, and is shown there.
-            logger = _opened(name, run_dir, masked(config), last_step, own)
-            loggers.add(name, logger)
-            if again or getattr(logger, "needs_history", False):
-                try:
-                    with waiting(f"the logger {name}", "what the run has so far", remedy=REMEDY):
+            try:
+                with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
+                    # The config goes to other machines, and is shown there.
+                    logger = logger_class(name)(run_dir, masked(config), last_step, **own)
+                    loggers.add(name, logger)
+                    if again or getattr(logger, "needs_history", False):
                         replay(logger, run_dir, rows)
-                except Exception as error:  # whatever a library or a class of one's own raises
-                    raise ValueError(
-                        f"the logger {name} can't be given what the run folder holds ({_described(error)})"
-                        "; mend it or take it out of logger.backend"
-                    ) from error
+            except ValueError:
+                raise
+            except Exception as error:  # whatever a library or a class of one's own raises
+                raise ValueError(
+                    f"the logger {name} can't start ({_described(error)}); mend it or take it out of logger.backend"
+                ) from error
     except BaseException:
         with suppress(Exception):  # the error that is raised is the one to see
             loggers.close(1)
         raise
     return loggers
-
-
-def _opened(
-    name: str, run_dir: Path, config: Mapping[str, Any], last_step: int, settings: Mapping[str, Any]
-) -> MetricsLogger:
-    try:
-        with waiting(f"the logger {name}", "its start", remedy=REMEDY):
-            return logger_class(name)(run_dir, config, last_step, **settings)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever a library or a class of one's own raises
-        raise ValueError(
-            f"the logger {name} can't start ({_described(error)}); mend it or take it out of logger.backend"
-        ) from error
 
 
 def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:

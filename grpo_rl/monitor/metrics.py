@@ -327,11 +327,7 @@ def _whole_lines(path: Path, length: int | None = None) -> list[bytes]:
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
-    """The metrics of a line.
-
-    Raises:
-        ValueError: it is something else; names file, line and remedy.
-    """
+    """The metrics of a line."""
     try:
         row = json.loads(line.decode())
         if not isinstance(row, dict):

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -290,80 +288,6 @@ def _console() -> Console:
     """The terminal. In a notebook plain text: rich would print HTML for each line, or redraw what can't be redrawn."""
     found = Console()
     return Console(force_jupyter=False, force_terminal=False) if found.is_jupyter else found
-
-
-def summary_panel(
-    summary: Mapping[str, Any],
-    *,
-    checkpoint: str | Path | None = None,
-    model: str | Path | None = None,
-    report: str | Path | None = None,
-) -> Panel:
-    """The end of a run: held-out reward before and after, the gain with its interval, and where things are.
-
-    Args:
-        summary: the content of ``summary.json``; what is missing is left out.
-    """
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")  # a path is folded, never cut: it is there to be copied
-    if summary.get("eval_before") is not None and summary.get("eval_after") is not None:
-        line = Text(f"{summary['eval_before']:.3f} → ")
-        line.append(f"{summary['eval_after']:.3f}", style="bold")
-        table.add_row("held-out reward", line)
-    if losses := [summary[name] for name in ("eval_loss_before", "eval_loss_after") if name in summary]:
-        table.add_row("held-out loss", Text(" → ".join(f"{loss:.3f}" for loss in losses)))
-    style = "blue"
-    if summary.get("eval_gain") is not None and summary.get("eval_gain_ci95"):
-        low, high = summary["eval_gain_ci95"]
-        style = "green" if low > 0 else "red" if high < 0 else "yellow"
-        verdict = "learned" if low > 0 else "got worse" if high < 0 else "no clear change: the interval holds 0"
-        table.add_row(
-            "gain",
-            Text.assemble(
-                (f"{summary['eval_gain']:+.3f}", f"bold {style}"),
-                f"  95 % interval {low:+.3f} to {high:+.3f}  ",
-                (verdict, style),
-            ),
-        )
-    if summary.get("steps") is not None:
-        took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
-        table.add_row("steps", Text(f"{summary['steps']}{took}"))
-    for label, path in (("checkpoint", checkpoint), ("model", model), ("report", report)):
-        if path is not None:
-            table.add_row(label, Text(str(path)))
-    return Panel(table, title="Result", title_align="left", box=box.ROUNDED, border_style=style, expand=False)
-
-
-def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The result in a few short lines of plain text, to paste into a message.
-
-    Args:
-        summary: the content of ``summary.json``; what is missing is left out.
-
-    >>> for line in summary_lines({"model": "org/M", "task": "gsm8k", "steps": 100, "seconds": 754, "eval_before": 0.25,
-    ...     "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375], "command": "python sota/grpo.py"}):
-    ...     print(line)
-    org/M on gsm8k: 100 steps in 12:34
-    held-out reward 0.250 -> 0.500, gain +0.250 (95 % interval +0.125 to +0.375)
-    python sota/grpo.py
-    """
-    took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
-    lines = [f"{summary.get('model')} on {summary.get('task')}: {summary.get('steps')} steps{took}"]
-    if summary.get("eval_gain_ci95") and summary.get("eval_before") is not None:
-        low, high = summary["eval_gain_ci95"]
-        lines.append(
-            f"held-out reward {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}, gain "
-            f"{summary['eval_gain']:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
-        )
-    elif summary.get("eval_loss_after") is not None:
-        lines.append(f"held-out loss {summary['eval_loss_before']:.3f} -> {summary['eval_loss_after']:.3f}")
-    elif summary.get("train_reward_first") is not None:
-        first, last = summary["train_reward_first"], summary["train_reward_last"]
-        lines.append(f"training reward {first:.3f} -> {last:.3f} (first and last steps)")
-    if summary.get("command"):
-        lines.append(str(summary["command"]))
-    return lines
 
 
 def duration(seconds: float) -> str:

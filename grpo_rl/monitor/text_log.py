@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 FILE = "grpo.log"
-FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
-"""Hydra's own."""
 
 
 class TextLog:
@@ -19,22 +19,12 @@ class TextLog:
 
     def __init__(self, run_dir: Path) -> None:
         handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
-        name = Path(handlers[0].baseFilename).name if handlers else FILE
-        self._handler = _Handler(run_dir / name, encoding="utf-8", delay=True)
-        self._handler.setFormatter(logging.Formatter(FORMAT))
-        # A logger without a name in the registry: Hydra's handlers would print each line in the terminal again.
-        self._logger = logging.Logger("grpo_rl.run", logging.INFO)
-        self._logger.addHandler(self._handler)
+        self._path = run_dir.absolute() / (Path(handlers[0].baseFilename).name if handlers else FILE)
 
     def write(self, text: str) -> None:
-        """Appends a line."""
-        self._logger.info(text)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._handler.close()
-
-
-class _Handler(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Says nothing: a full disk is told by the files that matter."""
+        """Appends a line as Hydra writes it; not through its handlers, which print it in the terminal again."""
+        now = datetime.now()
+        stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+        # A full disk is named by the files that matter.
+        with suppress(OSError), self._path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"[{stamp}][grpo_rl.run][INFO] - {text}\n")

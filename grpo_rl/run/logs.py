@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.panel import Panel
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
@@ -59,8 +58,7 @@ class RunLogs:
             self.tokens = TokenLog(folder, config, logger.token_groups, pieces, loss)
         self.advisories = Advisories(config)
         self._advises = True
-        self._text = TextLog(folder) if rank_zero else None
-        record = self._text.write if self._text else lambda _: None
+        record = TextLog(folder).write if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
@@ -77,7 +75,7 @@ class RunLogs:
                 {"project": logger.project, "name": logger.name},
                 {"mode": logger.mode},
             )
-        self.last_words: list[Panel | str] = []
+        self.last_words: list[str] = []
         """Lines that are shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
@@ -90,11 +88,8 @@ class RunLogs:
             self.progress.__exit__()
         finally:  # the live view is over: a logger may take its time, and print
             self.loggers.close(exit_code=int(kind is not None))
-            if self._text:
-                self._text.close()
-        for words in self.last_words if kind is None else ():
-            plain = isinstance(words, str)  # lines to copy: not folded, and nothing in them is markup
-            self.progress.console.print(words, soft_wrap=plain, markup=not plain, highlight=not plain)
+        for line in self.last_words if kind is None else ():
+            self.progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @property
     def observers(self) -> list[Callable[..., None]]:

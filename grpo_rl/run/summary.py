@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from grpo_rl.monitor.metrics import first_and_last
-from grpo_rl.monitor.progress import summary_lines, summary_panel
+from grpo_rl.monitor.progress import duration
 from grpo_rl.report.files import EVALUATION, OVERRIDES, SUMMARY, read_rows, versions
 from grpo_rl.report.page import finite, write_report
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.model_card import model_card
+from grpo_rl.run.model_card import model_card, result
 from grpo_rl.run.model_files import CARD, MODEL
 from grpo_rl.settings.command_line import overrides
 from grpo_rl.storage.masking import masked_override
@@ -44,8 +44,31 @@ def end_run(
     if model.is_dir():  # rank zero's
         write_whole(model / CARD, model_card(config, summary))
     report = _write(logs, summary)
-    logs.last_words = [summary_panel(summary, checkpoint=checkpoint, model=model, report=report)]
-    logs.last_words += ["To pass on:", *(f"  {line}" for line in summary_lines(summary))]
+    logs.last_words = ["Result:", *(f"  {line}" for line in result_lines(summary))]
+    paths = {"checkpoint": checkpoint, "model": model, "report": report}
+    logs.last_words += [f"{name.capitalize()}: {path}" for name, path in paths.items() if path]
+
+
+def result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The result in a few short lines of plain text, to paste into a message.
+
+    >>> for line in result_lines({"model": "org/M", "task": "gsm8k", "steps": 100, "seconds": 754, "eval_before": 0.25,
+    ...     "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375], "command": "python sota/grpo.py"}):
+    ...     print(line)
+    org/M on gsm8k: 100 steps in 12:34
+    held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375): learned
+    python sota/grpo.py
+    """
+    took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
+    verdict = ""
+    if summary.get("eval_gain_ci95"):
+        low, high = summary["eval_gain_ci95"]
+        verdict = f": {'learned' if low > 0 else 'got worse' if high < 0 else 'no clear change, the interval holds 0'}"
+    lines = [
+        f"{summary.get('model')} on {summary.get('task')}: {summary.get('steps')} steps{took}",
+        f"{result(summary)}{verdict}",
+    ]
+    return lines + ([str(summary["command"])] if summary.get("command") else [])
 
 
 def keep_best(folder: Path, step: int, parts: CommonParts, adapters: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_rl.monitor.advisories import PAGE, SETTING, Advisories, advisories_of
-from grpo_rl.monitor.advisory_history import History, lower_end
+from grpo_rl.monitor.advisory_history import WINDOW, History
 from grpo_rl.monitor.advisory_table import RULES
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.logs import RunLogs
@@ -125,12 +126,12 @@ NO_REWARD = {
     "grad_norm": at(0.0),
 }
 SICK = {
-    "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "sampling.max_new_tokens=512 (now 256)"),
+    "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "sampling.max_new_tokens (now 256)"),
     "cut_off later": (
-        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "sampling.max_new_tokens=512 (now 256)"
+        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "sampling.max_new_tokens (now 256)"
     ),
     "cut_off, so that nothing is learned": (
-        plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "sampling.max_new_tokens=512 (now 256)"
+        plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "sampling.max_new_tokens (now 256)"
     ),
     "zero_rewards": (plant(1, **NO_REWARD), {}, 1, "env.examples"),
     "no_variance": (
@@ -139,48 +140,48 @@ SICK = {
     ),
     "no_variance of most groups": (
         plant(1, reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.94)),
-        {}, 1, "train.max_resamples=5 (now 0)",
+        {}, 1, "a higher train.max_resamples (now 0), such as 5",
     ),
     "no_variance since the reward rose": (
         plant(
             steps=FROM + 6, reward__mean=noisy(0.9), reward__std=noisy(0.3), reward__zero_std_fraction=noisy(0.98, 0.02)
         ),
-        {}, FROM, "train.max_resamples=5 (now 0)",
+        {}, FROM, "a higher train.max_resamples (now 0), such as 5",
     ),
     "no_variance at a collapsed entropy": (
         plant(
             steps=FROM + 6, reward__mean=noisy(0.9), reward__std=noisy(0.3), entropy=noisy(0.02),
             reward__zero_std_fraction=noisy(0.98, 0.02),
         ),
-        {}, FROM, "policy.entropy_coef=0.001 (now 0)",
+        {}, FROM, "a higher policy.entropy_coef (now 0), such as 0.001",
     ),
     "no_gradient": (plant(grad_norm=at(0.0)), {"train__reward_clip": 0.1}, FROM, "train.reward_clip=null (now 0.1)"),
     "entropy_collapse": (
         plant(
             entropy=noisy(0.03), reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.9)
         ),
-        {}, FROM, "policy.entropy_coef=0.001 (now 0)",
+        {}, FROM, "a higher policy.entropy_coef (now 0), such as 0.001",
     ),
     "length_limit": (
         plant(
             response__mean_length=lambda step: 110 + 6 * (step - FROM),
             response__truncated_fraction=lambda step: min(0.02 * (step - FROM), 0.4),
         ),
-        {}, None, "sampling.max_new_tokens=512 (now 256)",
+        {}, None, "sampling.max_new_tokens (now 256)",
     ),
     "length_collapse": (
         plant(
             response__mean_length=noisy(12), reward__mean=noisy(0.08), reward__zero_std_fraction=noisy(0.3)
         ),
-        {}, FROM, "optimizer.lr=2.5e-05 (now 5e-05)",
+        {}, FROM, "a lower optimizer.lr (now 5e-05)",
     ),
     "kl_runaway": (
         plant(kl__ref=lambda step: 0.08 * 1.15 ** (step - FROM), reward__mean=noisy(0.5)),
-        {}, None, "policy.kl_coef=0.08 (now 0.02)",
+        {}, None, "a higher policy.kl_coef (now 0.02)",
     ),
     "kl_runaway beyond its target": (
         plant(kl__ref=lambda step: 0.01 * 1.1 ** (step - FROM)),
-        {"policy__target_kl": 0.02}, None, "policy.kl_coef=0.08 (now 0.02)",
+        {"policy__target_kl": 0.02}, None, "a higher policy.kl_coef (now 0.02)",
     ),
     "mismatch_rises": (plant(mismatch__mean=noisy(0.15)), {}, FROM, "loss.correction=truncate"),
     "off_policy": (
@@ -189,34 +190,25 @@ SICK = {
     ),
     "off_policy when asynchronous": (
         plant(1, ess=noisy(0.35), time__wait_s=at(0.1)),
-        {}, 1, "train.max_staleness=1 (now 2)",
+        {}, 1, "a lower train.max_staleness (now 2)",
     ),
     "unstable": (
         plant(
             reward__mean=noisy(0.05), reward__std=noisy(0.2), grad_norm=noisy(30), entropy=noisy(6),
             clip__high_fraction=noisy(0.3), reward__zero_std_fraction=noisy(0.7),
         ),
-        {}, FROM, "optimizer.lr=5e-06 (now 5e-05)",
-    ),
-    "unstable at once": (
-        plant(
-            1,
-            reward__mean=lambda step: 0.3 if step < 3 else 0.5,
-            reward__std=lambda step: 0.4 if step < 3 else 0.0,
-            reward__zero_std_fraction=lambda step: 0.06 if step < 3 else 1.0,
-        ),
-        {"optimizer__lr": 1}, 3, "optimizer.lr=0.1 (now 1)",
+        {}, FROM, "a tenth of optimizer.lr (now 5e-05)",
     ),
     "bad_steps": (
         plant(optimizer__skipped_steps=lambda step: 1 + (step - FROM + 3) // 3),
-        {}, FROM, "optimizer.lr=5e-06 (now 5e-05)",
+        {}, FROM, "a tenth of optimizer.lr (now 5e-05)",
     ),
     "scorers_fail": (
-        plant(failed__timeout=lambda step: 4 * (step - FROM + 1)), {}, FROM, "env.score_timeout_s=120 (now 60)"
+        plant(failed__timeout=lambda step: 4 * (step - FROM + 1)), {}, FROM, "env.score_timeout_s (now 60)"
     ),
-    "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "train.max_staleness=3 (now 2)"),
+    "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "train.max_staleness (now 2)"),
     "sampling_dominates": (
-        plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "env.num_envs=64 (now 16)"
+        plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "env.num_envs (now 16)"
     ),
     "sampling_dominates by a slow engine": (
         plant(1, time__sample_s=noisy(60)), {"inference_model__engine": "transformers"}, 1,
@@ -244,8 +236,8 @@ def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
     assert advisory.name == re.split("[ ,]", trouble)[0] and advisory.until is None
     assert setting in advisory.setting and str(advisory).startswith(f"Since step {advisory.since}: ")
     assert "\n" not in str(advisory)
-    if since:
-        assert advisory.since == since
+    if since:  # the first of the steps that were judged together
+        assert abs(advisory.since - since) < WINDOW
     else:  # it grows slowly, and is a trouble some time after it began
         assert FROM < advisory.since <= FROM + 25
 
@@ -340,8 +332,8 @@ def test_what_gets_better_is_left_alone():
 def test_an_advisory_ends_with_the_last_step_that_showed_it():
     rows = plant(21, 45, response__truncated_fraction=noisy(0.9))
     (advisory,) = advisories_of(rows, facts())
-    assert (advisory.since, advisory.until) == (21, 45)
-    assert str(advisory).startswith("Since step 21 until step 45: ")
+    assert abs(advisory.since - 21) < WINDOW and 45 <= advisory.until < 45 + WINDOW
+    assert str(advisory).startswith(f"Since step {advisory.since} until step {advisory.until}: ")
 
 
 def test_an_advisory_that_comes_back_goes_on_and_is_told_once():
@@ -407,19 +399,19 @@ def test_a_held_out_loss_of_demonstrations_that_rises(losses, since):
     found = advisories_of(imitation(losses), facts(train__epochs=3))
     assert [(a.name, a.since) for a in found] == ([("held_out_loss_rises", since)] if since else [])
     if since:
-        assert found[0].setting.startswith("train.epochs=2 (now 3), or optimizer.lr=2.5e-05")
+        assert found[0].setting.startswith("a lower train.epochs (now 3), or a lower optimizer.lr")
 
 
 def test_a_held_out_loss_that_falls_again_ends_its_advisory():
     (advisory,) = advisories_of(imitation({0: 2.0, 5: 1.0, 10: 1.2, 15: 0.9}), facts())
-    assert (advisory.since, advisory.until) == (10, 10)
+    assert (advisory.since, advisory.until) == (10, 15)  # until it was evaluated again
 
 
 def test_troubles_of_the_machine_are_told_in_sft_too():
     bad = imitation({}, optimizer__skipped_steps=lambda step: step // 3)
     assert [a.name for a in advisories_of(bad, facts())] == ["bad_steps"]
     (full,) = advisories_of(imitation({}, memory__peak_gib=at(77.5), memory__limit_gib=at(79.2)), facts())
-    assert full.name == "memory_full" and "inference_model" not in full.setting
+    assert full.name == "memory_full"
 
 
 @pytest.mark.parametrize("trouble", ["mismatch_rises", "bad_steps"])
@@ -450,13 +442,13 @@ def test_the_settings_that_advisories_name_exist():
     cfg = OmegaConf.load(ROOT / "config" / "grpo.yaml")
     cfg.loss = OmegaConf.load(ROOT / "config" / "loss" / "grpo.yaml")
     cfg.env.update(OmegaConf.load(ROOT / "config" / "env" / "gsm8k.yaml"))
-    named = {match[1] for rule in RULES.values() for match in SETTING.finditer(rule.remedy)} - {"completions.parquet"}
+    named = {name for rule in RULES.values() for name, _ in SETTING.findall(rule.remedy)} - {"completions.parquet"}
     assert [name for name in named if OmegaConf.select(cfg, name, default="missing") == "missing"] == []
 
 
 def test_without_facts_a_setting_is_named_without_its_value():
     (advisory,) = advisories_of(plant(1, response__truncated_fraction=noisy(0.95)), {"env.num_envs": GROUPS})
-    assert advisory.setting.startswith("a higher sampling.max_new_tokens, or ")
+    assert advisory.setting.startswith("a higher sampling.max_new_tokens, or shorter")
 
 
 def test_each_advisory_has_its_section_in_the_docs():
@@ -474,12 +466,8 @@ def test_values_that_are_not_finite_are_passed_over():
 
 
 def test_what_is_kept_does_not_grow_with_the_run():
-    history = History({})
+    history, sizes = History({}), []
     for row in healthy(300):
         history.add(row)
-    assert len(history.last("reward/mean", 10**6)) == 20
-
-
-def test_wilsons_interval():
-    # By hand, z = 2, 10 of 10: (1 + 4 / 20 -+ 2 sqrt(4 / 400)) / (1 + 4 / 10) = (1.2 -+ 0.2) / 1.4.
-    assert lower_end(1.0, 10) == pytest.approx(1.0 / 1.4)
+        sizes.append(len(pickle.dumps(history)))
+    assert sizes[-1] < 1.2 * sizes[50]

@@ -276,7 +276,7 @@ class NoHistory(Flaky):
 
 def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(tmp_path):
     log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
-    with pytest.raises(ValueError, match=r"NoHistory can't be given what the run folder holds \(ConnectionError"):
+    with pytest.raises(ValueError, match=r"NoHistory can't start \(ConnectionError"):
         open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
 
 

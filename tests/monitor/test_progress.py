@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
+from grpo_rl.monitor.progress import Progress, sparkline
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -155,33 +155,6 @@ def test_a_sparkline_spans_least_to_greatest():
     assert sparkline([]) == ""
     assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
     assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
-
-
-def print_summary(summary, **paths) -> str:
-    screen = console()
-    screen.print(summary_panel(summary, **paths))
-    return screen.file.getvalue()
-
-
-def test_the_summary_says_what_was_gained_and_where_it_lies():
-    path = "outputs/" + "long/" * 20 + "report.html"
-    text = print_summary(
-        {
-            "eval_before": 0.412,
-            "eval_after": 1.53,
-            "eval_gain": 1.118,
-            "eval_gain_ci95": [0.98, 1.25],
-            "steps": 40,
-            "seconds": 512.3,
-        },
-        checkpoint="checkpoints/checkpoint_40.pt",
-        model="model",
-        report=path,
-    )
-    assert "0.412 → 1.530" in text and "+1.118  95 % interval +0.980 to +1.250  learned" in text
-    assert "40 in 8:32" in text
-    # Folded over two rows, no character of it lost.
-    assert "".join(c for c in text if c not in " │\n").count(path) == 1
 
 
 @pytest.mark.nightly

@@ -39,15 +39,13 @@ def advisories(tiny_run, folder, capsys, *overrides, steps=STEPS):
 @pytest.mark.parametrize(
     ("name", "since", "overrides", "setting"),
     [
-        ("cut_off", {1}, [], "sampling.max_new_tokens=16 (now 8)"),
+        ("cut_off", {1}, [], "a higher sampling.max_new_tokens (now 8)"),
         (
             "no_variance",
             {1},
             [FIXED_LENGTH, "env.reward.correctness=0", "env.reward.reasoning_pattern='(?s).*'"],
             "env.reward",
         ),
-        # In bfloat16, how the CPU rounds decides whether it collapses at once.
-        ("unstable", {3, 4}, [FIXED_LENGTH, "optimizer.lr=1", "train_model.dtype=float32"], "optimizer.lr=0.1 (now 1)"),
     ],
 )
 def test_a_run_says_what_is_wrong_once(tiny_run, tmp_path, capsys, name, since, overrides, setting):
