@@ -1,22 +1,49 @@
-"""Checks of a model without its weights: whether it is scored exactly, its tokenizer, its context and its memory."""
+"""Checks of a model: whether it is scored exactly, its tokenizer, its context, its memory, and then its weights."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.finding import Finding, caught, unfit
 from grpo_rl.checks.memory import memory_findings
+from grpo_rl.checks.scores import loaded_findings
 from grpo_rl.checks.template import template_findings
+from grpo_rl.planner.scenario import config_source
 from grpo_rl.policies.generation import end_ids, generation_config
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_model, check_written, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
 from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
+
+PREVENTING = ("config", "gate", "tokenizer", "written files", "chat template", "context", "memory")
+"""Findings that have to be mended before the weights are worth loading."""
+
+
+def model_findings(settings: Settings, quick: bool = False) -> Iterator[Finding]:
+    """The findings on ``model.name``, in the order in which each makes the next worth looking for.
+
+    Args:
+        quick: read no weights.
+    """
+    source = source_of_name(settings.model.name, quick)
+    yield Finding("OK", "model", source)
+    prevented = False
+    for finding in unloaded_findings(settings, source):
+        yield finding
+        prevented = prevented or (finding.kind == "FIX" and finding.about in PREVENTING)
+    if not quick and not prevented:
+        yield from caught("weights", lambda: loaded_findings(settings, Path(source)))
+
+
+def source_of_name(name: str, quick: bool) -> str:
+    """The model's folder; where no weights are read also its name on the hub."""
+    return config_source(name) if quick else str(resolve_model(name))
 
 
 def unloaded_findings(
@@ -29,27 +56,20 @@ def unloaded_findings(
         plans: whether memory is planned, too.
         needs_template: whether a model without a chat template is to be mended.
     """
-    try:
-        with unfit("config"):
-            model = skeleton(source)
-            generation_config(source)
-    except Unfit as error:  # a tokenizer asks for the config, too
-        yield error.finding
-        return
-    checks = [_tokenizer(settings, source, model, needs_template), _context(settings, model)]
-    try:
-        with unfit("gate"):
-            check_model(source, adapters(settings), settings.policy.router_replay)
-            yield Finding("OK", "gate", layer_summary(model))
-        if plans:
-            checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
-    except Unfit as error:
-        yield error.finding
-    for check in checks:
-        try:
-            yield from check
-        except Unfit as error:
-            yield error.finding
+    with unfit("config"):  # a tokenizer asks for the config, too
+        model = skeleton(source)
+        generation_config(source)
+    gate = list(caught("gate", lambda: _gate(settings, source, model)))
+    yield from gate
+    yield from caught("tokenizer", lambda: _tokenizer(settings, source, model, needs_template))
+    yield from _context(settings, model)
+    if plans and gate[0].kind == "OK":  # the planner knows models that can be trained alone
+        yield from caught("memory", lambda: memory_findings(settings, model))
+
+
+def _gate(settings: Settings, source: str, model: PreTrainedModel) -> Iterator[Finding]:
+    check_model(source, adapters(settings), settings.policy.router_replay)
+    yield Finding("OK", "gate", layer_summary(model))
 
 
 def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_template: bool) -> Iterator[Finding]:

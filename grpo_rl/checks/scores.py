@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.finding import Finding, unfit
 from grpo_rl.checks.trial import QUESTIONS, Trial, trial
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
@@ -29,20 +28,15 @@ SHOWN = 60
 
 def loaded_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     """The findings on a model whose weights are read: it samples, scores what it sampled, and gets a gradient."""
-    with ExitStack() as stack:
-        try:
-            tokenizer = load_tokenizer(folder, settings.model.chat_template)
-            parts = stack.enter_context(trial(settings, folder, tokenizer))
-            chosen = settings.inference_model.engine
-            count = sum(p.numel() for p in parts.policy.model.parameters())
-            yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, proven to have arrived in {chosen}")
-            with unfit("sampling"):
-                groups = parts.groups()
-            yield _sampled(parts, groups)
-            with unfit("sampler, trainer"):
-                yield from _compared(settings, parts, groups)
-        except Unfit as error:
-            yield error.finding
+    with trial(settings, folder, load_tokenizer(folder, settings.model.chat_template)) as parts:
+        count = sum(p.numel() for p in parts.policy.model.parameters())
+        arrived = f"proven to have arrived in {settings.inference_model.engine}"
+        yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, {arrived}")
+        with unfit("sampling"):
+            groups = parts.groups()
+        yield _sampled(parts, groups)
+        with unfit("sampler, trainer"):
+            yield from _compared(settings, parts, groups)
 
 
 def _sampled(parts: Trial, groups: list[Group]) -> Finding:
@@ -77,9 +71,7 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
     else:
         seen, bound = mismatch.metrics(), settings.mismatch.bound
         if not math.isfinite(seen["mismatch/mean"]):  # which a run leaves to its optimizer step
-            text = "log-probs are not finite; try train_model.dtype=float32 where it is another"
-            yield Finding("FIX", "sampler, trainer", text)
-            return
+            raise ValueError("log-probs are not finite; try train_model.dtype=float32 where it is another")
         text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
         text += f" (a run stops above {bound:g})" if bound else ""
         text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"
