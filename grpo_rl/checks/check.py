@@ -7,7 +7,7 @@ import importlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from grpo_rl.settings.schema import Settings
 
 CHECKS = "grpo_rl.checks"
-OF_MODEL = ("model", "config", "gate", "tokenizer", "chat template")
-"""Findings without which data can't be tokenised, and no model be planned or loaded."""
+OF_MODEL = ("model", "config", "gate")
+OF_TOKENIZER = (*OF_MODEL, "tokenizer", "written files", "chat template")
+"""Findings without which no model can be planned, and without which no data be tokenised, and no weights loaded."""
 OF_MACHINE = {
     "packages": (f"{CHECKS}.machine", ()),
     "open files": (f"{CHECKS}.machine", ()),
@@ -33,14 +34,14 @@ OF_RUN = {
     "engine": (f"{CHECKS}.machine", ()),
     "ray": (f"{CHECKS}.machine", ()),
     "loggers": (f"{CHECKS}.loggers", ()),
-    "model": (f"{CHECKS}.model_of_run", ()),
-    "devices": (f"{CHECKS}.devices", ("engine", "ray", "model", "config", "gate")),
-    "disk": (f"{CHECKS}.model_of_run", ("model", "config", "run folder")),
-    "memory": (f"{CHECKS}.model_of_run", (*OF_MODEL, "devices")),
-    "dataset": (f"{CHECKS}.data", OF_MODEL),
-    "rewards": (f"{CHECKS}.data", (*OF_MODEL, "dataset")),
+    "model": (f"{CHECKS}.model", ()),
+    "devices": (f"{CHECKS}.devices", (*OF_MODEL, "engine", "ray")),
+    "disk": (f"{CHECKS}.model", (*OF_MODEL, "run folder")),
+    "memory": (f"{CHECKS}.memory", (*OF_MODEL, "devices")),
+    "dataset": (f"{CHECKS}.data", OF_TOKENIZER),
+    "rewards": (f"{CHECKS}.data", (*OF_TOKENIZER, "dataset")),
     "collectives": (f"{CHECKS}.devices", ("devices",)),
-    "weights": (f"{CHECKS}.model_of_run", (*OF_MODEL, "engine", "devices", "memory", "context")),
+    "weights": (f"{CHECKS}.scores", (*OF_TOKENIZER, "engine", "devices", "memory", "context")),
 }
 """Checks from cheap to dear: the module whose function of that name yields findings, and the findings that have to be
 in order before it can find anything."""
@@ -60,12 +61,14 @@ class Case:
         folder: that the run will write to.
         quick: read no weights.
         cluster: GPUs and CPUs of the Ray cluster that the run is for; None: the run is for this machine.
+        needs_template: whether a model without a chat template is to be mended.
     """
 
     settings: Settings | None
     folder: Path
     quick: bool = False
     cluster: tuple[int, int] | None = None
+    needs_template: bool = True
 
     @property
     def read(self) -> Settings:
@@ -74,25 +77,24 @@ class Case:
         return self.settings
 
 
-def findings_of(name: str, module: str, case: Case, deadline_s: float | None = None) -> list[Finding]:
-    """The findings of a check; an unexpected error is one to be fixed.
+def findings_of(name: str, module: str, case: Case) -> Iterable[Finding]:
+    """The findings of a check; an unexpected error is one to be fixed."""
+    return caught(name, lambda: getattr(importlib.import_module(module), name.replace(" ", "_"))(case))
 
-    Args:
-        deadline_s: seconds after which this process writes its stack to stderr.
-    """
-    if deadline_s:
-        faulthandler.dump_traceback_later(deadline_s)
+
+def _in_child(name: str, module: str, case: Case, deadline_s: float) -> list[Finding]:
+    """The findings of a check; where it takes longer, the stack of this process goes to stderr."""
+    faulthandler.dump_traceback_later(deadline_s)
     try:
-        return list(caught(name, lambda: getattr(importlib.import_module(module), name.replace(" ", "_"))(case)))
+        return list(findings_of(name, module, case))
     finally:
-        if deadline_s:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def all_findings(
     checks: Mapping[str, tuple[str, tuple[str, ...]]],
     case: Case,
-    run: Callable[[str, str, Case], list[Finding]] = findings_of,
+    run: Callable[[str, str, Case], Iterable[Finding]] = findings_of,
 ) -> Iterator[Finding]:
     """The findings of all checks, whatever those before them found.
 
@@ -102,12 +104,13 @@ def all_findings(
     broken: set[str] = set()
     for name, (module, needs) in checks.items():
         if missing := [need for need in needs if need in broken]:
-            found = [Finding("SKIP", name, f"not looked at before {', '.join(missing)} is in order")]
             broken.add(name)
-        else:
-            found = run(name, module, case)
-        broken.update(finding.about for finding in found if finding.kind == "FIX")
-        yield from found
+            yield Finding("SKIP", name, f"not looked at before {', '.join(missing)} is in order")
+            continue
+        for finding in run(name, module, case):
+            if finding.kind == "FIX":
+                broken.add(finding.about)
+            yield finding
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], list
     """
     end = time.monotonic() + deadline_s
     with tempfile.NamedTemporaryFile(prefix="grpo_rl_doctor_", suffix=".log") as log:
-        calls = IsolatedCalls(findings_of, workers=1, memory_gib=None, again=False, output=log)
+        calls = IsolatedCalls(_in_child, workers=1, memory_gib=None, again=False, output=log)
 
         def run(name: str, module: str, case: Case) -> list[Finding]:
             left = end - time.monotonic()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.model_of_run import source_of
+from grpo_rl.checks.model import source_of
 from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.derived import group_sizes, total_steps

@@ -17,7 +17,7 @@ from grpo_rl.assembly.devices import plan_devices
 from grpo_rl.by_name import one_line
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.model_of_run import source_of
+from grpo_rl.checks.model import source_of
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.settings.devices import Devices, allocate
 
