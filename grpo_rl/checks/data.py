@@ -12,7 +12,7 @@ from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.model import source_of
 from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.policies.hub import load_tokenizer
-from grpo_rl.settings.derived import group_sizes, total_steps
+from grpo_rl.settings.derived import total_steps
 from grpo_rl.settings.schema import Settings
 
 ROWS = 4
@@ -55,7 +55,7 @@ def _rewards(settings: Settings, env: LLMEnv) -> Finding:
     deadline, a_step = env.guard.deadline_s, settings.env.num_envs * settings.env.repeats
     guard = env.guard.apart()  # has no limit of failures
     guard.tell = lambda _: None  # a line of the report tells
-    count = group_sizes(settings).at(1) if env.task.scores_group else 1
+    count = settings.env.repeats if env.task.scores_group else 1
     responses = []
     for index in range(min(ROWS, len(env.task.rows))):
         row = env.task.rows[index]

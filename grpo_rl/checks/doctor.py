@@ -39,8 +39,6 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if not options.deadline_s > 0:
-        raise ValueError(f"--deadline-s {options.deadline_s:g}: give a number of seconds above 0")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
     named = [word.removeprefix(FOLDER).strip("'\"") for word in overrides if word.startswith(FOLDER)]
     folder = Path(named[-1]) if named else options.folder or Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -86,17 +84,22 @@ def _settings(options: argparse.Namespace, overrides: Sequence[str], folder: Pat
 def _nodes(options: argparse.Namespace, case: Case) -> tuple[Case, list[Finding]]:
     """The case on the cluster at ``--ray``, and the findings on its nodes."""
     try:
-        from grpo_rl.cluster.doctor import joined
+        from grpo_rl.cluster.nodes import RayError, check_nodes, cluster, nodes
     except ImportError as error:
         raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
     from grpo_rl.checks.nodes import node_findings
 
     expected = options.names.split(",") if options.names else options.nodes
-    with joined(options.ray, expected, options.deadline_s) as alive:
-        for node in alive:
-            print(f"{node.name} ({node.address}): {node.cpus:g} CPUs, {node.gpus:g} GPUs", flush=True)
-        gpus, cpus = int(sum(node.gpus for node in alive)), int(sum(node.cpus for node in alive))
-        case = replace(case, cluster=(gpus, cpus))
-        found = node_findings(alive, case, options.folder, options.deadline_s)
-        print(f"All {len(alive)} nodes answer, with the same packages; {gpus} GPUs in all.")
-        return case, shown(found)
+    try:
+        with cluster(options.ray):
+            check_nodes(expected, options.deadline_s, join_s=options.deadline_s)
+            alive = nodes()
+            for node in alive:
+                print(f"{node.name} ({node.address}): {node.cpus:g} CPUs, {node.gpus:g} GPUs", flush=True)
+            gpus, cpus = int(sum(node.gpus for node in alive)), int(sum(node.cpus for node in alive))
+            case = replace(case, cluster=(gpus, cpus))
+            found = node_findings(alive, case, options.folder, options.deadline_s)
+            print(f"All {len(alive)} nodes answer, with the same packages; {gpus} GPUs in all.")
+            return case, shown(found)
+    except RayError as error:  # such as a token that is not the cluster's
+        raise ValueError(f"Ray at {options.ray} refuses: {' '.join(str(error).split())}") from error

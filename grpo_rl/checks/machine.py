@@ -84,13 +84,13 @@ def version(package: str) -> str | None:
 def open_files(case: Case) -> Iterator[Finding]:
     """The limit of open files."""
     needed = FILES_OF_RAY if case.settings and case.settings.mode == "async" else FILES
-    soft, hard = (limit if limit >= 0 else float("inf") for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    if soft >= needed:
-        yield Finding("OK", "open files", f"{soft:,} at a time")
-        return
-    remedy = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile"
-    remedy = f"ulimit -n {needed}" if hard >= needed else remedy
-    yield Finding("FIX", "open files", f"{soft:,} at a time, and this run needs {needed:,}: {remedy}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} at a time"
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        yield Finding("OK", "open files", text)
+    else:
+        remedy = f"ulimit -n {needed}; if that is refused, docker run --ulimit nofile, or /etc/security/limits.conf"
+        yield Finding("FIX", "open files", f"{text}, and this run needs {needed:,}: {remedy}")
 
 
 def shared_memory(case: Case) -> Iterator[Finding]:

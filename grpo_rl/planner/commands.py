@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
+from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster, dtype_on
 from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
-from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.schema import Settings
 
 
@@ -86,8 +85,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
     # As the mode is chosen below; "here" is looked at later, as that needs torch.
     check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
-    own = default_dtype(cfg.ray.address) if clusters[-1].startswith("here") else "bfloat16"
-    cfg.train_model.dtype = cfg.train_model.dtype or own
+    cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(clusters[-1], cfg.ray.address)
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)

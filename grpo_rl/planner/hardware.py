@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from grpo_rl.settings.hardware import default_dtype
+
 if TYPE_CHECKING:
     from grpo_rl.perf.rates import Rates
 
@@ -126,6 +128,15 @@ class Cluster:
             f"{self.count} x {d.name}: {d.memory_gib:,.4g} GiB, {d.tflops:,.3g} TFLOP/s, memory {d.memory_gb_s:,.0f} "
             f"GB/s, link {d.link_gb_s:,.0f} GB/s in a node of {d.node}, {d.network_gb_s:,.4g} GB/s between nodes"
         )
+
+
+def dtype_on(cluster: str, ray_address: str | None) -> str:
+    """Name of the dtype that a run takes there by itself.
+
+    >>> dtype_on("8xH100", None)
+    'bfloat16'
+    """
+    return default_dtype(ray_address) if cluster.startswith("here") else "bfloat16"
 
 
 def known_device(name: str) -> Device | None:

@@ -16,9 +16,8 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from grpo_rl.checks import nodes  # noqa: E402
 from grpo_rl.checks.check import Case  # noqa: E402
 from grpo_rl.cli import main  # noqa: E402
-from grpo_rl.cluster import doctor as ray_doctor  # noqa: E402
-from grpo_rl.cluster import nodes as nodes_module  # noqa: E402
-from grpo_rl.cluster.nodes import Node  # noqa: E402
+from grpo_rl.cluster.nodes import Node, cluster, on_nodes  # noqa: E402
+from grpo_rl.cluster.nodes import nodes as nodes_of_cluster  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +63,15 @@ def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_p
         time.sleep(number)
         return number
 
-    with ray_doctor.joined(two_nodes.address, 2, deadline_s=60) as alive:
-        first, second = nodes_module.on_nodes(alive, fails, [(0,), (1,)], 60)
+    with cluster(two_nodes.address):
+        alive = nodes_of_cluster()
+        first, second = on_nodes(alive, fails, [(0,), (1,)], 60)
         assert first == 0 and str(second) == "no such interface"
-        assert isinstance(nodes_module.on_nodes(alive, fails, [(60,), (0,)], 2.0)[0], TimeoutError)
+        assert isinstance(on_nodes(alive, fails, [(60,), (0,)], 2.0)[0], TimeoutError)
         # Two ranks where three are said to be: they wait for one that never comes.
-        [port] = nodes_module.on_nodes(alive[:1], nodes.free_port, [()], 30.0)
+        [port] = on_nodes(alive[:1], nodes.free_port, [()], 30.0)
         ranks = [(alive[0].address, port, rank, 3, "cpu", 4.0) for rank in range(2)]
-        assert all(isinstance(e, Exception) for e in nodes_module.on_nodes(alive, nodes.all_reduce, ranks, 60.0))
+        assert all(isinstance(e, Exception) for e in on_nodes(alive, nodes.all_reduce, ranks, 60.0))
         _, _, found = nodes._look(Case(None, tmp_path), None)
         assert [f.about for f in found] == ["python", "packages", "open files", "shared memory"]
 
