@@ -32,13 +32,15 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help=text)
     parser.add_argument("--ray", metavar="ADDRESS", help="host:port of the head, or auto on a node of it")
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes to expect (1)")
+    who.add_argument("--nodes", type=int, metavar="N", help="number of nodes to expect (1)")
     who.add_argument("--names", metavar="A,B,...", help="or their names, as given to `ray start --node-name`")
     parser.add_argument("--folder", type=Path, help="folder that all nodes must see: the run's, or its parent")
     parser.set_defaults(run_command=_doctor)
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not options.ray and (options.nodes or options.names):
+        raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
     named = [word.removeprefix(FOLDER).strip("'\"") for word in overrides if word.startswith(FOLDER)]
     folder = Path(named[-1]) if named else options.folder or Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -89,7 +91,7 @@ def _nodes(options: argparse.Namespace, case: Case) -> tuple[Case, list[Finding]
         raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
     from grpo_rl.checks.nodes import node_findings
 
-    expected = options.names.split(",") if options.names else options.nodes
+    expected = options.names.split(",") if options.names else options.nodes or 1
     try:
         with cluster(options.ray):
             check_nodes(expected, options.deadline_s, join_s=options.deadline_s)
