@@ -44,7 +44,6 @@ def run_folder(case: Case) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryDirectory(prefix=PROBE, dir=place) as probe:
             lock = FolderLock(Path(probe))
-            locks = in_use(Path(probe)) and not lock.warning
             began = time.monotonic()
             write_whole(Path(probe) / "probe", bytes(PROBE_BYTES))
             seconds = time.monotonic() - began
@@ -52,11 +51,11 @@ def run_folder(case: Case) -> Iterator[Finding]:
     except OSError as error:
         raise ValueError(f"{place} can't be written ({error.strerror}); set hydra.run.dir") from error
     text = f"{folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
-    if not locks:
+    if lock.warning:
         text = f"{folder}: its file system has no locks; see to it that no other process writes there"
     elif seconds > SLOW_S:
         text += ": slow, and every step waits for its log; a local disk is faster"
-    yield Finding("OK" if locks and seconds <= SLOW_S else "note", "run folder", text)
+    yield Finding("note" if lock.warning or seconds > SLOW_S else "OK", "run folder", text)
 
 
 def _check_start(folder: Path, resume: str | None) -> None:
