@@ -114,7 +114,8 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
             yield "inference_model.gpu_memory_utilization", lower
         sizes = scenario.engine_sizes(layout.inference)
         yield "inference_model.tensor_parallel_size", [size for size in sizes if size > layout.engine_size]
-        yield "inference_model.max_model_len", [plan.largest_len // 64 * 64]
+        if (length := plan.largest_len // 64 * 64) > longest:
+            yield "inference_model.max_model_len", [length]
     if scenario.visible:
         doubled = [scenario.cluster.count * 2**i for i in range(1, 11)]
         yield "cluster", [count for count in doubled if count <= LARGEST_CLUSTER]
