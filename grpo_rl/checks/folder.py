@@ -71,7 +71,10 @@ def _check_start(folder: Path, resume: str | None) -> None:
 def leftovers(case: Case) -> Iterator[Finding]:
     """Processes of an earlier run that hold the folder, by its lock or by open files."""
     folder = folder_of(case)
-    if folder.is_dir() and (error := in_use(folder)):
+    if not folder.is_dir():
+        yield Finding("OK", "leftovers", "none: the folder is new")
+        return
+    if error := in_use(folder):
         raise error
     if holders := list(_holders(folder.resolve())):
         text = f"processes of an earlier run write to files of {folder}: {'; '.join(holders[:5])}; end them"
