@@ -6,7 +6,10 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
+from grpo_rl.checks.check import OF_RUN, Case, all_findings
+from grpo_rl.checks.finding import shown
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.schema import Settings
 
@@ -37,13 +40,9 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from transformers.utils import logging as transformers_logging
 
-    from grpo_rl.checks.checking import findings
-
     transformers_logging.disable_progress_bar()
-    found = []
-    for finding in findings(settings, options.quick):
-        print(finding, flush=True)
-        found.append(finding)
+    checks = {name: OF_RUN[name] for name in ("model", "memory", *(() if options.quick else ("weights",)))}
+    found = shown(all_findings(checks, Case(settings, Path(), options.quick, needs_template=False)))
     if to_do := sum(finding.kind == "FIX" for finding in found):
         print(f"\n{options.name} can't be trained like this; to fix, above: {to_do}")
         return 1
@@ -51,8 +50,8 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     words += [f"inference_model.engine={options.engine}"] if options.engine else []
     has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
     words += [finding.override for finding in found if finding.override and has_prompt]
-    told = ", as far as can be told without weights" if options.quick else ""
-    print(f"\nOK{told}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
+    said = ", as far as can be told without weights" if options.quick else ""
+    print(f"\nOK{said}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 
 

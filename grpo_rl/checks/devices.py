@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
-from collections.abc import Iterator
-from concurrent.futures import CancelledError
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
-from grpo_rl.assembly.devices import check_devices
+from grpo_rl.assembly.devices import plan_devices
 from grpo_rl.by_name import one_line
-from grpo_rl.checks.all_reduce import all_reduce
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
-from grpo_rl.checks.model_of_run import source_of
-from grpo_rl.envs.guards.guard import in_thread
+from grpo_rl.checks.model import source_of
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.settings.devices import Devices, allocate
 
-COLLECTIVE_S = 45.0
+COLLECTIVE_S = 30.0
 """Seconds for the ranks to meet and to sum a tensor, once they have started."""
-SHOWN_RANKS = 3
-"""Failed ranks that are shown."""
+NUMBERS = 1024
 
 
 def devices(case: Case) -> Iterator[Finding]:
     """The plan against the devices that are there, each of which computes a sum."""
     plan = plan_of(case)
-    text = str(plan)
     if case.cluster is None:
         for device in dict.fromkeys((*plan.train, *plan.ref, *plan.inference)):
-            if device.type == "cuda":
-                total = torch.ones(1024, device=device).sum().item()
-                if total != 1024:
-                    yield Finding("FIX", "devices", f"{device} sums 1,024 ones to {total}; take it out")
-                    return
-    yield Finding("OK", "devices", text)
+            total = torch.ones(NUMBERS, device=device).sum().item()
+            if total != NUMBERS:
+                raise ValueError(f"{device} sums {NUMBERS} ones to {total}; take it out")
+    yield Finding("OK", "devices", str(plan))
 
 
 def plan_of(case: Case) -> Devices:
@@ -47,68 +43,71 @@ def plan_of(case: Case) -> Devices:
     Raises:
         ValueError: it does not fit the devices that are there, or no script runs it.
     """
-    settings, heads = case.read, None
-    with suppress(Exception):  # a model that is not in order is the matter of its own check
-        heads = AutoConfig.from_pretrained(source_of(case)).get_text_config().num_attention_heads
+    settings, source = case.read, source_of(case)
     if settings.mode != "async":
-        plan = allocate(settings, num_attention_heads=heads)
-        check_devices(settings, plan)
-        return plan
+        return plan_devices(settings, Path(source))
     from grpo_rl.assembly.site import check_parallel, check_transfer  # Ray, which sync mode does without
 
     check_parallel(settings)
-    if case.cluster:
-        gpus, cores = case.cluster
-        plan = allocate(settings, "async", gpus, heads, cores, counts_only=True)
-    else:
-        plan = allocate(settings, "async", num_attention_heads=heads, cores=len(os.sched_getaffinity(0)))
+    heads = AutoConfig.from_pretrained(source).get_text_config().num_attention_heads
+    gpus, cores = case.cluster or (None, len(os.sched_getaffinity(0)))
+    plan = allocate(settings, "async", gpus, heads, cores, counts_only=case.cluster is not None)
     check_transfer(settings, plan)
     return plan
 
 
 def collectives(case: Case) -> Iterator[Finding]:
     """Has as many processes as will train sum a tensor, by gloo, and on GPUs by NCCL."""
-    if case.cluster:
-        yield Finding("SKIP", "collectives", "the nodes' own line tells")
+    ranks = [] if case.cluster else [str(device) for device in plan_of(case).train]
+    if len(ranks) < 2:
+        yield Finding("SKIP", "collectives", "the nodes' own line tells" if case.cluster else "one process trains")
         return
-    plan = plan_of(case)
-    if len(plan.train) < 2:
-        yield Finding("SKIP", "collectives", "one process trains")
-        return
-    ranks = [str(device) for device in plan.train]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = [("127.0.0.1", port, rank, len(ranks), device, COLLECTIVE_S) for rank, device in enumerate(ranks)]
-    failed: dict[int, Exception] = {}
-    calls = IsolatedCalls(all_reduce, len(ranks), COLLECTIVE_S, memory_gib=None, again=False)
+    with IsolatedCalls(all_reduce, len(ranks), COLLECTIVE_S + 5, memory_gib=None, again=False) as calls:
+        results = calls.map(arguments)
+    yield summed({f"rank {rank}": result for rank, result in enumerate(results)})
 
-    def on_result(rank: int, result: float | Exception) -> None:
-        if isinstance(result, Exception) and not calls.closed:
-            failed[rank] = result
-            if not isinstance(result, TimeoutError):  # the others would wait for it
-                in_thread(calls.close, True)
 
-    results: list[float] = []
-    with calls:
-        try:
-            results = calls.map(arguments, on_result=on_result)
-        except (RuntimeError, CancelledError):
-            if not failed:
-                raise
-    backend = "nccl and gloo" if plan.train[0].type == "cuda" else "gloo"
-    size = len(ranks)
+def all_reduce(host: str, port: int, rank: int, size: int, device: str, timeout_s: float) -> float:
+    """The seconds that the ranks took to meet and to sum a tensor, on the CPU and on this rank's GPU, if it has one.
+
+    Raises:
+        RuntimeError: the others did not come within ``timeout_s``, or the sum is wrong.
+    """
+    timeout, began = datetime.timedelta(seconds=timeout_s), time.monotonic()
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        for where in ["cpu", device] if on_gpu else ["cpu"]:
+            result = torch.full((NUMBERS,), float(rank + 1), device=where)
+            dist.all_reduce(result)
+            if not bool((result == size * (size + 1) / 2).all()):
+                raise RuntimeError(f"rank {rank}: 1 + ... + {size} is {result[0].item()} on {where}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return time.monotonic() - began
+
+
+def summed(results: Mapping[str, float | Exception]) -> Finding:
+    """The finding on what :func:`all_reduce` gave, by rank or node."""
+    failed = {name: result for name, result in results.items() if isinstance(result, Exception)}
     if not failed:
-        yield Finding("OK", "collectives", f"{size} processes summed a tensor by {backend} in {max(results):.2g} s")
-        return
-    # The first decides: where rank 0 runs out of time, its store goes with it, and the others lose their connection.
-    if isinstance(next(iter(failed.values())), TimeoutError):
-        text = (
-            f"no sum within {COLLECTIVE_S:g} s, though all {size} ranks are up: they can't reach each other; see "
-            "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says"
-        )
-    else:
-        # The lowest rank that failed may only say that another one is gone.
-        shown = sorted(failed)[:SHOWN_RANKS]
-        text = "; ".join(f"rank {rank} of {size}: {one_line(failed[rank])[:200]}" for rank in shown)
-    yield Finding("FIX", "collectives", f"{backend}: {text}")
+        slowest = max(seconds for seconds in results.values() if not isinstance(seconds, Exception))
+        return Finding("OK", "collectives", f"{len(results)} processes summed a tensor in {slowest:.2g} s")
+    # A rank that failed by itself says more than those that waited for it in vain.
+    told = sorted(failed, key=lambda name: isinstance(failed[name], TimeoutError))[:3]
+    text = "; ".join(f"{name}: {one_line(failed[name])[:200]}" for name in told)
+    return Finding(
+        "FIX",
+        "collectives",
+        f"{len(failed)} of {len(results)} could not sum a tensor; {text}: see firewalls, GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -65,3 +65,21 @@ def unfit(about: str, remedy: str = "") -> Iterator[None]:
         # Errors of these kinds are written for people; of others the kind says most.
         text = text if text and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {text}"
         raise Unfit(Finding("FIX", about, f"{text}{remedy}")) from error
+
+
+def caught(about: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; an error that ends it is the last one, about that."""
+    try:
+        with unfit(about):
+            yield from check()
+    except Unfit as error:
+        yield error.finding
+
+
+def shown(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, each printed as soon as it is there."""
+    found = []
+    for finding in findings:
+        print(finding, flush=True)
+        found.append(finding)
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,39 +36,26 @@ def folder_of(case: Case) -> Path:
 
 
 def run_folder(case: Case) -> Iterator[Finding]:
-    """Writes, locks and syncs beside the files that the run will write, and leaves nothing."""
-    about, folder = "run folder", folder_of(case)
+    """Whether the run can start there; writes, locks and syncs next to its files, and leaves nothing."""
+    folder = folder_of(case)
+    if case.settings and case.settings.resume != "auto":
+        _check_start(folder, case.settings.resume)
     place = place_of(folder)
     try:
-        if case.settings and case.settings.resume != "auto":
-            _check_start(folder, case.settings.resume)
-    except ValueError as error:
-        yield Finding("FIX", about, str(error))
-        return
-    try:
-        probe = Path(tempfile.mkdtemp(prefix=PROBE, dir=place))
+        with tempfile.TemporaryDirectory(prefix=PROBE, dir=place) as probe:
+            lock = FolderLock(Path(probe))
+            began = time.monotonic()
+            write_whole(Path(probe) / "probe", bytes(PROBE_BYTES))
+            seconds = time.monotonic() - began
+            lock.close()
     except OSError as error:
-        yield Finding("FIX", about, f"{place} can't be written ({error.strerror}); set hydra.run.dir")
-        return
-    try:
-        lock = FolderLock(probe)
-        held = in_use(probe)
-        began = time.monotonic()
-        write_whole(probe / "probe", bytes(PROBE_BYTES))
-        seconds = time.monotonic() - began
-        lock.close()
-    except OSError as error:
-        yield Finding("FIX", about, f"{place}: {error.strerror} ({error.filename or 'lock'}); set hydra.run.dir")
-        return
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
+        raise ValueError(f"{place} can't be written ({error.strerror}); set hydra.run.dir") from error
     text = f"{folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
-    if lock.warning or held is None:
+    if lock.warning:
         text = f"{folder}: its file system has no locks; see to it that no other process writes there"
     elif seconds > SLOW_S:
         text += ": slow, and every step waits for its log; a local disk is faster"
-    good = held is not None and not lock.warning and seconds <= SLOW_S
-    yield Finding("OK" if good else "note", about, text)
+    yield Finding("note" if lock.warning or seconds > SLOW_S else "OK", "run folder", text)
 
 
 def _check_start(folder: Path, resume: str | None) -> None:
@@ -84,25 +70,17 @@ def _check_start(folder: Path, resume: str | None) -> None:
 
 def leftovers(case: Case) -> Iterator[Finding]:
     """Processes of an earlier run that hold the folder, by its lock or by open files."""
-    about = "leftovers"
     folder = folder_of(case)
     if not folder.is_dir():
-        busy = []
-        with suppress(OSError):  # a folder that can't be read, or is gone by now
-            busy = [run for path in folder.parent.parent.glob("*/*/.lock") if in_use(run := path.parent)]
-        if busy and not case.named:
-            text = f"{len(busy)} other runs are going on in {folder.parent.parent}, {busy[0].name} first"
-            yield Finding("note", about, f"{text}: they take memory and time of this one")
-        else:
-            yield Finding("OK", about, "none: the folder is new")
+        yield Finding("OK", "leftovers", "none: the folder is new")
         return
     if error := in_use(folder):
-        yield Finding("FIX", about, str(error))
-    elif holders := list(_holders(folder.resolve())):
+        raise error
+    if holders := list(_holders(folder.resolve())):
         text = f"processes of an earlier run write to files of {folder}: {'; '.join(holders[:5])}; end them"
-        yield Finding("FIX", about, text)
+        yield Finding("FIX", "leftovers", text)
     else:
-        yield Finding("OK", about, f"no process holds {folder}")
+        yield Finding("OK", "leftovers", f"no process holds {folder}")
 
 
 def _holders(folder: Path) -> Iterator[str]:
@@ -123,6 +101,5 @@ def _belongs(file: Path, folder: Path) -> bool:
     """True if a file is of the run in the folder: not of another run inside it, nor of a doctor at work there."""
     if not file.is_relative_to(folder):
         return False
-    inside = file.relative_to(folder).parts[:-1]
-    runs = (folder.joinpath(*inside[: i + 1], LOCK) for i in range(len(inside)))
-    return not any(part.startswith(PROBE) for part in inside) and not any(lock.exists() for lock in runs)
+    inside = [place for place in file.parents if place != folder and place.is_relative_to(folder)]
+    return not any(place.name.startswith(PROBE) or (place / LOCK).exists() for place in inside)

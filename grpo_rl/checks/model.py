@@ -1,60 +1,79 @@
-"""Checks of a model without its weights: whether it is scored exactly, its tokenizer, its context and its memory."""
+"""Checks of a model without its weights: whether it is scored exactly, its tokenizer, context and size on the disk."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.memory import memory_findings
+from grpo_rl.assembly.run import needed_room
+from grpo_rl.checks.check import Case
+from grpo_rl.checks.finding import Finding, caught, unfit
+from grpo_rl.checks.folder import folder_of, place_of
 from grpo_rl.checks.template import template_findings
+from grpo_rl.planner.scenario import config_source
 from grpo_rl.policies.generation import end_ids, generation_config
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
 from grpo_rl.policies.loading import check_model, check_written, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
-from grpo_rl.settings.derived import adapters
-from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.derived import adapters, total_steps
 
 
-def unloaded_findings(
-    settings: Settings, source: str, plans: bool = True, needs_template: bool = False
-) -> Iterator[Finding]:
-    """The findings on a model whose weights are not read.
+def model(case: Case) -> Iterator[Finding]:
+    """The findings on the run's model without its weights, but for memory."""
+    source = source_of(case)
+    yield Finding("OK", "model", source)
+    with unfit("config"):  # a tokenizer asks for the config, too
+        model = skeleton(source)
+        generation_config(source)
+    yield from caught("gate", lambda: _gate(case, source, model))
+    yield from caught("tokenizer", lambda: _tokenizer(case, source, model))
+    yield from _context(case, model)
 
-    Args:
-        source: its folder, or its name on the hub.
-        plans: whether memory is planned, too.
-        needs_template: whether a model without a chat template is to be mended.
+
+def disk(case: Case) -> Iterator[Finding]:
+    """The free space against what the run will write."""
+    settings, source, folder = case.read, Path(source_of(case)), folder_of(case)
+    files = weight_files(source) if source.is_dir() else []
+    size = sum(path.stat().st_size for path in files) or 2 * sum(p.numel() for p in skeleton(str(source)).parameters())
+    room = needed_room(settings, size)
+    if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
+        room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
+    free, lacking = shutil.disk_usage(place_of(folder)).free, room.lacking(folder)
+    text = f"{free / 2**30:,.1f} GiB are free at {place_of(folder)}, and {room.described(lacking)}"
+    if free < lacking:
+        raise ValueError(f"{text}; free some space, set hydra.run.dir, or keep fewer (train.keep_checkpoints)")
+    yield Finding("OK", "disk", text)
+
+
+def source_of(case: Case) -> str:
+    """The model's folder; where no weights are read also its name on the hub.
+
+    Raises:
+        ValueError: it is not there, or can't be fetched.
     """
-    try:
-        with unfit("config"):
-            model = skeleton(source)
-            generation_config(source)
-    except Unfit as error:  # a tokenizer asks for the config, too
-        yield error.finding
-        return
-    checks = [_tokenizer(settings, source, model, needs_template), _context(settings, model)]
-    try:
-        with unfit("gate"):
-            check_model(source, adapters(settings), settings.policy.router_replay)
-            yield Finding("OK", "gate", layer_summary(model))
-        if plans:
-            checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
-    except Unfit as error:
-        yield error.finding
-    for check in checks:
-        try:
-            yield from check
-        except Unfit as error:
-            yield error.finding
+    return _source(case.read.model.name, case.quick)
 
 
-def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_template: bool) -> Iterator[Finding]:
+@cache
+def _source(name: str, quick: bool) -> str:
+    return config_source(name) if quick else str(resolve_model(name))
+
+
+def _gate(case: Case, source: str, model: PreTrainedModel) -> Iterator[Finding]:
+    check_model(source, adapters(case.read), case.read.policy.router_replay)
+    yield Finding("OK", "gate", layer_summary(model))
+
+
+def _tokenizer(case: Case, source: str, model: PreTrainedModel) -> Iterator[Finding]:
     with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
-        tokenizer = load_tokenizer(source, settings.model.chat_template)
+        tokenizer = load_tokenizer(source, case.read.model.chat_template)
     with unfit("written files"):
         ignored = check_written(source, tokenizer)
     if ignored:
@@ -62,7 +81,7 @@ def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_te
         yield Finding("note", "written files", text)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, end_ids(source), embedded, needs_template)
+        yield from template_findings(tokenizer, end_ids(source), embedded, case.needs_template)
 
 
 def layer_summary(model: PreTrainedModel) -> str:
@@ -84,9 +103,9 @@ def layer_summary(model: PreTrainedModel) -> str:
     return f"scored exactly: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}{experts}"
 
 
-def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
+def _context(case: Case, model: PreTrainedModel) -> Iterator[Finding]:
     positions = getattr(model.config, "max_position_embeddings", None)
-    length = settings.inference_model.max_model_len
+    length = case.read.inference_model.max_model_len
     if isinstance(positions, int) and length > positions:
         yield Finding(
             "FIX",

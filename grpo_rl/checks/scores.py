@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.trial import QUESTIONS, Trial, trial
+from grpo_rl.checks.check import Case
+from grpo_rl.checks.finding import Finding, unfit
+from grpo_rl.checks.model import source_of
+from grpo_rl.checks.trial import QUESTIONS, Trial, in_one_process, trial
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
@@ -20,29 +21,28 @@ from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.derived import micro_batching
-from grpo_rl.settings.schema import Settings
-from grpo_rl.training.micro_batches import scored_micro_batches
+from grpo_rl.training.micro_batches import MicroBatching, scored_micro_batches
 
 SHOWN = 60
 """Characters of a response that are shown."""
 
 
-def loaded_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
-    """The findings on a model whose weights are read: it samples, scores what it sampled, and gets a gradient."""
-    with ExitStack() as stack:
-        try:
-            tokenizer = load_tokenizer(folder, settings.model.chat_template)
-            parts = stack.enter_context(trial(settings, folder, tokenizer))
-            chosen = settings.inference_model.engine
-            count = sum(p.numel() for p in parts.policy.model.parameters())
-            yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, proven to have arrived in {chosen}")
-            with unfit("sampling"):
-                groups = parts.groups()
-            yield _sampled(parts, groups)
-            with unfit("sampler, trainer"):
-                yield from _compared(settings, parts, groups)
-        except Unfit as error:
-            yield error.finding
+def weights(case: Case) -> Iterator[Finding]:
+    """The findings on the model with its weights, in one process: it samples, scores that, and gets a gradient."""
+    if case.quick or case.cluster:
+        elsewhere = "each node has its own; `grpo-rl doctor` without --ray on one tells"
+        yield Finding("SKIP", "weights", "--quick reads none" if case.quick else elsewhere)
+        return
+    folder, settings = Path(source_of(case)), in_one_process(case.read, torch.cuda.device_count())
+    with trial(settings, folder, load_tokenizer(folder, settings.model.chat_template)) as parts:
+        count = sum(p.numel() for p in parts.policy.model.parameters())
+        arrived = f"proven to have arrived in {settings.inference_model.engine}"
+        yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, {arrived}")
+        with unfit("sampling"):
+            groups = parts.groups()
+        yield _sampled(parts, groups)
+        with unfit("sampler, trainer"):
+            yield from _compared(parts, groups, micro_batching(settings), settings.mismatch.bound)
 
 
 def _sampled(parts: Trial, groups: list[Group]) -> Finding:
@@ -54,10 +54,10 @@ def _sampled(parts: Trial, groups: list[Group]) -> Finding:
     return Finding("OK", "sampling", f"{text}; to {QUESTIONS[0]!r}: {first!r}")
 
 
-def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator[Finding]:
+def _compared(parts: Trial, groups: list[Group], batching: MicroBatching, bound: float | None) -> Iterator[Finding]:
     # Every second response is rewarded, for a gradient whatever they say.
     groups = [replace(group, rewards=(torch.arange(group.size) % 2).float()) for group in groups]
-    batching, mismatch = replace(micro_batching(settings), on_policy=True), Mismatch(settings.mismatch.bound)
+    batching, mismatch = replace(batching, on_policy=True), Mismatch(bound)
     for tokens in scored_micro_batches(parts.policy, AdvantageEstimator()(groups), batching):
         mismatch.add(tokens.detach(), groups, parts.weights.version)
         GRPOLoss()(tokens)["loss"].backward()
@@ -75,11 +75,9 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
     except MismatchError as error:
         yield Finding("FIX", "sampler, trainer", str(error))
     else:
-        seen, bound = mismatch.metrics(), settings.mismatch.bound
+        seen = mismatch.metrics()
         if not math.isfinite(seen["mismatch/mean"]):  # which a run leaves to its optimizer step
-            text = "log-probs are not finite; try train_model.dtype=float32 where it is another"
-            yield Finding("FIX", "sampler, trainer", text)
-            return
+            raise ValueError("log-probs are not finite; try train_model.dtype=float32 where it is another")
         text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
         text += f" (a run stops above {bound:g})" if bound else ""
         text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"

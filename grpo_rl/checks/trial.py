@@ -69,15 +69,15 @@ def in_one_process(settings: Settings, gpus: int) -> Settings:
     if train.parallel == "fsdp" or (settings.mode == "async" and (engine.tensor_parallel_size or 1) > 1):
         text = "several devices hold the model together, and a trial has one process; a short run tells"
         raise Unfit(Finding("SKIP", "weights", text))
-    values: dict[str, object] = {"train_model.parallel": None}
-    if train.parallel or settings.mode == "async":
-        values |= {"train_model.num_devices": None, "train_model.devices": None}
-    if settings.mode == "async":
-        values |= {f"{role}_model.{key}": None for role in ("ref", "inference") for key in ("num_devices", "devices")}
-        values |= {"mode": "sync", "inference_model.tensor_parallel_size": None, "inference_model.transfer": None}
-        values |= {"ray.address": None, "ray.nodes": None}
-        if gpus > 1:
-            values |= {"inference_model.devices": [0], "train_model.devices": [1]}
+    if not train.parallel and settings.mode != "async":
+        return settings
+    values: dict[str, object] = {
+        f"{role}_model.{key}": None for role in ("train", "ref", "inference") for key in ("num_devices", "devices")
+    }
+    values |= {"mode": "sync", "train_model.parallel": None, "ray.address": None, "ray.nodes": None}
+    values |= {"inference_model.tensor_parallel_size": None, "inference_model.transfer": None}
+    if settings.mode == "async" and gpus > 1:
+        values |= {"inference_model.devices": [0], "train_model.devices": [1]}
     return settings.with_values(values)
 
 

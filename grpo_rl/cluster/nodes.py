@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 Place = PlacementGroup
 """Resources reserved for actors, in numbered bundles."""
+JOIN_POLL_S = 0.5
 CONNECT_S = 5.0
 """Seconds that the head of a cluster has to accept a connection."""
 
@@ -175,18 +177,32 @@ def this_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
+def check_nodes(expected: int | Sequence[str], deadline_s: float = 60.0, join_s: float = 0.0) -> None:
     """Has every node run a task, all at once.
 
+    Args:
+        expected: number of nodes, or the names that they were started by (``ray start --node-name``).
+        deadline_s: seconds until all must have answered.
+        join_s: seconds until all must have joined.
+
     Raises:
-        ValueError: there are fewer nodes than expected, or one does not answer; names it.
+        ValueError: nodes are missing, or one does not answer; names it.
     """
-    found = nodes()
-    if len(found) < expected:
-        raise ValueError(
-            f"{len(found)} of {expected} nodes have joined: {', '.join(node.name for node in found)}; see the log of "
-            "`ray start` on the others"
-        )
+    count, end = expected if isinstance(expected, int) else len(expected), time.monotonic() + join_s
+    while True:
+        found = nodes()
+        names = [node.name for node in found]
+        missing = [] if isinstance(expected, int) else [name for name in expected if name not in names]
+        if len(found) >= count and not missing:
+            break
+        if time.monotonic() >= end:
+            within = f" within {join_s:g} s" if join_s else ""
+            who = f": {', '.join(missing)} did not" if missing else ""
+            raise ValueError(
+                f"{len(found)} of {count} nodes ({', '.join(names)}) have joined{within}{who}; see the log of `ray "
+                "start` on the others: the head's address and port have to be reachable from there"
+            )
+        time.sleep(JOIN_POLL_S)
     with waiting("all nodes of the cluster to answer", f"{len(found)} of them", deadline_s):
         answers = on_nodes(found, this_address, [()] * len(found), deadline_s)
     silent = {}

@@ -88,29 +88,25 @@ def _remedies(plan: Plan, role: str) -> Iterator[str]:
 
 
 def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]:
-    """Keys that may help, and their values, the least change first."""
+    """Keys that may help, and their values, the least change first; those that don't help are left out once planned."""
     scenario, layout, settings = plan.scenario, plan.layout, plan.scenario.settings
     inference, utilization = settings.inference_model, settings.inference_model.gpu_memory_utilization
     longest = settings.sampling.max_new_tokens
     shares = [round(0.05 * i, 2) for i in range(2, 19)]
     lower = [share for share in shares[::-1] if share < utilization]
     if role == "train":
-        if not settings.train_model.gradient_checkpointing:
-            yield "train_model.gradient_checkpointing", [True]
-        if scenario.longest_group <= plan.largest_tokens < settings.train.micro_batch_tokens:
-            yield "train.micro_batch_tokens", [plan.largest_tokens]
+        yield "train_model.gradient_checkpointing", [True]
+        yield "train.micro_batch_tokens", [plan.largest_tokens]
         if layout.colocated and not scenario.engine_sleeps:
             yield "inference_model.gpu_memory_utilization", lower
-            if scenario.visible and not plan.shared:
-                yield "inference_model.sleep", [True]
+            yield "inference_model.sleep", [True]
         if scenario.visible and not settings.train_model.devices:
             free = scenario.cluster.count - layout.total
             yield "train_model.num_devices", list(range(layout.train + 1, layout.train + free + 1))
         fitting = (plan.largest_tokens - (inference.max_model_len - longest)) // scenario.batches.group_size
         if 64 <= fitting < longest:
             yield "sampling.max_new_tokens", [fitting // 64 * 64]
-        if not settings.train_model.lora.rank:
-            yield "train_model.lora.rank", [16]
+        yield "train_model.lora.rank", [16]
     if role == "inference":
         if not layout.colocated or plan.shared:
             yield "inference_model.gpu_memory_utilization", [share for share in shares if share > utilization]
@@ -132,7 +128,7 @@ def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, Sequence[objec
         overrides = dict(zip(keys, chosen, strict=True))
         try:
             scenario = plan.scenario.with_overrides(overrides)
-            if "cluster" in overrides and scenario.visible:
+            if "cluster" in overrides:
                 scenario, _ = with_devices(scenario.with_overrides(UNDIVIDED))
             other = make_plan(scenario)
         except ValueError:

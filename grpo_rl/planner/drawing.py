@@ -116,9 +116,7 @@ def _responses(plan: BatchPlan) -> Text:
     """A row a group, a mark a response, in the colour of its optimizer step."""
     picture = Text()
     gap = " " if 2 * plan.group_size <= MARKS else ""
-    first = set(_owners(plan, 0))
-    first_end = next((group for group in range(plan.prompts) if set(_owners(plan, group)) != first), 0)
-    for group in shown(plan.prompts, around=first_end):
+    for group in shown(plan.prompts):
         picture.append("\n" if picture else "")
         if group is None:
             picture.append("…")
@@ -145,19 +143,13 @@ def _owners(plan: BatchPlan, group: int) -> list[int | None]:
     return [plan.batch_of(group, mark * plan.group_size // marks) for mark in range(marks)]
 
 
-def shown(count: int, around: int = 0) -> list[int | None]:
+def shown(count: int) -> list[int | None]:
     """The rows that are drawn of so many, None for what is left out.
 
-    >>> shown(3), shown(20), shown(20, around=9)
-    ([0, 1, 2], [0, 1, 2, None, 19], [0, 1, 2, None, 8, 9, 10, None, 19])
+    >>> shown(3), shown(20)
+    ([0, 1, 2], [0, 1, 2, None, 17, 18, 19])
     """
-    if count <= ROWS:
-        return list(range(count))
-    near = {around - 1, around, min(around + 1, count - 1)} if around else set()
-    out: list[int | None] = []
-    for row in sorted({0, 1, 2, count - 1} | near):
-        out += [None] * (bool(out) and row - (out[-1] or 0) > 1) + [row]
-    return out
+    return [*range(count)] if count <= ROWS else [0, 1, 2, None, count - 3, count - 2, count - 1]
 
 
 def _micro_batches(plan: BatchPlan) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_rl.settings.hardware import default_dtype
 
@@ -29,9 +29,6 @@ class Device:
         memory_gb_s: 1e9 bytes a second that it reads from its memory.
         link_gb_s: and sends to a device of the same node, one way.
         network_gb_s: and to another node, one way.
-
-    Raises:
-        ValueError: a number is not positive.
     """
 
     name: str
@@ -42,11 +39,6 @@ class Device:
     network_gb_s: float
     node: int = 8
     kind: Literal["cuda", "cpu"] = "cuda"
-
-    def __post_init__(self) -> None:
-        for number in NUMBERS:
-            if not 0 < getattr(self, number) < float("inf"):
-                raise ValueError(f"cluster: {number}={getattr(self, number)} of {self.name}; it must be more than 0")
 
     @property
     def memory(self) -> float:
@@ -108,7 +100,13 @@ class Cluster:
             ValueError: the text can't be read, or a number is missing; names those there are.
         """
         name, *settings = text.split(",")
-        given = {key: _number(key, value) for key, _, value in (setting.partition("=") for setting in settings)}
+        try:
+            words = (setting.partition("=") for setting in settings)
+            given: dict[str, Any] = {key: (int if key == "node" else float)(value) for key, _, value in words}
+        except ValueError as error:
+            raise ValueError(f"cluster={text}: {error}") from None
+        if unknown := given.keys() - {*NUMBERS}:
+            raise ValueError(f"cluster={text}: unknown number {min(unknown)}; a device has {', '.join(NUMBERS)}")
         if name == "here":
             cluster = _here(dtype)
             return replace(cluster, device=replace(cluster.device, **given))
@@ -130,15 +128,6 @@ class Cluster:
             f"{self.count} x {d.name}: {d.memory_gib:,.4g} GiB, {d.tflops:,.3g} TFLOP/s, memory {d.memory_gb_s:,.0f} "
             f"GB/s, link {d.link_gb_s:,.0f} GB/s in a node of {d.node}, {d.network_gb_s:,.4g} GB/s between nodes"
         )
-
-
-def _number(key: str, value: str) -> float | int:
-    if key not in NUMBERS:
-        raise ValueError(f"cluster: unknown number {key!r}; those of a device are {', '.join(NUMBERS)}")
-    try:
-        return int(value) if key == "node" else float(value)
-    except ValueError:
-        raise ValueError(f"cluster: {key}={value!r} is no number") from None
 
 
 def dtype_on(cluster: str, ray_address: str | None) -> str:

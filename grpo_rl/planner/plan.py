@@ -43,9 +43,6 @@ class Layout:
         """The number of devices in use."""
         return self.train + self.ref + (0 if self.colocated else self.inference)
 
-    def __str__(self) -> str:
-        return f"train {self.train}, inference {self.inference}"
-
 
 @dataclass(frozen=True)
 class Role:

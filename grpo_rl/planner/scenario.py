@@ -51,11 +51,6 @@ class Scenario:
     train_share: float = TRAIN_SHARE
     sample_share: float = SAMPLE_SHARE
 
-    def __post_init__(self) -> None:
-        for name in ("train_share", "sample_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it is more than 0 and at most 1")
-
     def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
         """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
         values, cluster = dict(overrides), self.cluster

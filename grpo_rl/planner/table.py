@@ -123,7 +123,8 @@ def _room(plan: Plan) -> list[Text]:
 def _best(plan: Plan) -> str:
     share = plan.scenario.settings.inference_model.gpu_memory_utilization
     engines = f"engines of {plan.layout.engine_size} in {share:.0%} of the memory"
-    return f"{_seconds(plan.step_s)} a step with {plan.layout}, {engines} ({phases(plan.seconds)})"
+    split = f"train {plan.layout.train}, inference {plan.layout.inference}"
+    return f"{_seconds(plan.step_s)} a step with {split}, {engines} ({phases(plan.seconds)})"
 
 
 def phases(seconds: Mapping[str, float]) -> str:
