@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
@@ -40,14 +39,14 @@ def words(texts) -> list[int]:
 
 
 def test_parts_are_added_under_their_names_with_their_weights():
-    task = with_rewards(GSM8K(ROWS), {"tag_count": 2.0, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}})
+    task = with_rewards(GSM8K(ROWS), {"tag_count": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}})
     assert task.reward_parts == (
         "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
     )  # fmt: skip
     reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
     # Two of four tags; of the words <think> no no </think> 42, one of five came before.
     assert reward.parts == {
-        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
+        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 0.5,
         "repetition_penalty": pytest.approx(-0.1),
     }  # fmt: skip
 
@@ -134,24 +133,12 @@ def test_lengths_are_counted_in_the_unit_that_is_asked_for():
     assert with_rewards(GSM8K(ROWS), config, words).score(ROWS[0], "42 it is").parts["cosine"] > 0.8
 
 
-def test_tokens_are_the_tokenizers(tokenizer):
-    assert list(token_counter(tokenizer)(["", "abc", "é"])) == [0, 3, 2]  # a token a byte
-
-
 @pytest.mark.parametrize(
     ("task", "config", "message"),
     [
-        (Guess, {"cosine": 1.0}, r"env\.rewards\.cosine asks whether .* accuracy or correctness is no other part"),
         (Guess, {"cosine": {"correct": "hits"}}, r"hits is no other part of the reward, which has hit, cosine"),
-        (Guess, {"length": {"correct": "length"}}, "length is no other part"),
         (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
-        (Guess, {"soft_overlong_punishment": {"max_len": 9, "cache": 3}}, "counts tokens; .*unit=characters"),
         (GuessAgain, {"length": {"correct": "hit"}}, "compares the responses of a group; GuessAgain is scored one"),
-        (
-            lambda: Told([{}]),
-            {"length": {"correct": "agent"}},
-            "length compares the responses of a group; Told is scored one by one, so leave it out, or set env.scorer",
-        ),
     ],
 )
 def test_what_a_task_cannot_offer_is_named(task, config, message):
