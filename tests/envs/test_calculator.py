@@ -50,7 +50,6 @@ CALL = "Calculator: 6*7+8"
         (["<calculator>6*7+8", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["Calculator:", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["Calculator: 1/0", "<answer>0</answer>"], (0.0, 0.0, 0.5)),
-        (["Calculator: six*seven", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         # cut off at a call: the numbers in it are no answer
         (["Calculator: 42+50"], (0.0, 0.0, 0.0)),
         ([CALL, "Calculator: 50"], (0.0, 0.5, 0.0)),
@@ -243,8 +242,3 @@ def test_a_call_that_was_refused_earns_nothing_for_the_use_of_a_tool(name, argum
     messages = [*task.prompt(CLIPS), message]
     messages += [*task.reply(CLIPS, messages), {"role": "assistant", "content": "<answer>72</answer>"}]
     assert task.score_dialog(CLIPS, messages).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.5}
-
-
-def test_results_of_functions_come_in_the_role_of_tools_alone():
-    with pytest.raises(ValueError, match="env.tool_role=user with env.form=function"):
-        Calculator([ROW], form="function", tool_role="user")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_prompts, encode_reply, harmless
+from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, encode_reply, harmless
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
@@ -126,7 +126,6 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}", "or it leaves out the reply"),
         ("{{ raise_exception('no such role') }}", r"refuses messages with the roles \['assistant', 'user'\]: no such"),
-        ("{{ 1 // (2 - messages | length) }}", "refuses messages .*: ZeroDivisionError: "),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
     ],
 )
@@ -137,16 +136,6 @@ def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, te
             encode_reply(tokenizer, REPLY)
     finally:
         tokenizer.chat_template = before
-
-
-@pytest.mark.parametrize("reply", ["12", [{"role": "tool"}]])
-def test_a_reply_that_is_no_message_is_refused(reply):
-    class Odd:
-        def reply(self, row, messages):
-            return reply
-
-    with pytest.raises(TypeError, match="reply returned"):
-        Dialog([], turns=1).reply(Odd(), {}, 4)
 
 
 @pytest.fixture(scope="module")

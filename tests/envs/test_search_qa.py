@@ -13,15 +13,10 @@ from grpo_rl.envs.grading.words import exact_match, f1
 from grpo_rl.envs.search_qa import SearchQA, load_rows
 from grpo_rl.envs.tools.calls import find_calls
 from grpo_rl.envs.tools.search_index import Document, SearchIndex, load_corpus
+from tests.envs.tools.test_search_index import DOCUMENTS
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-DOCUMENTS = [
-    Document("Jane Austen", "Jane Austen was an English novelist, born in Steventon."),
-    Document("Emma (novel)", "Emma is a novel by Jane Austen."),
-    Document("Steventon", "Steventon is a village in Hampshire, England."),
-    Document("Turandot", "Turandot is an opera by Giacomo Puccini."),
-]
 ROW = {
     "question": "In which village was the author of Emma born?",
     "answer": "Steventon",
@@ -139,8 +134,6 @@ def test_what_is_wrong_with_a_search_is_said():
     task = SearchQA([], SearchIndex(DOCUMENTS))
     for query, expected in [
         ("zyzzyva", "Error: no document has a word of this query; search with other words"),
-        ("the of and", "Error: no document has a word of this query; search with other words"),
-        ("?!", "Error: no document has a word of this query; search with other words"),
         ("", "Error: the call is empty. Write one as a line of its own, such as Search: author of the novel Emma"),
     ]:
         [reply] = task.reply(ROW, [{"role": "assistant", "content": f"Search: {query}"}]) or []
@@ -228,11 +221,8 @@ def test_documents_come_from_every_kind_of_file(file):
     [
         (load_rows, [{"question": "?"}], r"row 0 has no answer; its columns are \['question'\]"),
         (load_rows, [{**question(0), "answer": [7]}], r"row 0: answer is \[7\], of type list"),
-        (load_rows, [{**question(0), "supporting_facts": "A"}], r"row 0: supporting_facts is A; it must be \[\[title"),
-        (load_corpus, {"A": 7}, "'A' is no title with a text or a list of sentences"),
         (load_corpus, [{"question": "?", "answer": "!"}], r"row 0 has \['question', 'answer'\]; a document has title"),
         (load_corpus, {}, r"rows\.json has no documents"),
-        (load_corpus, "{oops", r"env\.corpus=.*can't be read"),
         (load_corpus, "[" * 100_000, r"env\.corpus=.*can't be read"),
     ],
 )
