@@ -128,15 +128,6 @@ def check(rows, groups, sessions, steps):
 
 
 @pytest.mark.nightly
-def test_the_sync_script_trains_an_agent_with_transformers(monkeypatch, overrides, tmp_path):
-    sizes = ["env.repeats=2", "train.optim_batch_size=4", "train.total_dialog_turns=16"]
-    folder, given = overrides
-    given = [*given, *sizes, "inference_model.engine=transformers"]
-    last = check(*trained(monkeypatch, (folder, given), "grpo.py", tmp_path), steps=2)
-    assert last["agents/calls"] > last["agents/sessions"] and last["agents/branches"] > 0
-
-
-@pytest.mark.nightly
 def test_a_model_is_evaluated_through_an_agent_by_a_command(monkeypatch, overrides, tmp_path):
     folder, given = overrides
     monkeypatch.syspath_prepend(folder)

@@ -11,19 +11,15 @@ import time
 from collections import Counter
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.agents.client import Client
 from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
 from grpo_rl.agents.stepping import SteppedEngine
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
@@ -40,17 +36,13 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
-from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import evaluate
+from tests.collectors.test_asynchronous import Weights, fleet_of
+from tests.envs.guards.test_isolation import ended
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(max_new_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 class Length(Task):
@@ -80,6 +72,11 @@ class Engine(ScriptedEngine):
         self.batches.append([list(prompt) for prompt in prompts])
         self.temperatures.add(sampling.temperature)
         return super().generate(prompts, n, sampling)
+
+
+class Broken(Engine):
+    def generate(self, prompts, n, sampling):
+        raise RuntimeError("the engine is broken")
 
 
 class Scripted:
@@ -272,10 +269,6 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
 
 def test_an_engine_that_fails_ends_the_collection(tokenizer):
-    class Broken(Engine):
-        def generate(self, prompts, n, sampling):
-            raise RuntimeError("the engine is broken")
-
     async def script(number, call):
         await call(("user", "p"))
 
@@ -415,10 +408,6 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
 
 def test_an_engine_that_fails_ends_the_evaluation(tokenizer):
-    class Broken(Engine):
-        def generate(self, prompts, n, sampling):
-            raise RuntimeError("the engine is broken")
-
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(RuntimeError, match="the engine is broken"):
         evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
@@ -446,7 +435,7 @@ def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_row
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(TypeError, match="a mistake"):
         evaluate(env, Engine(tokenizer), [{}, {"x": 1}], GREEDY, agent=settings_of(Breaks(), env.task))
-    assert cancelled == [{}] and _ends(int((tmp_path / "pid").read_text()))
+    assert cancelled == [{}] and ended(int((tmp_path / "pid").read_text()))
 
 
 PROGRAM = """
@@ -489,7 +478,7 @@ def test_a_program_that_is_late_is_killed_with_what_it_started(tokenizer, tmp_pa
     while not pid.read_text():  # on a busy machine a second is too short for the program to begin
         asyncio.run(play(deadline_s))
         deadline_s *= 4
-    assert _ends(int(pid.read_text()))
+    assert ended(int(pid.read_text()))
 
 
 CLIENT = Client("u", "k", "m")
@@ -502,7 +491,7 @@ def test_a_session_ends_with_its_program_though_a_process_that_it_started_holds_
     begun = time.monotonic()
     with failed if code else contextlib.nullcontext():
         asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that nobody reads is too large for the pipe
-    assert time.monotonic() - begun < 50 and _ends(int((tmp_path / "pid").read_text()))
+    assert time.monotonic() - begun < 50 and ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_program_reads_its_whole_row(tmp_path):
@@ -555,7 +544,7 @@ def test_agents_inherit_no_variable_that_looks_like_a_secret_unless_it_is_passed
             make()
 
 
-def test_a_call_that_is_left_when_the_sessions_are_over_ends():
+def test_a_call_that_is_left_when_the_sessions_are_overended():
     stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
     left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
     over.set_result(None)
@@ -564,17 +553,6 @@ def test_a_call_that_is_left_when_the_sessions_are_over_ends():
     with pytest.raises(CancelledError):
         left.result(5.0)
     loop.close()
-
-
-def _ends(pid):
-    for _ in range(300):  # the kernel may need a moment
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.parametrize(
@@ -653,7 +631,7 @@ def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_
     slow, wrong = Function("odd_agent:slow", 20.0), Function("odd_agent:wrong", 20.0)
     try:
         asyncio.run(cancelled())
-        assert _ends(int((tmp_path / "pid").read_text()))
+        assert ended(int((tmp_path / "pid").read_text()))
         asyncio.run(wrongs())
     finally:
         slow.close()
@@ -683,36 +661,14 @@ class AsyncTiny:
         pass
 
 
-class NoTransport:
-    dtype, takes_adapters, on_lost = torch.bfloat16, False, None
-
-    def __init__(self, engines): ...
-    def close(self): ...
-
-
-class Weights:
-    version = 0
-
-    def subscribe(self, listener):
-        self.push = listener
-
-
 @pytest.mark.parametrize("dies", [0, 1])
 def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_their_engine_dies(tokenizer, dies):
     async def script(number, call):
         said = await call(("user", "p"))
         await call(("user", "p"), ("assistant", said), ("user", str(number % 7)))
 
-    loop, engine, weights = LoopThread(), AsyncTiny(tokenizer, dies), Weights()
-
-    async def launch(number):
-        return engine
-
-    fleet = Fleet(launch, size=1)
-    loop.run(fleet.start())
-    loop.run(fleet.admit([engine]))
-    engines = FleetEngine(fleet, loop, NoTransport)
-    engines.on_new_engine = lambda: loop.run(fleet.admit([engine]))
+    loop, engine = LoopThread(), AsyncTiny(tokenizer, dies)
+    weights, engines = Weights(engine), fleet_of(engine, loop)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}, {"x": 1}]))
     collector = AsyncCollector(env, engines, SAMPLING, 12, weights, 1, agents=groups)
     found: list[Group] = []
@@ -722,8 +678,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
             # Other sessions of training are under way meanwhile.
             held_out = evaluate(env, engines, [{}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
             assert held_out.rewards == [3.0, 3.0] and held_out.lengths == [8, 8]
-            engine.version += 1
-            weights.push(engine.version)
+            weights.push()
         metrics = collector.metrics()
     finally:
         collector.close()

@@ -10,7 +10,6 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
@@ -19,7 +18,6 @@ from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.testing import save_tiny_model
 
 
 class CountA(Task):
@@ -72,11 +70,6 @@ class Holding(Engine):
         while "three" in self._decode(prompt) and not self.let_go.is_set():
             await asyncio.sleep(0.01)
         return await super().generate(request_id, prompt, n, sampling)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

@@ -57,11 +57,6 @@ class Recording(ScriptedEngine):
         return super().generate(prompts, n, sampling)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
-
-
 def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, failed=1.0, max_model_len=1000):
     """A collector whose engine says ``turns[g]`` one after the other in conversation g, each ended."""
     guard = {"score_timeout_s": deadline_s, "max_failed_fraction": failed}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
@@ -18,7 +17,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 
 
 class CountA(Task):
@@ -32,11 +31,6 @@ class CountA(Task):
 
     def score(self, row, response):
         return Reward({"a": float(response.count("a"))})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture
@@ -195,11 +189,6 @@ def test_the_group_size_may_change_between_collections(env, engine):
     collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6)
     assert [group.size for group in collector.collect(3)] == [3, 3]
     assert [group.size for group in collector.collect(4)] == [4, 4] and collector.collected == 14
-
-
-def test_resamples_are_none_or_more(env, engine):
-    with pytest.raises(ValueError, match=r"train\.max_resamples=-1"):
-        SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from grpo_rl.losses.surrogate import (
     cispo_surrogate,
@@ -16,10 +15,6 @@ from grpo_rl.losses.surrogate import (
     plain_surrogate,
     sapo_surrogate,
 )
-
-LOG_RATIOS = st.floats(-5, 5)
-ADVANTAGES = st.floats(-5, 5)
-CLIPS = st.floats(0, 0.9)
 
 
 def loss_and_gradient(log_ratio, advantage, **clips):

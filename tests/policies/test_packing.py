@@ -18,8 +18,8 @@ from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import forked_groups, random_group, to_fp64
+from tests.policies.test_exactness import RAGGED, VOCAB, groups_of
 
-VOCAB = 50
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=48,
@@ -37,20 +37,14 @@ def fp64_llama() -> PreTrainedModel:
     return to_fp64(LlamaForCausalLM(LlamaConfig(**SIZES)))
 
 
-def random_groups(seed: int) -> list:
-    """Ragged groups: equal and unequal lengths, empty responses, one-token responses, one-token prompts."""
-    shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20])]
-    return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
-
-
 def test_a_response_sees_neither_its_siblings_nor_another_group():
-    groups = random_groups(seed=7)
+    groups = groups_of(RAGGED, seed=7)
     policy = TrainPolicy(fp64_llama())
     before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
     changed = list(groups)
     changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)
     after = policy.score(changed)[0].split([len(g.response_ids) for g in groups])
-    for g in (0, 2, 3, 4):
+    for g in (0, 2, 3, 4, 5):
         torch.testing.assert_close(before[g], after[g], rtol=0, atol=1e-12)
     group = groups[0]
     ids = group.response_ids.clone()
@@ -117,11 +111,9 @@ def rope(kind: str, **settings: object) -> dict:
     return dict(rope_type=kind, rope_theta=1000.0, **settings)
 
 
-LONGROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
 REFUSED = {
     # Frequencies that depend on the longest sequence at hand: a group would be scored by its neighbours' lengths.
     "dynamic-rope": ("LlamaForCausalLM", dict(rope_parameters=rope("dynamic", factor=2.0)), "dynamic"),
-    "longrope": ("LlamaForCausalLM", dict(rope_parameters=LONGROPE), "longrope"),
     "rope-of-one-kind-of-layer": (
         "Gemma3ForCausalLM",
         dict(
@@ -152,12 +144,6 @@ REFUSED = {
     "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
     "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
     "layout-kept-back": ("StableLmForCausalLM", {}, "StableLmAttention gets no keyword arguments"),
-    "layout-kept-back-by-nemotron": ("NemotronForCausalLM", {}, "NemotronAttention gets no keyword arguments"),
-    "layout-kept-back-by-moshi": (
-        "MoshiForCausalLM",
-        dict(num_key_value_heads=6, ffn_dim=64, head_dim=8),
-        "MoshiAttention gets no keyword arguments",
-    ),
     # A part of the loss that would be left out.
     "auxiliary-loss": (
         "MixtralForCausalLM",
