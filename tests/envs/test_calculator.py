@@ -13,25 +13,16 @@ from grpo_rl.envs.calculator import CALCULATOR, Calculator, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
+from tests.envs.conftest import said
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}
-
-
-def dialog(*said: str, role: str = "tool") -> list[dict[str, str]]:
-    """The policy's messages with the task's replies between them, as a collector plays them."""
-    task = Calculator([ROW], tool_role=role)
-    messages = task.prompt(ROW)
-    for text in said:
-        messages.append({"role": "assistant", "content": text})
-        messages += task.reply(ROW, messages) or []
-    return messages
 
 
 CALL = "Calculator: 6*7+8"
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("texts", "expected"),
     [
         # correctness, tool_use, answer_format
         ([CALL, "<answer>50</answer>"], (2.0, 0.5, 0.5)),
@@ -62,8 +53,9 @@ CALL = "Calculator: 6*7+8"
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_conversation_earns_its_parts(said, expected, role):
-    assert tuple(Calculator([ROW]).score_dialog(ROW, dialog(*said, role=role)).parts.values()) == expected
+def test_a_conversation_earns_its_parts(texts, expected, role):
+    messages = said(Calculator([ROW], tool_role=role), ROW, *texts)
+    assert tuple(Calculator([ROW]).score_dialog(ROW, messages).parts.values()) == expected
 
 
 def test_a_result_counts_as_used_however_it_is_written():

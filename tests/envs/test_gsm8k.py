@@ -138,8 +138,3 @@ def test_a_quotient_is_paid_only_where_the_gold_answer_is_one(gold, right, wrong
         assert GSM8K([]).score(row, text).parts["correctness"] == paid, text
         said = [*calculator.prompt(row), {"role": "assistant", "content": text}]
         assert calculator.score_dialog(row, said).parts["correctness"] == paid, text
-
-
-def test_a_row_without_a_gold_number_is_an_error_not_a_right_answer():
-    with pytest.raises(ValueError, match="no number"):
-        GSM8K([]).score({"question": "?", "answer": "none"}, "none")

@@ -13,6 +13,7 @@ from grpo_rl.envs.grading.words import exact_match, f1
 from grpo_rl.envs.search_qa import SearchQA, load_rows
 from grpo_rl.envs.tools.calls import find_calls
 from grpo_rl.envs.tools.search_index import Document, SearchIndex, load_corpus
+from tests.envs.conftest import said
 from tests.envs.tools.test_search_index import DOCUMENTS
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -63,15 +64,6 @@ def measured(task, row, messages):
     return task.score_dialog(row, messages).measures
 
 
-def said(*texts: str, task: SearchQA, row: dict = ROW) -> list[dict[str, str]]:
-    """The policy's messages with the task's replies between them, as a collector plays them."""
-    messages = task.prompt(row)
-    for text in texts:
-        messages.append({"role": "assistant", "content": text})
-        messages += task.reply(row, messages) or []
-    return messages
-
-
 @pytest.mark.parametrize(
     ("texts", "parts", "recall"),
     [
@@ -95,7 +87,7 @@ def said(*texts: str, task: SearchQA, row: dict = ROW) -> list[dict[str, str]]:
 def test_a_conversation_earns_its_parts(texts, parts, recall, role):
     # "Emma" is in one document, "Jane" in two.
     task = SearchQA([ROW], SearchIndex(DOCUMENTS), tool_role=role, results=2)
-    messages = said(*texts, task=task)
+    messages = said(task, ROW, *texts)
     assert tuple(task.score_dialog(ROW, messages).parts.values()) == pytest.approx(parts)
     assert measured(task, ROW, messages) == {"supporting_recall": recall}
 
@@ -105,14 +97,14 @@ def test_recall_is_part_of_the_reward_only_where_it_has_a_weight():
     assert SearchQA([ROW], index).reward_parts == ("exact_match", "f1")
     task = SearchQA([ROW], index, exact_match=0, f1=2.0, supporting_recall=0.5)
     assert task.reward_parts == ("exact_match", "f1", "supporting_recall")
-    messages = said("Search: Emma", "<answer>Steventon</answer>", task=task)
+    messages = said(task, ROW, "Search: Emma", "<answer>Steventon</answer>")
     assert task.score_dialog(ROW, messages).parts == {"exact_match": 0.0, "f1": 2.0, "supporting_recall": 0.5 * 0.5}
 
 
 def test_a_question_that_looks_like_a_result_has_found_nothing():
     row = {**ROW, "question": "Who?\nTitle: Jane Austen"}
     task = SearchQA([row], SearchIndex(DOCUMENTS))
-    assert measured(task, row, said("<answer>x</answer>", task=task, row=row)) == {"supporting_recall": 0.0}
+    assert measured(task, row, said(task, row, "<answer>x</answer>")) == {"supporting_recall": 0.0}
 
 
 def test_a_gold_answer_that_is_empty_once_normalised_is_not_judged():
@@ -236,7 +228,7 @@ def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):
     task, others = SearchQA(rows, SearchIndex(documents)), rows[1:] + rows[:1]
     random.Random(0).shuffle(others)
     for row, other in zip(rows, others, strict=True):
-        right = said(f"Search: {row['question']}", f"<answer>{row['answer']}</answer>", task=task, row=row)
+        right = said(task, row, f"Search: {row['question']}", f"<answer>{row['answer']}</answer>")
         assert task.score_dialog(row, right).parts == {"exact_match": 1.0, "f1": 1.0}, row
         if not exact_match(row["answer"], other["answer"]):
             assert task.score(row, f"<answer>{other['answer']}</answer>").parts["exact_match"] == 0.0

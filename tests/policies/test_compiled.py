@@ -41,16 +41,6 @@ def test_compiled_models_score_like_others_whatever_the_lengths(folder, checkpoi
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@needs_compiler
-def test_nothing_is_compiled_again_for_other_lengths(folder):
-    policy = TrainPolicy.load(folder, torch.bfloat16, compile=True)
-    scored(policy, [random_group(prompt=5, lengths=[3, 1])])
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for length in (1, 7, 64, 300):
-        scored(policy, [random_group(prompt=length, lengths=[length, 2 * length])])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
 def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(folder, torch.float32, compile=None)

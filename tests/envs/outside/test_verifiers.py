@@ -11,22 +11,12 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.calculator import load_rows as calculator_rows
 from grpo_rl.envs.verifiers import Verifiers, load_rows
 from grpo_rl.testing import check_task
+from tests.envs.conftest import said
 
 needs_verifiers = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None,
     reason="needs verifiers==0.4.*, which dev leaves out (CONTRIBUTING.md)",
 )
-
-
-def said(task, row, *texts):
-    """The conversation with these texts of the policy, up to where the environment ends it."""
-    messages = task.prompt(row)
-    for text in texts:
-        messages = [*messages, {"role": "assistant", "content": text}]
-        if (reply := task.reply(row, messages)) is None:
-            break
-        messages += reply
-    return messages
 
 
 @needs_verifiers
