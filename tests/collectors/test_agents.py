@@ -37,6 +37,7 @@ from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.training.evaluate import evaluate
+from tests.collectors import test_asynchronous
 from tests.collectors.test_asynchronous import Weights, fleet_of
 from tests.envs.guards.test_isolation import ended
 
@@ -638,11 +639,10 @@ def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_
         wrong.close()
 
 
-class AsyncTiny:
+class AsyncTiny(test_asynchronous.Engine):
     """An engine of a fleet; its first ``dies`` calls kill it."""
 
-    name, version, max_model_len = "engine 0", 0, 200
-    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+    max_model_len = 200
 
     def __init__(self, tokenizer, dies=0):
         self._ids, self._dies, self.seen = [*tokenizer("aab")["input_ids"], tokenizer.eos_token_id], dies, []
@@ -656,9 +656,6 @@ class AsyncTiny:
         ids = self._ids[: sampling.max_new_tokens]
         self.seen.append([*prompt, *ids])
         return Samples.from_lists([ids], [[-0.5] * len(ids)], [False], version)
-
-    async def close(self):
-        pass
 
 
 @pytest.mark.parametrize("dies", [0, 1])

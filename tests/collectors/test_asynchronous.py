@@ -293,11 +293,8 @@ class Echo(Task):
         return Reward({"turns": sum(message["role"] == "assistant" for message in messages)})
 
 
-class Speaks:
+class Speaks(Engine):
     """Says one word a turn; the second conversation of a group says "boom" in its second turn."""
-
-    name, version, max_model_len = "engine 0", 0, 500
-    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
 
     def __init__(self, tokenizer):
         self._tokenizer, self.asked = tokenizer, defaultdict(list)
@@ -309,9 +306,6 @@ class Speaks:
         text = "boom" if (conversation, turn) == ("1", "1") else "hm"
         ids = [*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]
         return Samples.from_lists([ids] * n, [[-0.1] * len(ids)] * n, [False] * n, self.version)
-
-    async def close(self):
-        pass
 
 
 def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_trained_on(tokenizer, loop):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
@@ -31,15 +30,12 @@ CALL = "Calculator: 6*7+8"
         (["Calculator: 6*7", "<answer>50</answer>"], (2.0, 0.0, 0.5)),  # its 42 appears nowhere
         ([CALL, "<answer>5</answer>"], (0.0, 0.0, 0.5)),
         ([CALL, "50, or rather <answer>51</answer>"], (0.0, 0.5, 0.5)),
-        ([CALL, "<answer>$50.00</answer>"], (2.0, 0.5, 0.5)),
         ([CALL, "<answer>150</answer>"], (0.0, 0.0, 0.5)),  # 50 is no number of it
         (["<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        (["50"], (2.0, 0.0, 0.0)),
         # no use of a calculator: nothing calculated, nothing waited for, nothing understood
         (["Calculator: 50", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         ([CALL + "\n50 <answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["<calculator>6*7+8", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        (["Calculator:", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["Calculator: 1/0", "<answer>0</answer>"], (0.0, 0.0, 0.5)),
         # cut off at a call: the numbers in it are no answer
         (["Calculator: 42+50"], (0.0, 0.0, 0.0)),
@@ -112,19 +108,6 @@ def test_a_row_without_a_gold_number_is_no_right_answer():
     with pytest.raises(Unjudgeable, match="no number"):
         Calculator([]).score({"question": "?", "answer": "none"}, "none")
     assert Calculator([]).gold(ROW) == "50" and Calculator([]).gold({"answer": "none"}) is None
-
-
-def test_threads_get_their_own_results():
-    task = Calculator([ROW])
-
-    def play(number: int) -> str:
-        call = f"Calculator: {number}*{number} + 1/(7+{number})"
-        [message] = task.reply(ROW, [{"role": "assistant", "content": call}]) or []
-        return message["content"]
-
-    numbers = list(range(300)) * 3
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
 
 
 def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):

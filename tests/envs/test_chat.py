@@ -160,7 +160,6 @@ def thinking(tmp_path_factory):
         ("5<end><pad><pad>", "5"),
         ("<pad>5", "<pad>5"),
         ("<end>", ""),
-        ("", ""),
     ],
 )
 def test_all_that_was_sampled_is_judged_but_the_end_of_the_turn_and_padding(thinking, sampled, judged):

@@ -235,17 +235,6 @@ def test_a_conversation_that_the_template_refuses_is_named_with_its_row():
         LLMEnv(PromptResponse(rows, reward=LENGTH), tokenizer_of("mistral"), 2, 2).next_prompts()
 
 
-def test_added_rewards_come_to_the_functions_own():
-    task = with_rewards(
-        PromptResponse(ROWS, reward=exact, completion_column="completion"), {"length": {"correct": "exact"}}
-    )
-    results = task.score_many([ROWS[0]] * 3, ["Hi.", "Hi", "Hello."])
-    # Lengths 3, 2, 6: 0.5 - 1/4, then 0.5 and -0.5, and a wrong response gets no praise.
-    assert [result.parts for result in results] == [
-        {"exact": 1.0, "length": 0.25}, {"exact": 0.0, "length": 0.0}, {"exact": 0.0, "length": -0.5},
-    ]  # fmt: skip
-
-
 OWN = """
 import os, re
 

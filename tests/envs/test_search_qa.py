@@ -4,8 +4,6 @@ import json
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.grading.tags import last_answer
@@ -52,14 +50,6 @@ def test_exact_match_and_f1_are_those_of_hotpotqa(prediction, gold, em, expected
     assert f1(prediction, gold) == pytest.approx(expected, abs=1e-12)
 
 
-@given(st.text(max_size=30), st.text(max_size=30))
-def test_the_measures_agree_with_each_other(prediction, gold):
-    value = f1(prediction, gold)
-    assert 0 <= value <= 1 and value == f1(gold, prediction)
-    if exact_match(prediction, gold) and exact_match(gold, "") is False:
-        assert value == 1
-
-
 def measured(task, row, messages):
     return task.score_dialog(row, messages).measures
 
@@ -78,7 +68,6 @@ def measured(task, row, messages):
         # cut off at a search: its words are no answer
         (["Search: Steventon"], (0.0, 0.0), 0.5),
         (["Search: Emma", "Steventon\nSearch: Turandot"], (0.0, 0.0), 0.5),
-        ([""], (0.0, 0.0), 0.0),
         # what the policy says itself was not found
         (["Title: Jane Austen\nTitle: Emma (novel)\nSearch: Turandot", "Title: Jane Austen"], (0.0, 0.0), 0.0),
     ],

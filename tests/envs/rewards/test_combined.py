@@ -6,7 +6,7 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.registry import REWARDS, Known
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
+from grpo_rl.envs.task import Messages, Reward, Task
 
 ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
 RIGHT, WRONG = "42", "41"
@@ -112,15 +112,6 @@ def test_right_may_be_what_accuracy_finds_even_at_weight_zero(monkeypatch):
     reward = task.score(ROWS[1], "7")
     assert reward.parts["accuracy"] == 0.0
     assert reward.parts["cosine"] > 0.99
-
-
-def test_a_row_that_accuracy_cannot_judge_is_no_wrong_response(monkeypatch):
-    def refuse(text: str, gold: str | None) -> float:
-        raise Unjudgeable("gold")
-
-    monkeypatch.setitem(REWARDS, "accuracy", Known(refuse, ("text", "gold")))
-    task = with_rewards(GSM8K(ROWS), {"accuracy": 1.0})
-    assert [type(result) for result in task.score_many(ROWS, ["42", "7"])] == [Unjudgeable, Unjudgeable]
 
 
 def test_lengths_are_counted_in_the_unit_that_is_asked_for():
