@@ -269,12 +269,15 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
         collector.close()
 
 
-def test_an_engine_that_fails_ends_the_collection(tokenizer):
+def test_an_engine_that_fails_ends_the_collection_and_an_evaluation(tokenizer):
     async def script(number, call):
         await call(("user", "p"))
 
     with pytest.raises(RuntimeError, match="the engine is broken"):
         collected(tokenizer, Scripted(script), engine=Broken(tokenizer))
+    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(script), env.task))
 
 
 def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
@@ -406,12 +409,6 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
         assert group.group_id == before[0].group_id + 1 and group.size == 3
     finally:
         collector.close()
-
-
-def test_an_engine_that_fails_ends_the_evaluation(tokenizer):
-    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
-    with pytest.raises(RuntimeError, match="the engine is broken"):
-        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
 
 
 def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_rows_with_their_programs(

@@ -74,10 +74,6 @@ def three(tokenizer, **settings):
     return mixture(tokenizer, tasks, **settings)
 
 
-def task_of(env, prompt):
-    return env.task.name_of(env.task.rows[prompt.row])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_tasks_are_drawn_in_proportion(tokenizer, seed):
@@ -94,8 +90,9 @@ def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):
     env = three(tokenizer)
     prompts = env.next_prompts(600)
     assert [prompt.group_id for prompt in prompts] == list(range(600))
+    drawn = [env.task.rows[prompt.row] for prompt in prompts]
     for name, member in env.members.items():
-        own = [env.task.rows[prompt.row]["row"]["word"] for prompt in prompts if task_of(env, prompt) == name]
+        own = [row["row"]["word"] for row in drawn if row["task"] == name]
         rows = len(member.task.rows)
         assert len(own) == [env._prompts.name_of_draw(i) for i in range(600)].count(name) > 50
         for start in range(0, len(own) - rows, rows):  # every row of the task once an epoch

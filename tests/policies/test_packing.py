@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import MixtralConfig, PreTrainedModel
 
 from grpo_rl.assembly import devices as build
 from grpo_rl.policies.packing import pack
@@ -17,8 +17,8 @@ from grpo_rl.policies.probe import Band, Chunks, trial_calls
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import forked_groups, random_group, to_fp64
-from tests.policies.test_exactness import RAGGED, VOCAB, groups_of
+from grpo_rl.testing import forked_groups, random_group
+from tests.policies.test_exactness import RAGGED, VOCAB, fp64_model, groups_of
 
 SIZES = dict(
     vocab_size=VOCAB,
@@ -32,14 +32,9 @@ SIZES = dict(
 )
 
 
-def fp64_llama() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return to_fp64(LlamaForCausalLM(LlamaConfig(**SIZES)))
-
-
 def test_a_response_sees_neither_its_siblings_nor_another_group():
     groups = groups_of(RAGGED, seed=7)
-    policy = TrainPolicy(fp64_llama())
+    policy = TrainPolicy(fp64_model("llama-tied"))
     before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
     changed = list(groups)
     changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)

@@ -249,12 +249,6 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     env.task._of["add"].close()
 
 
-def pid_of(env):
-    (result,) = results(env.task, ("pid", {}))
-    os.kill(int(result), 0)  # it runs
-    return int(result)
-
-
 def llm_env(task, tokenizer, **settings):
     return LLMEnv(task, tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND], **settings)
 
@@ -267,7 +261,8 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, monkeypatch, forgotten):
     env = llm_env(GSM8K([ROW]), tokenizer)
-    pid, server, task = pid_of(env), env._servers[0], env.task
+    pid, server, task = int(results(env.task, ("pid", {}))[0]), env._servers[0], env.task
+    os.kill(pid, 0)  # it runs
     waited = []
     monkeypatch.setattr(server._thread, "join", lambda seconds=None: waited.append(seconds))
     if forgotten:
