@@ -204,11 +204,6 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     assert len(set(graphs)) == 1 and counters["graph_break"] == breaks
 
 
-def test_a_rank_for_which_vllm_has_no_slot_is_refused():
-    with pytest.raises(ValueError, match="rank is 513, and vLLM holds adapters of rank 512 at most"):
-        LoRA(rank=513, push="adapter")
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"]])
 def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_are_read(folder, monkeypatch, targets):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
@@ -298,9 +293,3 @@ def test_a_quantised_base_is_scored_by_the_weights_it_stands_for_and_keeps_them(
         scored = policy.score(GROUPS)
         assert all(torch.equal(weight, before[name]) for name, weight in base_weights(policy.model))
         assert all(map(torch.equal, policy.score(GROUPS), scored))  # reading the weights left the layers as they were
-
-
-def test_a_model_without_adapters_is_not_touched(folder):
-    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=0))
-    assert all(parameter.requires_grad for parameter in policy.model.parameters())
-    assert dict(base_weights(policy.model)).keys() == dict(policy.model.named_parameters()).keys()

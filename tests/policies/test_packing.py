@@ -106,9 +106,11 @@ def rope(kind: str, **settings: object) -> dict:
     return dict(rope_type=kind, rope_theta=1000.0, **settings)
 
 
+LONGROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
 REFUSED = {
     # Frequencies that depend on the longest sequence at hand: a group would be scored by its neighbours' lengths.
     "dynamic-rope": ("LlamaForCausalLM", dict(rope_parameters=rope("dynamic", factor=2.0)), "dynamic"),
+    "longrope": ("LlamaForCausalLM", dict(rope_parameters=LONGROPE), "longrope"),
     "rope-of-one-kind-of-layer": (
         "Gemma3ForCausalLM",
         dict(
