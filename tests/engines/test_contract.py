@@ -57,7 +57,7 @@ def trainer_model(model_folder):
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
 
 
-def expected_log_probs(model, prompt, response, temperature):
+def expected_log_probs(model, prompt, response, temperature=1.0):
     """Log-probabilities by a plain forward pass of one sequence in fp32."""
     ids = torch.tensor([list(prompt) + response.tolist()])
     logits = model.float()(ids).logits[0, len(prompt) - 1 : -1] / temperature

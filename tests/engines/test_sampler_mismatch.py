@@ -11,9 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept, score
 from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightSync
@@ -43,19 +45,7 @@ class Sampled(NamedTuple):
 
 def sample(engine, prompts, sampling):
     return [
-        Group(
-            i,
-            i,
-            torch.tensor(prompt),
-            s.response_ids,
-            s.log_probs,
-            torch.full_like(s.response_ids, s.version),
-            torch.ones_like(s.response_ids, dtype=torch.bool),
-            s.offsets,
-            torch.zeros(4),
-            kept_ids=s.kept_ids,
-            kept_counts=s.kept_counts,
-        )
+        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
         for i, (prompt, s) in enumerate(zip(prompts, engine.generate(prompts, 4, sampling), strict=True))
     ]
 

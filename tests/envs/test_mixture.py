@@ -100,18 +100,6 @@ def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):
     assert prompts[0].query == env.query(prompts[0].row)
 
 
-def test_a_mixture_resumes_with_the_same_draws_and_rows(tokenizer):
-    whole, cut = three(tokenizer, seed=3), three(tokenizer, seed=3)
-    cut.next_prompts(17)
-    state = json.loads(json.dumps(cut.state_dict()))
-    resumed = three(tokenizer, seed=3)
-    resumed.load_state_dict(state)
-    expected = whole.next_prompts(17 + 50)[17:]
-    assert [(p.group_id, p.row, p.query, p.ids.tolist()) for p in resumed.next_prompts(50)] == [
-        (p.group_id, p.row, p.query, p.ids.tolist()) for p in expected
-    ]
-
-
 def test_a_position_of_other_tasks_is_refused(tokenizer):
     state = mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": 1}).state_dict()
     with pytest.raises(ValueError, match="a mixture of a, b, and this one is of a, c; resume with the same tasks"):

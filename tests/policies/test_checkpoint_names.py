@@ -28,8 +28,9 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def tiny(name):
+    config = config_of(name, num_hidden_layers=2, n_group=1, initializer_range=0.02)
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(config_of(name, n_group=1, initializer_range=0.02))
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 @pytest.mark.slow

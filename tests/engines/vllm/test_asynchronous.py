@@ -19,6 +19,7 @@ from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.sources import merged_weights
+from tests.engines.test_contract import expected_log_probs
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -81,11 +82,6 @@ def models(folders):
     return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in folders]
 
 
-def log_probs_by_transformers(model, prompt, response):
-    logits = model.float()(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-
-
 @pytest.mark.nightly
 def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_says(served, folders):
     old, new = models(folders)
@@ -103,7 +99,7 @@ def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_say
         ):
             switch = int((versions == first).sum())
             assert 40 <= switch < 300 and versions.tolist() == [first] * switch + [second] * (300 - switch)
-            by_old, by_new = (log_probs_by_transformers(model, prompt, response) for model in (old, new))
+            by_old, by_new = (expected_log_probs(model, prompt, response) for model in (old, new))
             assert (said - by_old)[:switch].abs().max() < 0.1 < (said - by_old)[switch:].abs().mean()
             assert (said - by_new)[switch:].abs().max() < 0.1 < (said - by_new)[:switch].abs().mean()
             # A switch that is off by a token would be seen: on either side of it the two differ.
@@ -189,7 +185,7 @@ def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_old
     for answer in (within, after):
         samples = answer.result(60)
         assert set(samples.versions.tolist()) == {first + 1}
-        by_new = log_probs_by_transformers(new, prompt, samples.response_ids)
+        by_new = expected_log_probs(new, prompt, samples.response_ids)
         assert (samples.log_probs - by_new).abs().max() < 0.1
 
 
@@ -262,7 +258,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
         assert 40 <= switch < 300 and samples.versions.tolist() == [1] * switch + [2] * (300 - switch)
         merged = models(folders)[0]
         merged.load_state_dict({n: w.to(torch.bfloat16) for n, w in merged_weights(policy.model)}, strict=False)
-        by_new = log_probs_by_transformers(merged, PROMPTS[0], samples.response_ids)
+        by_new = expected_log_probs(merged, PROMPTS[0], samples.response_ids)
         assert (samples.log_probs - by_new)[switch:].abs().max() < 0.1
         assert (samples.log_probs - by_new)[:switch].abs().mean() > 0.1
     finally:

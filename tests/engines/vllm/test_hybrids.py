@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 
-from grpo_rl.data.group import Group
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.loading import load_whole
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
@@ -68,17 +69,7 @@ def mismatch(engine, model) -> float:
     """Mean |sampler - trainer| of sampled tokens, in nats."""
     samples = engine.generate(PROMPTS, 4, Sampling(temperature=1.0, max_new_tokens=16))
     groups = [
-        Group(
-            group_id=i,
-            row=i,
-            prompt_ids=torch.tensor(prompt),
-            response_ids=s.response_ids,
-            log_probs=s.log_probs,
-            versions=torch.zeros(len(s.response_ids), dtype=torch.long),
-            trainable=torch.ones(len(s.response_ids), dtype=torch.bool),
-            offsets=s.offsets,
-            rewards=torch.zeros(4),
-        )
+        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
         for i, (prompt, s) in enumerate(zip(PROMPTS, samples, strict=True))
     ]
     scored = TrainPolicy(model).score(groups)[0].detach()
