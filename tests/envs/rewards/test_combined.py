@@ -39,14 +39,16 @@ def words(texts) -> list[int]:
 
 
 def test_parts_are_added_under_their_names_with_their_weights():
-    task = with_rewards(GSM8K(ROWS), {"tag_count": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}})
+    task = with_rewards(
+        GSM8K(ROWS), {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
+    )
     assert task.reward_parts == (
         "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
     )  # fmt: skip
     reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
     # Two of four tags; of the words <think> no no </think> 42, one of five came before.
     assert reward.parts == {
-        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 0.5,
+        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
         "repetition_penalty": pytest.approx(-0.1),
     }  # fmt: skip
 
@@ -72,27 +74,15 @@ def test_a_response_whose_scorer_failed_is_out_of_its_group():
     assert isinstance(failed, KeyError)
 
 
-def test_a_reward_that_fails_costs_its_response_only(monkeypatch):
-    def brittle(text: str) -> float:
-        if text == "7":
-            raise RuntimeError("no sevens")
-        return 1.0
-
-    monkeypatch.setitem(REWARDS, "brittle", Known(brittle))
+def test_a_reward_that_fails_costs_its_response_and_one_of_a_group_its_group_only(monkeypatch):
+    monkeypatch.setitem(REWARDS, "brittle", Known(lambda text: 1 / (len(text) - 1)))
+    together = Known(lambda texts: [1 / (len(text) - 2) for text in texts], whole_group=True)
+    monkeypatch.setitem(REWARDS, "together", together)
     task = with_rewards(GSM8K(ROWS), {"brittle": 1.0, "length": 1.0})
     good, failed, long = task.score_many([ROWS[1]] * 3, ["07", "7", "007"])
     assert good.parts["brittle"] == 1.0 and good.parts["length"] == 0.5 and long.parts["length"] == -0.5
-    assert isinstance(failed, RuntimeError) and str(failed) == "no sevens"
-    with pytest.raises(RuntimeError, match="no sevens"):
-        task.score(ROWS[1], "7")
-
-
-def test_a_group_reward_that_fails_costs_its_group_only(monkeypatch):
-    def brittle(texts: list[str]) -> list[float]:
-        return [1 / (len(text) - 2) for text in texts]
-
-    monkeypatch.setitem(REWARDS, "brittle", Known(brittle, whole_group=True))
-    task = with_rewards(GSM8K(ROWS), {"brittle": 1.0})
+    assert isinstance(failed, ZeroDivisionError)
+    task = with_rewards(GSM8K(ROWS), {"together": 1.0})
     results = task.score_many([ROWS[0], ROWS[0], ROWS[1]], ["42", "it is 42", "7"])
     assert [type(result) for result in results] == [ZeroDivisionError, ZeroDivisionError, Reward]
 
