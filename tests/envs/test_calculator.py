@@ -198,22 +198,21 @@ def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
 
 
 @pytest.mark.parametrize(
-    "arguments", ["{", "[]", '{"expression": 1}', '{"other": "1+1"}', '{"expression": "__import__"}']
+    ("name", "arguments"),
+    [
+        ("calculator", "{"),
+        ("calculator", '{"expression": 1}'),
+        ("calculator", '{"other": "1+1"}'),
+        ("calculator", '{"expression": "__import__"}'),
+        ("calculator", '{"expression": "48+48/2", "x": 1}'),
+        ("nothing", '{"expression": "48+48/2"}'),
+    ],
 )
-def test_a_wrong_call_of_a_function_is_told_what_is_wrong(arguments):
+def test_a_wrong_call_of_a_function_is_told_what_is_wrong_and_is_no_use_of_a_tool(name, arguments):
     task, message = Calculator([CLIPS], form="function"), function_call("")
-    message["tool_calls"][0]["function"]["arguments"] = arguments
-    (result,) = task.reply(CLIPS, [*task.prompt(CLIPS), message])
-    assert result["content"].startswith("Error: ")
-    assert task.score_dialog(CLIPS, [*task.prompt(CLIPS), message]).total == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("nothing", {"expression": "48+48/2"}), ("calculator", {"expression": "48+48/2", "x": 1})]
-)
-def test_a_call_that_was_refused_earns_nothing_for_the_use_of_a_tool(name, arguments):
-    task, message = Calculator([CLIPS], form="function"), function_call("")
-    message["tool_calls"][0]["function"] = {"name": name, "arguments": json.dumps(arguments)}
+    message["tool_calls"][0]["function"] = {"name": name, "arguments": arguments}
     messages = [*task.prompt(CLIPS), message]
-    messages += [*task.reply(CLIPS, messages), {"role": "assistant", "content": "<answer>72</answer>"}]
+    (result,) = task.reply(CLIPS, messages)
+    assert result["content"].startswith("Error: ")
+    messages += [result, {"role": "assistant", "content": "<answer>72</answer>"}]
     assert task.score_dialog(CLIPS, messages).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.5}

@@ -25,14 +25,10 @@ def exact(completion, reference, **columns):
     return [float(text == gold) for text, gold in zip(completion, reference, strict=True)]
 
 
-def test_the_tutorials_rewards_judge_responses():
+def test_the_tutorials_rewards_judge_responses_alone_and_together_by_their_weights():
     task = PromptResponse(ROWS, reward=LENGTH)
     assert task.reward_parts == ("reward_len",)
     assert [r.total for r in task.score_many(ROWS, ["x" * 20, "x" * 17])] == [0.0, -3.0]
-    assert PromptResponse(ROWS, reward=ENDING).score(ROWS[0], "Hello!").parts == {"sentence_ending": 1.0}
-
-
-def test_several_rewards_are_paid_by_their_weights():
     both = PromptResponse(ROWS, reward=[LENGTH, ENDING])
     assert both.score(ROWS[0], "x" * 15 + ".").parts == {"reward_len": -4.0, "sentence_ending": 1.0}
     weighted = PromptResponse(ROWS, reward={LENGTH: 0.5, exact: 3, ENDING: 0.0}, completion_column="completion")

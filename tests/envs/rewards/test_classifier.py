@@ -15,7 +15,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.classifier import Classifier
 
 TEXTS = ["yes", "no, never", "yes", "", "a much longer response than the others"]
@@ -92,17 +93,9 @@ def test_what_is_longer_than_the_model_takes_is_cut_and_counted(tokenizer, tmp_p
 
 
 def test_any_task_can_have_a_classifier(tokenizer, tmp_path):
-    class Nothing(Task):
-        rows, reward_parts = [{}], ("own",)
-
-        def prompt(self, row):
-            return [{"role": "user", "content": "Is it?"}]
-
-        def score(self, row, response):
-            return Reward({"own": 1.0})
-
+    task = GSM8K([{"question": "Is it?", "answer": "#### 1"}], system_prompt=None)
     folder = save(tokenizer, tmp_path / "model", "llama", 1)
-    env = LLMEnv(Nothing(), tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
+    env = LLMEnv(task, tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
     env.task.place(torch.device("cpu"))
     results = env.score(0, [tokenizer(text)["input_ids"] for text in ("yes", "no")])
     expected = [0.5 * alone(folder, "Is it?", text).item() for text in ("yes", "no")]
