@@ -104,16 +104,12 @@ def test_between_two_turns_stands_what_the_family_writes_and_nothing_else(family
     assert end + sampled == BETWEEN[family]
 
 
-def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):
+def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer, monkeypatch):
     """The template is like Gemma's, whose turns end on another token than its texts."""
-    tokenizer.chat_template, before = None, tokenizer.chat_template
     opens = "{% if add_generation_prompt %}>{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens
-    try:
-        assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
-        assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
-    finally:
-        tokenizer.chat_template = before
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens)
+    assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
+    assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
 
 
 FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"
@@ -129,13 +125,10 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
     ],
 )
-def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, template, why):
-    tokenizer.chat_template, before = template, tokenizer.chat_template
-    try:
-        with pytest.raises(ValueError, match=why):
-            encode_reply(tokenizer, REPLY)
-    finally:
-        tokenizer.chat_template = before
+def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, template, why, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match=why):
+        encode_reply(tokenizer, REPLY)
 
 
 @pytest.fixture(scope="module")
