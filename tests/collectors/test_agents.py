@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError, Future
+from contextlib import closing
 from dataclasses import replace
 
 import aiohttp
@@ -122,11 +123,8 @@ def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limi
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    collector = SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))) as collector:
         return collector.collect(repeats), env, engine, collector
-    finally:
-        collector.close()
 
 
 def written(tokenizer, group):
@@ -255,8 +253,7 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
         collector.collect(3)
         collector.collect(3)
         (note,) = collector.events()
@@ -265,8 +262,6 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
         collector.collect(3)
         collector.restore(state)
         assert collector.metrics()["agents/calls"] == 6
-    finally:
-        collector.close()
 
 
 def test_an_engine_that_fails_ends_the_collection_and_an_evaluation(tokenizer):
@@ -399,16 +394,13 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
     engine, task = Engine(tokenizer), Length([{}])
     env, groups = groups_of(tokenizer, Scripted(script), task)
-    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
         before = collector.collect(3)
         counts = collector.metrics()
         evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))
         assert collector.metrics() == counts and collector.events() == []
         (group,) = collector.collect(3)
         assert group.group_id == before[0].group_id + 1 and group.size == 3
-    finally:
-        collector.close()
 
 
 def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_rows_with_their_programs(
@@ -532,11 +524,8 @@ def test_agents_inherit_no_variable_that_looks_like_a_secret_unless_it_is_passed
     program = Program(f"{sys.executable} -S {tmp_path / 'sees.py'}", 20.0, ["SEARCH_TOKEN"])
     with pytest.raises(AgentError, match=r"…API_URL=https://host/v1 OPENAI_API_KEY=k SEARCH_TOKEN=own$"):
         asyncio.run(program.play(CLIENT, {}))
-    function = Function("sees:seen", 20.0, ["SEARCH_TOKEN"])
-    try:
+    with closing(Function("sees:seen", 20.0, ["SEARCH_TOKEN"])) as function:
         assert asyncio.run(function.play(CLIENT, {})) == "API_URL=https://host/v1 SEARCH_TOKEN=own"
-    finally:
-        function.close()
     for make in (lambda: Program("true", 1.0, ["NOT_SET"]), lambda: Function("sees:seen", 1.0, ["NOT_SET"])):
         with pytest.raises(ValueError, match="env.pass_environment names NOT_SET, which is not set"):
             make()

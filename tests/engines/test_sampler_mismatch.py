@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -69,14 +70,11 @@ def sampled(request, default_model):
         Engine = partial(VLLMEngine, sampling=Sampling(top_p=0.9))
     else:
         from grpo_rl.engines.transformers import TransformersEngine as Engine
-    engine = Engine(default_model, max_model_len=512)
-    try:
+    with closing(Engine(default_model, max_model_len=512)) as engine:
         weights = WeightSync(policy.model, engine)
         weights.push()
         groups = sample(engine, prompts, SAMPLING)
         yield Sampled(policy, engine, weights, prompts, groups, policy.score(groups)[0].detach())
-    finally:
-        engine.close()
 
 
 def test_fresh_weights_agree_within_the_floor_and_a_shift_by_one_token_does_not(sampled):

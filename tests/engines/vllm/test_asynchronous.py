@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -243,8 +244,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
                 if "lora_" in name:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
-    served = Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))
-    try:
+    with closing(Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))) as served:
         sync = WeightSync(policy.model, served.transport)
         sync.push()
         answer = served.start(served.engine.generate("long", PROMPTS[0], 1, LONG))
@@ -261,8 +261,6 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
         by_new = expected_log_probs(merged, PROMPTS[0], samples.response_ids)
         assert (samples.log_probs - by_new)[switch:].abs().max() < 0.1
         assert (samples.log_probs - by_new)[:switch].abs().mean() > 0.1
-    finally:
-        served.close()
 
 
 @pytest.mark.nightly
