@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from grpo_rl.agents import recorder
 from grpo_rl.agents.recorder import Limits, SessionError
 from grpo_rl.engines.base import Sampling
+from tests.agents.conftest import MAX_MODEL_LEN
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-MAX_MODEL_LEN = 400
 
 
 def user(text):

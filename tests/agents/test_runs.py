@@ -9,9 +9,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_rl.cli import main
-from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.asynchronous import AsyncCollector
-from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.evaluation.results import read_eval_file
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, save_tiny_model
@@ -86,56 +83,14 @@ def overrides(tmp_path_factory):
 
 
 def trained(monkeypatch, overrides, script, tmp_path):
-    """Plays the script; its metrics, the groups that were trained on, and the sessions behind all groups."""
+    """Plays the script; its metrics."""
     folder, given = overrides
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
-    groups, sessions = {}, {}
-    collector = AsyncCollector if script == "grpo_async.py" else SyncCollector
-    collect, judged = collector.collect, AgentGroups._judged
-
-    def collects(self, size):
-        found = collect(self, size)
-        groups.update((group.group_id, group) for group in found)
-        return found
-
-    def judges(self, prompt, played):
-        sessions[prompt.group_id] = [one for one in played if one.failure is None]
-        return judged(self, prompt, played)
-
-    monkeypatch.setattr(collector, "collect", collects)
-    monkeypatch.setattr(AgentGroups, "_judged", judges)
     run = run_script(SOTA / script, given, tmp_path / "run")
     summary = json.loads((run / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain_ci95"} <= set(summary)
-    return read_metrics(run), groups, sessions
-
-
-def check(rows, groups, sessions, steps):
-    assert len(rows) >= steps and groups
-    assert all({"eval/reward", "eval/reasoning_format", "eval/failed"} <= set(row) for row in rows)
-    # What counts is of training alone.
-    assert rows[-1]["agents/sessions"] == rows[-1]["total/responses"]
-    for number, group in groups.items():
-        record = [one for played in sessions[number] for one in played.session.sequences()]
-        masks = group.trainable.split(group.lengths.tolist())
-        assert [[*group.prompt_ids.tolist(), *ids.tolist()] for ids in group.responses] == [
-            [*one.prompt_ids, *one.ids] for one in record
-        ]
-        # What is trained on are the responses as the endpoint gave them, each once.
-        said = sorted(tuple(response.ids) for played in sessions[number] for response in played.session.responses)
-        own = [ids[mask].tolist() for ids, mask in zip(group.responses, masks, strict=True)]
-        assert sorted(i for ids in own for i in ids) == sorted(i for ids in said for i in ids)
-    return rows[-1]
-
-
-@pytest.mark.nightly
-def test_the_sync_script_trains_an_agent_with_transformers(monkeypatch, overrides, tmp_path):
-    sizes = ["env.repeats=2", "train.optim_batch_size=4", "train.total_dialog_turns=16"]
-    folder, given = overrides
-    given = [*given, *sizes, "inference_model.engine=transformers"]
-    last = check(*trained(monkeypatch, (folder, given), "grpo.py", tmp_path), steps=2)
-    assert last["agents/calls"] > last["agents/sessions"] and last["agents/branches"] > 0
+    return read_metrics(run)
 
 
 @pytest.mark.nightly
@@ -158,10 +113,9 @@ def test_both_scripts_train_an_agent_for_three_steps_with_vllm(monkeypatch, over
     pytest.importorskip("vllm")
     folder, given = overrides
     given = [*given, "env.repeats=6", "train.optim_batch_size=12", "train.total_dialog_turns=36"]
-    rows, groups, sessions = trained(monkeypatch, (folder, given), script, tmp_path)
-    last = check(rows, groups, sessions, steps=3)
-    print({name: value for name, value in last.items() if name.startswith(("agents/", "failed/", "reward/mean"))})
+    rows = trained(monkeypatch, (folder, given), script, tmp_path)
+    assert len(rows) >= 3 and all({"eval/reward", "eval/reasoning_format", "eval/failed"} <= set(row) for row in rows)
+    last = rows[-1]
+    assert last["agents/sessions"] == last["total/responses"]  # what counts is of training alone
     assert last["agents/extended"] > 0 and last["agents/branches"] > 0 and last["agents/sequences"] >= 12
-    # Agents were killed in the middle: their sessions are gone, and the others of their groups are not.
-    failed = {number for number, group in groups.items() if len(group.sessions.unique()) < 6}
-    assert failed and last["failed/error"] > 0
+    assert last["failed/error"] > 0  # agents were killed in the middle

@@ -19,22 +19,13 @@ from grpo_rl.agents.requests import RequestError, read_request
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.engines.base import Sampling
 from tests.agents.conftest import MAX_MODEL_LEN, Played
+from tests.agents.test_recorder import TOOLS, user
+from tests.agents.test_recorder import written as text_of
 from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)
-
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def text_of(tokenizer, recorded):
-    return tokenizer.decode([*recorded.prompt_ids, *recorded.ids])
 
 
 class Served:

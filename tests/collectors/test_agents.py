@@ -10,20 +10,17 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError, Future
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.agents.client import Client
 from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
 from grpo_rl.agents.stepping import SteppedEngine
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
@@ -39,17 +36,14 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
-from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.evaluate import evaluate
+from tests.collectors import test_asynchronous
+from tests.collectors.test_asynchronous import Weights, fleet_of
+from tests.envs.guards.test_isolation import ended
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(max_new_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 class Length(Task):
@@ -79,6 +73,11 @@ class Engine(ScriptedEngine):
         self.batches.append([list(prompt) for prompt in prompts])
         self.temperatures.add(sampling.temperature)
         return super().generate(prompts, n, sampling)
+
+
+class Broken(Engine):
+    def generate(self, prompts, n, sampling):
+        raise RuntimeError("the engine is broken")
 
 
 class Scripted:
@@ -123,11 +122,8 @@ def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limi
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    collector = SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))) as collector:
         return collector.collect(repeats), env, engine, collector
-    finally:
-        collector.close()
 
 
 def written(tokenizer, group):
@@ -256,8 +252,7 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
         collector.collect(3)
         collector.collect(3)
         (note,) = collector.events()
@@ -266,20 +261,17 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
         collector.collect(3)
         collector.restore(state)
         assert collector.metrics()["agents/calls"] == 6
-    finally:
-        collector.close()
 
 
-def test_an_engine_that_fails_ends_the_collection(tokenizer):
-    class Broken(Engine):
-        def generate(self, prompts, n, sampling):
-            raise RuntimeError("the engine is broken")
-
+def test_an_engine_that_fails_ends_the_collection_and_an_evaluation(tokenizer):
     async def script(number, call):
         await call(("user", "p"))
 
     with pytest.raises(RuntimeError, match="the engine is broken"):
         collected(tokenizer, Scripted(script), engine=Broken(tokenizer))
+    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(script), env.task))
 
 
 def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
@@ -401,26 +393,13 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
     engine, task = Engine(tokenizer), Length([{}])
     env, groups = groups_of(tokenizer, Scripted(script), task)
-    collector = SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))
-    try:
+    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
         before = collector.collect(3)
         counts = collector.metrics()
         evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))
         assert collector.metrics() == counts and collector.events() == []
         (group,) = collector.collect(3)
         assert group.group_id == before[0].group_id + 1 and group.size == 3
-    finally:
-        collector.close()
-
-
-def test_an_engine_that_fails_ends_the_evaluation(tokenizer):
-    class Broken(Engine):
-        def generate(self, prompts, n, sampling):
-            raise RuntimeError("the engine is broken")
-
-    env = LLMEnv(Length([{}]), tokenizer, 1, 2)
-    with pytest.raises(RuntimeError, match="the engine is broken"):
-        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
 
 
 def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_rows_with_their_programs(
@@ -445,7 +424,7 @@ def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_row
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(TypeError, match="a mistake"):
         evaluate(env, Engine(tokenizer), [{}, {"x": 1}], GREEDY, agent=settings_of(Breaks(), env.task))
-    assert cancelled == [{}] and _ends(int((tmp_path / "pid").read_text()))
+    assert cancelled == [{}] and ended(int((tmp_path / "pid").read_text()))
 
 
 PROGRAM = """
@@ -488,7 +467,7 @@ def test_a_program_that_is_late_is_killed_with_what_it_started(tokenizer, tmp_pa
     while not pid.read_text():  # on a busy machine a second is too short for the program to begin
         asyncio.run(play(deadline_s))
         deadline_s *= 4
-    assert _ends(int(pid.read_text()))
+    assert ended(int(pid.read_text()))
 
 
 CLIENT = Client("u", "k", "m")
@@ -501,7 +480,7 @@ def test_a_session_ends_with_its_program_though_a_process_that_it_started_holds_
     begun = time.monotonic()
     with failed if code else contextlib.nullcontext():
         asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that nobody reads is too large for the pipe
-    assert time.monotonic() - begun < 50 and _ends(int((tmp_path / "pid").read_text()))
+    assert time.monotonic() - begun < 50 and ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_program_reads_its_whole_row(tmp_path):
@@ -544,17 +523,14 @@ def test_agents_inherit_no_variable_that_looks_like_a_secret_unless_it_is_passed
     program = Program(f"{sys.executable} -S {tmp_path / 'sees.py'}", 20.0, ["SEARCH_TOKEN"])
     with pytest.raises(AgentError, match=r"…API_URL=https://host/v1 OPENAI_API_KEY=k SEARCH_TOKEN=own$"):
         asyncio.run(program.play(CLIENT, {}))
-    function = Function("sees:seen", 20.0, ["SEARCH_TOKEN"])
-    try:
+    with closing(Function("sees:seen", 20.0, ["SEARCH_TOKEN"])) as function:
         assert asyncio.run(function.play(CLIENT, {})) == "API_URL=https://host/v1 SEARCH_TOKEN=own"
-    finally:
-        function.close()
     for make in (lambda: Program("true", 1.0, ["NOT_SET"]), lambda: Function("sees:seen", 1.0, ["NOT_SET"])):
         with pytest.raises(ValueError, match="env.pass_environment names NOT_SET, which is not set"):
             make()
 
 
-def test_a_call_that_is_left_when_the_sessions_are_over_ends():
+def test_a_call_that_is_left_when_the_sessions_are_overended():
     stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
     left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
     over.set_result(None)
@@ -563,17 +539,6 @@ def test_a_call_that_is_left_when_the_sessions_are_over_ends():
     with pytest.raises(CancelledError):
         left.result(5.0)
     loop.close()
-
-
-def _ends(pid):
-    for _ in range(6000):  # the kernel, and a machine that is busy, may need a moment
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.parametrize(
@@ -652,18 +617,17 @@ def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_
     slow, wrong = (Function(f"odd_agent:{name}", 600.0) for name in ("slow", "wrong"))
     try:
         asyncio.run(cancelled())
-        assert _ends(int((tmp_path / "pid").read_text()))
+        assert ended(int((tmp_path / "pid").read_text()))
         asyncio.run(wrongs())
     finally:
         slow.close()
         wrong.close()
 
 
-class AsyncTiny:
+class AsyncTiny(test_asynchronous.Engine):
     """An engine of a fleet; its first ``dies`` calls kill it."""
 
-    name, version, max_model_len = "engine 0", 0, 200
-    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+    max_model_len = 200
 
     def __init__(self, tokenizer, dies=0):
         self._ids, self._dies, self.seen = [*tokenizer("aab")["input_ids"], tokenizer.eos_token_id], dies, []
@@ -678,23 +642,6 @@ class AsyncTiny:
         self.seen.append([*prompt, *ids])
         return Samples.from_lists([ids], [[-0.5] * len(ids)], [False], version)
 
-    async def close(self):
-        pass
-
-
-class NoTransport:
-    dtype, takes_adapters, on_lost = torch.bfloat16, False, None
-
-    def __init__(self, engines): ...
-    def close(self): ...
-
-
-class Weights:
-    version = 0
-
-    def subscribe(self, listener):
-        self.push = listener
-
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_their_engine_dies(tokenizer, dies):
@@ -702,16 +649,8 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
         said = await call(("user", "p"))
         await call(("user", "p"), ("assistant", said), ("user", str(number % 7)))
 
-    loop, engine, weights = LoopThread(), AsyncTiny(tokenizer, dies), Weights()
-
-    async def launch(number):
-        return engine
-
-    fleet = Fleet(launch, size=1)
-    loop.run(fleet.start())
-    loop.run(fleet.admit([engine]))
-    engines = FleetEngine(fleet, loop, NoTransport)
-    engines.on_new_engine = lambda: loop.run(fleet.admit([engine]))
+    loop, engine = LoopThread(), AsyncTiny(tokenizer, dies)
+    weights, engines = Weights(engine), fleet_of(engine, loop)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}, {"x": 1}]))
     collector = AsyncCollector(env, engines, SAMPLING, 12, weights, 1, agents=groups)
     found: list[Group] = []
@@ -721,8 +660,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
             # Other sessions of training are under way meanwhile.
             held_out = evaluate(env, engines, [{}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
             assert held_out.rewards == [3.0, 3.0] and held_out.lengths == [8, 8]
-            engine.version += 1
-            weights.push(engine.version)
+            weights.push()
         metrics = collector.metrics()
     finally:
         collector.close()

@@ -10,7 +10,6 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
@@ -19,7 +18,6 @@ from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.testing import save_tiny_model
 
 
 class CountA(Task):
@@ -72,11 +70,6 @@ class Holding(Engine):
         while "three" in self._decode(prompt) and not self.let_go.is_set():
             await asyncio.sleep(0.01)
         return await super().generate(request_id, prompt, n, sampling)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture
@@ -300,11 +293,8 @@ class Echo(Task):
         return Reward({"turns": sum(message["role"] == "assistant" for message in messages)})
 
 
-class Speaks:
+class Speaks(Engine):
     """Says one word a turn; the second conversation of a group says "boom" in its second turn."""
-
-    name, version, max_model_len = "engine 0", 0, 500
-    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
 
     def __init__(self, tokenizer):
         self._tokenizer, self.asked = tokenizer, defaultdict(list)
@@ -316,9 +306,6 @@ class Speaks:
         text = "boom" if (conversation, turn) == ("1", "1") else "hm"
         ids = [*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]
         return Samples.from_lists([ids] * n, [[-0.1] * len(ids)] * n, [False] * n, self.version)
-
-    async def close(self):
-        pass
 
 
 def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_trained_on(tokenizer, loop):

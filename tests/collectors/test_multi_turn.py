@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -55,11 +56,6 @@ class Recording(ScriptedEngine):
     def generate(self, prompts, n, sampling):
         self.seen += [(list(prompt), sampling.max_new_tokens) for prompt in prompts]
         return super().generate(prompts, n, sampling)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, failed=1.0, max_model_len=1000):
@@ -215,8 +211,7 @@ def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
-    engine = VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)
-    try:
+    with closing(VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)) as engine:
         engine.submit(7, [5, 6, 7], Sampling(max_new_tokens=100, min_new_tokens=100))
         assert engine.step() == []
         engine.abort()
@@ -227,8 +222,6 @@ def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
             finished = engine.step()
         ((request, samples),) = finished
         assert request == 8 and len(samples.response_ids) == 2 and samples.truncated.tolist() == [True]
-    finally:
-        engine.close()
 
 
 def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before_it():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
@@ -18,7 +17,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 
 
 class CountA(Task):
@@ -32,11 +31,6 @@ class CountA(Task):
 
     def score(self, row, response):
         return Reward({"a": float(response.count("a"))})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

@@ -57,11 +57,15 @@ def trainer_model(model_folder):
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
 
 
-def expected_log_probs(model, prompt, response, temperature):
+def expected_log_probs(model, prompt, response, temperature=1.0):
     """Log-probabilities by a plain forward pass of one sequence in fp32."""
     ids = torch.tensor([list(prompt) + response.tolist()])
     logits = model.float()(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+
+
+def by_response(sample):
+    return zip(sample.responses, sample.log_probs.split(sample.offsets.diff().tolist()), strict=True)
 
 
 def test_every_prompt_gets_n_responses_in_order_with_one_log_prob_a_token(engine):
@@ -77,9 +81,7 @@ def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(engine, tr
     WeightSync(trainer_model, engine, engine.version).push()
     samples = engine.generate(PROMPTS, n=4, sampling=Sampling(temperature=temperature, max_new_tokens=8))
     for prompt, sample in zip(PROMPTS, samples, strict=True):
-        for response, log_probs in zip(
-            sample.responses, sample.log_probs.split(sample.offsets.diff().tolist()), strict=True
-        ):
+        for response, log_probs in by_response(sample):
             expected = expected_log_probs(trainer_model, prompt, response, temperature)
             # The engine computes in bf16, and a temperature of 0.5 doubles the rounding; a log-prob at the wrong
             # temperature or position would be off by whole nats.
@@ -143,9 +145,7 @@ def test_pushed_weights_are_what_it_samples_from(engine, trainer_model):
         trainer_model.model.layers[0].self_attn.k_proj.weight.neg_()
     assert sync.push() == before + 1 == engine.version
     (sample,) = engine.generate([PROMPTS[0]], n=4, sampling=Sampling(max_new_tokens=6))
-    for response, log_probs in zip(
-        sample.responses, sample.log_probs.split(sample.offsets.diff().tolist()), strict=True
-    ):
+    for response, log_probs in by_response(sample):
         expected = expected_log_probs(trainer_model, PROMPTS[0], response, 1.0)
         assert (log_probs - expected).abs().mean() < 0.5
     assert sample.version == before + 1

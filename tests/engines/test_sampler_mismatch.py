@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,9 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept, score
 from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightSync
@@ -43,19 +46,7 @@ class Sampled(NamedTuple):
 
 def sample(engine, prompts, sampling):
     return [
-        Group(
-            i,
-            i,
-            torch.tensor(prompt),
-            s.response_ids,
-            s.log_probs,
-            torch.full_like(s.response_ids, s.version),
-            torch.ones_like(s.response_ids, dtype=torch.bool),
-            s.offsets,
-            torch.zeros(4),
-            kept_ids=s.kept_ids,
-            kept_counts=s.kept_counts,
-        )
+        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
         for i, (prompt, s) in enumerate(zip(prompts, engine.generate(prompts, 4, sampling), strict=True))
     ]
 
@@ -79,14 +70,11 @@ def sampled(request, default_model):
         Engine = partial(VLLMEngine, sampling=Sampling(top_p=0.9))
     else:
         from grpo_rl.engines.transformers import TransformersEngine as Engine
-    engine = Engine(default_model, max_model_len=512)
-    try:
+    with closing(Engine(default_model, max_model_len=512)) as engine:
         weights = WeightSync(policy.model, engine)
         weights.push()
         groups = sample(engine, prompts, SAMPLING)
         yield Sampled(policy, engine, weights, prompts, groups, policy.score(groups)[0].detach())
-    finally:
-        engine.close()
 
 
 def test_fresh_weights_agree_within_the_floor_and_a_shift_by_one_token_does_not(sampled):

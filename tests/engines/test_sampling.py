@@ -174,26 +174,16 @@ def test_kept_sets_that_vllm_leaves_out_are_an_error_and_not_the_whole_distribut
             assert kept is not None and kept.counts.tolist() == [0, 0] and not len(kept.ids)
 
 
-def test_a_stop_string_may_begin_within_a_token_and_end_within_another(folder):
+def test_a_stop_string_may_begin_within_a_token_and_end_within_another_or_be_a_special_one(folder):
     """In a tokenizer of bytes "é" is two tokens, and the text has it once the second is there."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("caféx")["input_ids"]
     stop = StopString(tokenizer.backend_tokenizer, [7], ["fé"])
     assert [stop.completed_by(i) for i in ids[:5]] == [False, False, False, False, True]
+    special = StopString(text_decoder(folder), [5, 6], ["<end>"])
+    assert [special.completed_by(token) for token in (7, 0)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_k": -1}, "top_k is -1; it must be 0"),
-        ({"stop": ("x",), "min_new_tokens": 2, "max_new_tokens": 4}, "use one of them"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**settings)
-
-
-def test_a_stop_string_may_be_a_special_token(folder):
-    stop = StopString(text_decoder(folder), [5, 6], ["<end>"])
-    assert [stop.completed_by(token) for token in (7, 0)] == [False, True]
+def test_a_stop_string_and_a_least_length_are_refused_together():
+    with pytest.raises(ValueError, match="use one of them"):
+        Sampling(stop=("x",), min_new_tokens=2, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""Fixtures of the tasks' tests: a tokenizer that needs no file, and a search index of their own."""
+"""What the tasks' tests share: a tokenizer that needs no file, a search index of their own, and a conversation."""
 
 from __future__ import annotations
 
@@ -42,3 +42,14 @@ def hotpotqa(real_data):
     return search_qa.load_rows(real_data / "hotpotqa" / "hotpotqa_train.json"), load_corpus(
         real_data / "hotpotqa" / "hotpotqa_train_corpus.json"
     )
+
+
+def said(task, row, *texts):
+    """The conversation with these texts of the policy, up to where the task ends it, as a collector plays it."""
+    messages = task.prompt(row)
+    for text in texts:
+        messages = [*messages, {"role": "assistant", "content": text}]
+        if (reply := task.reply(row, messages)) is None:
+            break
+        messages += reply
+    return messages

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
@@ -13,25 +12,16 @@ from grpo_rl.envs.calculator import CALCULATOR, Calculator, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
+from tests.envs.conftest import said
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}
-
-
-def dialog(*said: str, role: str = "tool") -> list[dict[str, str]]:
-    """The policy's messages with the task's replies between them, as a collector plays them."""
-    task = Calculator([ROW], tool_role=role)
-    messages = task.prompt(ROW)
-    for text in said:
-        messages.append({"role": "assistant", "content": text})
-        messages += task.reply(ROW, messages) or []
-    return messages
 
 
 CALL = "Calculator: 6*7+8"
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("texts", "expected"),
     [
         # correctness, tool_use, answer_format
         ([CALL, "<answer>50</answer>"], (2.0, 0.5, 0.5)),
@@ -40,17 +30,13 @@ CALL = "Calculator: 6*7+8"
         (["Calculator: 6*7", "<answer>50</answer>"], (2.0, 0.0, 0.5)),  # its 42 appears nowhere
         ([CALL, "<answer>5</answer>"], (0.0, 0.0, 0.5)),
         ([CALL, "50, or rather <answer>51</answer>"], (0.0, 0.5, 0.5)),
-        ([CALL, "<answer>$50.00</answer>"], (2.0, 0.5, 0.5)),
         ([CALL, "<answer>150</answer>"], (0.0, 0.0, 0.5)),  # 50 is no number of it
         (["<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        (["50"], (2.0, 0.0, 0.0)),
         # no use of a calculator: nothing calculated, nothing waited for, nothing understood
         (["Calculator: 50", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         ([CALL + "\n50 <answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["<calculator>6*7+8", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        (["Calculator:", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["Calculator: 1/0", "<answer>0</answer>"], (0.0, 0.0, 0.5)),
-        (["Calculator: six*seven", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         # cut off at a call: the numbers in it are no answer
         (["Calculator: 42+50"], (0.0, 0.0, 0.0)),
         ([CALL, "Calculator: 50"], (0.0, 0.5, 0.0)),
@@ -63,8 +49,9 @@ CALL = "Calculator: 6*7+8"
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_conversation_earns_its_parts(said, expected, role):
-    assert tuple(Calculator([ROW]).score_dialog(ROW, dialog(*said, role=role)).parts.values()) == expected
+def test_a_conversation_earns_its_parts(texts, expected, role):
+    messages = said(Calculator([ROW], tool_role=role), ROW, *texts)
+    assert tuple(Calculator([ROW]).score_dialog(ROW, messages).parts.values()) == expected
 
 
 def test_a_result_counts_as_used_however_it_is_written():
@@ -121,19 +108,6 @@ def test_a_row_without_a_gold_number_is_no_right_answer():
     with pytest.raises(Unjudgeable, match="no number"):
         Calculator([]).score({"question": "?", "answer": "none"}, "none")
     assert Calculator([]).gold(ROW) == "50" and Calculator([]).gold({"answer": "none"}) is None
-
-
-def test_threads_get_their_own_results():
-    task = Calculator([ROW])
-
-    def play(number: int) -> str:
-        call = f"Calculator: {number}*{number} + 1/(7+{number})"
-        [message] = task.reply(ROW, [{"role": "assistant", "content": call}]) or []
-        return message["content"]
-
-    numbers = list(range(300)) * 3
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
 
 
 def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):
@@ -224,27 +198,21 @@ def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
 
 
 @pytest.mark.parametrize(
-    "arguments", ["{", "[]", '{"expression": 1}', '{"other": "1+1"}', '{"expression": "__import__"}']
+    ("name", "arguments"),
+    [
+        ("calculator", "{"),
+        ("calculator", '{"expression": 1}'),
+        ("calculator", '{"other": "1+1"}'),
+        ("calculator", '{"expression": "__import__"}'),
+        ("calculator", '{"expression": "48+48/2", "x": 1}'),
+        ("nothing", '{"expression": "48+48/2"}'),
+    ],
 )
-def test_a_wrong_call_of_a_function_is_told_what_is_wrong(arguments):
+def test_a_wrong_call_of_a_function_is_told_what_is_wrong_and_is_no_use_of_a_tool(name, arguments):
     task, message = Calculator([CLIPS], form="function"), function_call("")
-    message["tool_calls"][0]["function"]["arguments"] = arguments
-    (result,) = task.reply(CLIPS, [*task.prompt(CLIPS), message])
-    assert result["content"].startswith("Error: ")
-    assert task.score_dialog(CLIPS, [*task.prompt(CLIPS), message]).total == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("nothing", {"expression": "48+48/2"}), ("calculator", {"expression": "48+48/2", "x": 1})]
-)
-def test_a_call_that_was_refused_earns_nothing_for_the_use_of_a_tool(name, arguments):
-    task, message = Calculator([CLIPS], form="function"), function_call("")
-    message["tool_calls"][0]["function"] = {"name": name, "arguments": json.dumps(arguments)}
+    message["tool_calls"][0]["function"] = {"name": name, "arguments": arguments}
     messages = [*task.prompt(CLIPS), message]
-    messages += [*task.reply(CLIPS, messages), {"role": "assistant", "content": "<answer>72</answer>"}]
+    (result,) = task.reply(CLIPS, messages)
+    assert result["content"].startswith("Error: ")
+    messages += [result, {"role": "assistant", "content": "<answer>72</answer>"}]
     assert task.score_dialog(CLIPS, messages).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.5}
-
-
-def test_results_of_functions_come_in_the_role_of_tools_alone():
-    with pytest.raises(ValueError, match="env.tool_role=user with env.form=function"):
-        Calculator([ROW], form="function", tool_role="user")

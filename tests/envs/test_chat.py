@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_prompts, encode_reply, harmless
+from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, encode_reply, harmless
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
@@ -104,16 +104,12 @@ def test_between_two_turns_stands_what_the_family_writes_and_nothing_else(family
     assert end + sampled == BETWEEN[family]
 
 
-def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):
+def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer, monkeypatch):
     """The template is like Gemma's, whose turns end on another token than its texts."""
-    tokenizer.chat_template, before = None, tokenizer.chat_template
     opens = "{% if add_generation_prompt %}>{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens
-    try:
-        assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
-        assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
-    finally:
-        tokenizer.chat_template = before
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens)
+    assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
+    assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
 
 
 FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"
@@ -126,27 +122,13 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}", "or it leaves out the reply"),
         ("{{ raise_exception('no such role') }}", r"refuses messages with the roles \['assistant', 'user'\]: no such"),
-        ("{{ 1 // (2 - messages | length) }}", "refuses messages .*: ZeroDivisionError: "),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
     ],
 )
-def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, template, why):
-    tokenizer.chat_template, before = template, tokenizer.chat_template
-    try:
-        with pytest.raises(ValueError, match=why):
-            encode_reply(tokenizer, REPLY)
-    finally:
-        tokenizer.chat_template = before
-
-
-@pytest.mark.parametrize("reply", ["12", [{"role": "tool"}]])
-def test_a_reply_that_is_no_message_is_refused(reply):
-    class Odd:
-        def reply(self, row, messages):
-            return reply
-
-    with pytest.raises(TypeError, match="reply returned"):
-        Dialog([], turns=1).reply(Odd(), {}, 4)
+def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, template, why, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match=why):
+        encode_reply(tokenizer, REPLY)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +153,6 @@ def thinking(tmp_path_factory):
         ("5<end><pad><pad>", "5"),
         ("<pad>5", "<pad>5"),
         ("<end>", ""),
-        ("", ""),
     ],
 )
 def test_all_that_was_sampled_is_judged_but_the_end_of_the_turn_and_padding(thinking, sampled, judged):

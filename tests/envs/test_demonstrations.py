@@ -75,14 +75,6 @@ def test_rows_come_once_an_epoch_and_a_position_gives_the_same_next_rows(tokeniz
     assert [group.row for group in rows.take(5)] == second
 
 
-def test_a_last_message_of_the_assistants_is_imitated_and_the_conversation_before_it_is_the_prompt(tokenizer):
-    task = PromptResponse([{"messages": CHAT}], prompt_column="messages")
-    assert task.prompt(task.rows[0]) == CHAT[:-1]
-    assert task.demonstration(task.rows[0]) == "3"
-    (group,) = demonstrations(task, tokenizer).take(1)
-    assert group.response_ids.tolist() == [*tokenizer("3")["input_ids"], END]
-
-
 def test_chat_rows_of_every_task_and_columns_of_other_names_are_imitated_as_the_loaders_give_them(tmp_path):
     chat, other = tmp_path / "chat.jsonl", tmp_path / "other.jsonl"
     turns = [{"role": "user", "content": "How much is 3 + 4?"}, {"role": "assistant", "content": r"\\boxed{7} #### 7"}]

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.testing import check_task
+from tests.envs.conftest import said
 
 
 class Count(Episodes[dict]):
@@ -35,21 +36,10 @@ class Count(Episodes[dict]):
         self.closed += 1
 
 
-def played(task, row, texts):
-    messages = task.prompt(row)
-    for text in texts:
-        messages = [*messages, {"role": "assistant", "content": text}]
-        reply = task.reply(row, messages)
-        if reply is None:
-            return messages
-        messages += reply
-    return messages
-
-
 def test_equal_conversations_have_an_episode_each_and_all_are_closed_once():
     task, row = Count([{"goal": 5}]), {"goal": 5}
     with ThreadPoolExecutor(8) as threads:
-        dialogs = list(threads.map(lambda texts: played(task, row, texts), [["2", "3"]] * 5 + [["1", "1"], ["9"]]))
+        dialogs = list(threads.map(lambda texts: said(task, row, *texts), [["2", "3"]] * 5 + [["1", "1"], ["9"]]))
     assert [task.score_dialog(row, messages).total for messages in dialogs] == [5.0] * 5 + [2.0, 9.0]
     assert dialogs[0][-1]["content"] == "3" and dialogs[5][-1] == {"role": "user", "content": "2"}
     assert task.opened == task.closed == 8  # and one for the prompt
@@ -57,14 +47,14 @@ def test_equal_conversations_have_an_episode_each_and_all_are_closed_once():
 
 def test_a_last_message_that_met_the_limit_of_turns_is_stepped_before_it_is_paid():
     task, row = Count([]), {"goal": 50}
-    messages = [*played(task, row, ["2"]), {"role": "assistant", "content": "4"}]
+    messages = [*said(task, row, "2"), {"role": "assistant", "content": "4"}]
     assert task.score_dialog(row, messages).total == 6.0
     assert task.opened == task.closed
 
 
 def test_a_conversation_is_played_again_where_its_episode_is_missing():
     task, row = Count([]), {"goal": 50}
-    messages = played(task, row, ["2", "x", "4"])
+    messages = said(task, row, "2", "x", "4")
     other = pickle.loads(pickle.dumps(task))
     assert other.score_dialog(row, messages) == task.score_dialog(row, messages)
     assert other.score_dialog(row, messages).total == 6.0
@@ -84,7 +74,7 @@ def test_episodes_of_conversations_that_were_dropped_are_closed_when_there_are_m
     monkeypatch.setattr(Count, "max_open", 3)
     task, row = Count([]), {"goal": 50}
     for number in (0, 1, 2, 3, 3, 3, 3, 3):
-        messages = played(task, row, [str(number)])
+        messages = said(task, row, str(number))
     assert task.opened - task.closed == 3
     assert [task.score_dialog(row, messages).total for _ in range(4)] == [3.0] * 4  # the last is played again
     assert task.opened == task.closed
@@ -99,7 +89,7 @@ def test_a_reward_is_paid_once_and_an_equal_conversation_is_played_again():
 @pytest.mark.parametrize("name", ["step", "cut_off", "measures"])
 def test_an_episode_is_closed_where_its_environment_fails(name):
     task, row = Count([]), {"goal": 50}
-    messages = played(task, row, ["2", "4"])
+    messages = said(task, row, "2", "4")
     assert task.score_dialog(row, messages).total == 6.0  # from here on it is played again
 
     def fails(*_):

@@ -18,14 +18,6 @@ ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
 
 
-# Each has once taken the square of its length, or is near one that did; of those alike one is in make test.
-PIECES = [
-    "1", "1,234", "- ", "1 / ", "\\frac{1", "<answer>", "#### ", "{,}", "answer is ", "\\boxed{1}",
-    "1,", "1,234,5", "-", "$", "1/", "^{", "</answer>", ".", "1e", "1.", "\\", " ", "\u202f1", "<answer> 1", "answer ",
-    "1=", "1 + ", "\\boxed{", "#### 1=", "x",
-]  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_each_gold_solution_is_right_and_with_its_number_changed_wrong(real_data, split):
@@ -94,9 +86,7 @@ def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"correctness": "2"}, r"env\.reward\.correctness"),
         ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
-        ({"examples": [{"question": "1 + 1?"}]}, r"env\.examples\[0\] has no answer; its columns are \['question'\]"),
         ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
     ],
 )
@@ -116,18 +106,9 @@ def test_examples_are_earlier_turns():
     assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
 
 
-@pytest.fixture
-def jsonl(tmp_path):
-    def write(text: str):
-        path = tmp_path / "rows.jsonl"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
-def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
-    env = GSM8KEnv(2, 2, tokenizer, path=jsonl(json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n"), system_prompt=None)
+def test_the_environment_scores_what_a_policy_samples(tmp_path, tokenizer):
+    (path := tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n\n{json.dumps(ROW)}\n")
+    env = GSM8KEnv(2, 2, tokenizer, path=path, system_prompt=None)
     check_env_specs(env)
 
     def policy(tensordict):
@@ -157,8 +138,3 @@ def test_a_quotient_is_paid_only_where_the_gold_answer_is_one(gold, right, wrong
         assert GSM8K([]).score(row, text).parts["correctness"] == paid, text
         said = [*calculator.prompt(row), {"role": "assistant", "content": text}]
         assert calculator.score_dialog(row, said).parts["correctness"] == paid, text
-
-
-def test_a_row_without_a_gold_number_is_an_error_not_a_right_answer():
-    with pytest.raises(ValueError, match="no number"):
-        GSM8K([]).score({"question": "?", "answer": "none"}, "none")

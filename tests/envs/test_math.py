@@ -18,39 +18,31 @@ ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}
 
 
 class Impatient:
-    """Workers that have no time for some texts, and die of others."""
+    """Workers of a busy machine: they have no time for some texts, for one only if it is alone, and die of others."""
 
     workers = 2
 
     def map(self, pairs, *_):
-        return [self._result(*pair) for pair in pairs]
+        return [self._result(*pair, len(pairs)) for pair in pairs]
 
-    def _result(self, gold, answer):
-        if "slow" in f"{gold} {answer}":
+    def _result(self, gold, answer, together):
+        if "slow" in f"{gold} {answer}" or (answer == "1+x" and together > 1):
             return TimeoutError("no result within 5 s")
-        return WorkerDied("twice, of SIGSEGV", "SIGSEGV") if answer == "deadly" else equal(gold, answer)
+        if signal := {"killed": "SIGKILL", "deadly": "SIGSEGV"}.get(answer):
+            return WorkerDied(f"twice, of {signal}", signal)
+        return equal(gold, answer)
 
 
-class Busy(Impatient):
-    """Workers of a machine that has time for one comparison at a time, and that kills some."""
-
-    def map(self, pairs, *_):
-        results = super().map(pairs)
-        return [TimeoutError() if len(pairs) > 1 and answer == "1+x" else result
-                for (_, answer), result in zip(pairs, results, strict=True)]  # fmt: skip
-
-    def _result(self, gold, answer):
-        return WorkerDied("twice, of SIGKILL", "SIGKILL") if answer == "killed" else super()._result(gold, answer)
-
-
-def test_a_machine_that_is_busy_or_short_of_memory_makes_no_response_wrong(monkeypatch):
-    monkeypatch.setattr(verification, "_workers", lambda *_: Busy())
+def test_what_takes_too_long_is_wrong_and_counted_and_a_busy_machine_makes_no_response_wrong(monkeypatch):
+    monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
     row = {"problem": "?", "answer": "x+1"}
-    texts = [r"\boxed{killed}", r"\boxed{slow}", r"\boxed{1+x}"]
-    killed, slow, right = ScoreGuard(Math([row]), max_failed_fraction=1.0).score(row, texts, "row 0")
-    assert killed.kind == "error" and "SIGKILL" in killed.message
-    assert slow.parts["correctness"] == 0.0 and slow.measures == {"timed_out": 1.0}
-    assert right.parts["correctness"] == 1.0 and right.measures == {"timed_out": 0.0}
+    texts = [r"\boxed{killed}", r"\boxed{slow}", r"\boxed{deadly}", r"\boxed{1+x}", "no box"]
+    guard = ScoreGuard(Math([row]), max_failed_fraction=1.0)
+    killed, *rewards = guard.score(row, texts, "row 0")
+    assert killed.kind == "error" and "SIGKILL" in killed.message and guard.failed == {"error": 1}
+    assert [reward.parts["correctness"] for reward in rewards] == [0.0, 0.0, 1.0, 0.0]
+    assert [reward.measures["timed_out"] for reward in rewards] == [1.0, 1.0, 0.0, 0.0]
+    assert verify("x+1", r"\boxed{slow}") is False
 
 
 def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
@@ -68,16 +60,6 @@ def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
     (calls, deadline_s, budget_s), *alone, _ = given
     assert calls == 64 and deadline_s * 64 / Slow.workers < budget_s < 60
     assert [calls for calls, *_ in alone] == [1] * 64 and sum(deadline_s for _, deadline_s, _ in alone[:1]) < 5
-
-
-def test_a_response_that_takes_too_long_to_compare_is_wrong_and_counted(monkeypatch):
-    monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
-    row = {"problem": "?", "answer": "x+1"}
-    texts = [r"\boxed{slow}", r"\boxed{deadly}", r"\boxed{1+x}", "no box"]
-    rewards = ScoreGuard(Math([row]), max_failed_fraction=0.0).score(row, texts, "row 0")  # none has failed
-    assert [reward.parts["correctness"] for reward in rewards] == [0.0, 0.0, 1.0, 0.0]
-    assert [reward.measures["timed_out"] for reward in rewards] == [1.0, 1.0, 0.0, 0.0]
-    assert verify("x+1", r"\boxed{slow}") is False
 
 
 def test_a_gold_answer_that_takes_too_long_itself_cannot_be_judged(monkeypatch):

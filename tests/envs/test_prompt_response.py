@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import pytest
 
-from grpo_rl.envs.base import Failure, LLMEnv, ScoreGuard
-from grpo_rl.envs.prompt_response import PromptResponse, load_rows
+from grpo_rl.envs.base import LLMEnv, ScoreGuard
+from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.rewards.functions import RewardFunctionError
 from grpo_rl.envs.task import Reward, Unjudgeable
@@ -26,14 +25,10 @@ def exact(completion, reference, **columns):
     return [float(text == gold) for text, gold in zip(completion, reference, strict=True)]
 
 
-def test_the_tutorials_rewards_judge_responses():
+def test_the_tutorials_rewards_judge_responses_alone_and_together_by_their_weights():
     task = PromptResponse(ROWS, reward=LENGTH)
     assert task.reward_parts == ("reward_len",)
     assert [r.total for r in task.score_many(ROWS, ["x" * 20, "x" * 17])] == [0.0, -3.0]
-    assert PromptResponse(ROWS, reward=ENDING).score(ROWS[0], "Hello!").parts == {"sentence_ending": 1.0}
-
-
-def test_several_rewards_are_paid_by_their_weights():
     both = PromptResponse(ROWS, reward=[LENGTH, ENDING])
     assert both.score(ROWS[0], "x" * 15 + ".").parts == {"reward_len": -4.0, "sentence_ending": 1.0}
     weighted = PromptResponse(ROWS, reward={LENGTH: 0.5, exact: 3, ENDING: 0.0}, completion_column="completion")
@@ -194,13 +189,10 @@ def test_a_message_that_says_more_than_its_content_is_the_demonstration():
     ("row", "message"),
     [
         ({"prompt": [CALLS[0], {"role": "assistant", "content": None}, CALLS[0]]}, "row 0: prompt is .*have texts as"),
-        ({"prompt": [{**CALLS[1], "tool_calls": [ADD]}, CALLS[0]]}, "row 0: prompt: .*is no call; it must have a func"),
         (
             {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]},
             "row 0: prompt: the arguments '\\[1\\]' of a call are no JSON object",
         ),
-        ({"prompt": "Hi", "tools": ["hammer"]}, r"row 0: tools is \['hammer'\]: it must .*columns={other: tools}"),
-        ({"prompt": "Hi", "tools": "hammer"}, "row 0: tools is 'hammer': Expecting value"),
         ({"prompt": "Hi", "tools": [{"type": "function"}]}, "row 0: tools is .*has no name"),
     ],
 )
@@ -239,85 +231,6 @@ def test_a_conversation_that_the_template_refuses_is_named_with_its_row():
         LLMEnv(PromptResponse(rows, reward=LENGTH), tokenizer_of("mistral"), 2, 2).next_prompts()
 
 
-def failing(kind: str):
-    def own(completion):
-        if kind == "raise":
-            raise KeyError("gold")
-        if kind == "hang":
-            time.sleep(3)
-        return [1.0] * (len(completion) + 1)
-
-    return own
-
-
-@pytest.mark.parametrize(
-    ("kind", "failure", "message"),
-    [
-        ("raise", "error", "own raised KeyError: 'gold'"),
-        ("length", "error", "own returned 3 numbers for 2 responses"),
-        ("hang", "timeout", "PromptResponse ran out of time"),
-    ],
-)
-def test_what_goes_wrong_in_a_function_is_counted_and_named(tokenizer, kind, failure, message):
-    env = LLMEnv(PromptResponse(ROWS, reward=failing(kind)), tokenizer, 1, 2, score_timeout_s=0.2)
-    results = env.score(0, [tokenizer("a")["input_ids"], tokenizer("b")["input_ids"]])
-    assert [result.kind for result in results if isinstance(result, Failure)] == [failure] * 2
-    assert message in results[0].message
-    assert env.guard.failed == {failure: 2}
-
-
-def test_added_rewards_come_to_the_functions_own():
-    task = with_rewards(
-        PromptResponse(ROWS, reward=exact, completion_column="completion"), {"length": {"correct": "exact"}}
-    )
-    results = task.score_many([ROWS[0]] * 3, ["Hi.", "Hi", "Hello."])
-    # Lengths 3, 2, 6: 0.5 - 1/4, then 0.5 and -0.5, and a wrong response gets no praise.
-    assert [result.parts for result in results] == [
-        {"exact": 1.0, "length": 0.25}, {"exact": 0.0, "length": 0.0}, {"exact": 0.0, "length": -0.5},
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def jsonl(tmp_path):
-    def write(rows):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
-
-
-@pytest.mark.parametrize(("split", "count"), [("dev", 619), ("test", 618)])
-def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, count):
-    rows = load_rows(real_data / "scitldr" / f"scitldr_A_{split}.jsonl")
-    assert len(rows) == count
-
-    def best_overlap(completion, reference, **columns):
-        """The share of the closest summary's words that the response has."""
-        return [
-            max(len(set(text.split()) & set(gold.split())) / len(set(gold.split())) for gold in golds)
-            for text, golds in zip(completion, reference, strict=True)
-        ]
-
-    task = PromptResponse(
-        rows,
-        reward={best_overlap: 1.0, ENDING: 0.5},
-        prompt_column="source",
-        completion_column="target",
-        system_prompt="Summarise the abstract in one sentence.",
-    )
-    for row in rows:
-        system, asked = task.prompt(row)
-        assert system["role"] == "system" and asked["content"].startswith(row["source"][0])
-        assert task.gold(row) == row["target"][0]
-    rewards = task.score_many(rows, [row["target"][-1] for row in rows])
-    assert all(reward.parts["best_overlap"] == 1.0 for reward in rewards)
-    endings = sum(row["target"][-1].rstrip()[-1:] in (".", "!", "?") for row in rows)
-    assert 0.5 * count / 2 < sum(reward.parts["sentence_ending"] for reward in rewards) == 0.5 * endings
-    wrong = task.score_many(rows[1:], [row["target"][0] for row in rows[:-1]])
-    assert sum(reward.parts["best_overlap"] for reward in wrong) < 0.5 * len(wrong)
-
-
 OWN = """
 import os, re
 
@@ -330,9 +243,6 @@ def freezes(completion):
     if "die" in completion:
         os._exit(3)
     return [float(len(calls))] * len(completion)
-
-def process(completion):
-    return [float(os.getpid())] * len(completion)
 """
 
 

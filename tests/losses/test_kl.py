@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from grpo_rl.losses.kl import k3, kl_estimate
 
-LOG_PROBS = st.floats(-20, 0)
 LOGITS = st.floats(-3, 3)
 
 

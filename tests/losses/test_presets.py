@@ -102,8 +102,6 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
     ("overrides", "message"),
     [
         (["loss.ratio=answer"], "loss.ratio is 'answer'; it can be token, sequence, sequence_token"),
-        (["loss.clip_low=1.5"], "loss.clip_low is 1.5"),
-        (["loss.dual_clip=1.0"], "loss.dual_clip is 1"),
         (["loss.correction_high=0.9"], "a weight of 1 must lie between them"),
         (["loss.kl=k3+", "loss.kl_in=reward", "policy.kl_coef=0.1"], "differs by its gradient"),
     ],

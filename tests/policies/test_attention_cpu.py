@@ -74,13 +74,11 @@ def test_sinks_and_values_of_another_size_equal_dense_attention():
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def exact_scores(q, k):
-    return 0.5 * q.double() @ k.double().transpose(1, 2)
-
-
 def test_scores_are_as_exact_as_fp32_whatever_the_inputs_come_from():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(4, 64, 64, generator=generator) for _ in range(2))
     for dtype in (torch.float32, torch.bfloat16):  # fp32 inputs rounded to bf16 would be off by 1e-2
-        scores, _ = two_part._scores(q.to(dtype), k.to(dtype), Rules(0.5))
-        torch.testing.assert_close(scores.double(), exact_scores(q.to(dtype), k.to(dtype)), rtol=0, atol=2e-5)
+        inputs = q.to(dtype), k.to(dtype)
+        scores, _ = two_part._scores(*inputs, Rules(0.5))
+        exact = 0.5 * inputs[0].double() @ inputs[1].double().transpose(1, 2)
+        torch.testing.assert_close(scores.double(), exact, rtol=0, atol=2e-5)

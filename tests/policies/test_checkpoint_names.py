@@ -22,19 +22,13 @@ from grpo_rl.testing import save_tiny_model
 from grpo_rl.training import checkpoint
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from tests.policies.test_routing import config_of
 
-SIZES = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=12, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
-    qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
-)  # fmt: skip
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def tiny(name):
-    config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**{key: value for key, value in SIZES.items() if hasattr(config_class(), key)})
+    config = config_of(name, num_hidden_layers=2, n_group=1, initializer_range=0.02)
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 

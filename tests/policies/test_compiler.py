@@ -51,20 +51,3 @@ def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(fol
         "0",
         "compiling for cpu failed: x.cpp:1:10: fatal error: Python.h: No such file or directory",
     ]
-
-
-COUNT = (
-    LOAD
-    + """
-from torch._dynamo.utils import counters
-print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"])
-print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
-"""
-)
-
-
-SMALL = """
-from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
-keep_compiled_code()
-print(why_uncompiled("cpu"))
-"""

@@ -233,16 +233,9 @@ EACH_FAMILY = [pytest.param(f, marks=() if f in IN_MAKE_TEST else pytest.mark.ni
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("family", EACH_FAMILY)
-def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
-    model = fp64_model(family)
-    assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_every_family_scores_a_tree_of_prefixes_like_the_plain_road(family, checkpointing):
-    assert_scored_like_the_plain_road(fp64_model(family), forked_groups(VOCAB), checkpointing=checkpointing)
+@pytest.mark.parametrize("groups", [groups_of(RAGGED, seed=3), forked_groups(VOCAB)], ids=["ragged", "tree"])
+def test_every_family_is_scored_like_the_plain_road(groups, family, checkpointing):
+    assert_scored_like_the_plain_road(fp64_model(family), groups, checkpointing=checkpointing)
 
 
 def test_tokens_that_sequences_share_keep_each_its_own_kept_set():

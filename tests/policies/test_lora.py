@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
@@ -20,23 +19,13 @@ from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
-from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
+from grpo_rl.testing import random_group, save_tiny_model, to_fp64
 from grpo_rl.training.optimizer import PolicyOptimizer
 from tests.policies.test_every_model import tiny_config
+from tests.policies.test_exactness import SIZES, plain_road
 
 peft = pytest.importorskip("peft")
 
-SIZES = dict(
-    vocab_size=50,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=12,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-)
 FAMILIES = {
     "llama-tied": (LlamaForCausalLM, dict(tie_word_embeddings=True)),
     "llama-biases": (LlamaForCausalLM, dict(attention_bias=True, mlp_bias=True)),
@@ -69,19 +58,6 @@ def adapters_of(model):
     return {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if "lora_" in name}
 
 
-def by_peft(model, groups, temperature):
-    """Log-probability and entropy of every response token, from full logits of a padded batch, each with its prompt."""
-    sequences = [(len(g.prompt_ids), torch.cat([g.prompt_ids, ids])) for g in groups for ids in g.responses]
-    batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
-    mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
-    with KeepFp64():
-        logits = model(input_ids=batch, attention_mask=mask).logits
-    logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
-    log_p = (logits / temperature).log_softmax(-1)
-    target = torch.cat([g.response_ids for g in groups])
-    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
 def weighted(log_prob, entropy):
     weights = torch.randn(2, len(log_prob), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (weights * torch.stack([log_prob, entropy])).sum()
@@ -97,14 +73,13 @@ def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(fa
     model_class, config = FAMILIES[family]
     base = model_class(model_class.config_class(**SIZES | config))
     plain = copy.deepcopy(base)
-    plain.set_attn_implementation("eager")
     settings = dict(r=3, lora_alpha=5, lora_dropout=0.0, task_type="CAUSAL_LM")
     theirs = to_fp64(peft.get_peft_model(plain, peft.LoraConfig(target_modules=TARGETS[targets], **settings)))
     ours = to_fp64(add_adapters(base, LoRA(rank=3, alpha=5, targets=TARGETS[targets])))
     adapters, expected_adapters = adapters_of(randomize(ours)), adapters_of(randomize(theirs))
     assert adapters.keys() == expected_adapters.keys()
 
-    expected = by_peft(theirs, GROUPS, 0.7)
+    expected = plain_road(theirs, GROUPS, 0.7)
     weighted(*expected).backward()
     if checkpointing:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
@@ -229,11 +204,6 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     assert len(set(graphs)) == 1 and counters["graph_break"] == breaks
 
 
-def test_a_rank_for_which_vllm_has_no_slot_is_refused():
-    with pytest.raises(ValueError, match="rank is 513, and vLLM holds adapters of rank 512 at most"):
-        LoRA(rank=513, push="adapter")
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"]])
 def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_are_read(folder, monkeypatch, targets):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
@@ -323,9 +293,3 @@ def test_a_quantised_base_is_scored_by_the_weights_it_stands_for_and_keeps_them(
         scored = policy.score(GROUPS)
         assert all(torch.equal(weight, before[name]) for name, weight in base_weights(policy.model))
         assert all(map(torch.equal, policy.score(GROUPS), scored))  # reading the weights left the layers as they were
-
-
-def test_a_model_without_adapters_is_not_touched(folder):
-    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=0))
-    assert all(parameter.requires_grad for parameter in policy.model.parameters())
-    assert dict(base_weights(policy.model)).keys() == dict(policy.model.named_parameters()).keys()

@@ -68,35 +68,24 @@ def separate(model: PreTrainedModel, group) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.cases(3)
+SHAPES = [None, (1, [5, 1, 0, 2]), (1, [1, 1]), (2, [1]), (7, [0, 4]), (40, [70, 1])]
+"""Tokens of a prompt and of its responses; None is for a tree of prefixes."""
+
+
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("make", [qwen, lfm, mamba])
-@pytest.mark.parametrize(("prompt", "lengths"), [(1, [5, 1, 0, 2]), (1, [1, 1]), (2, [1]), (7, [0, 4]), (40, [70, 1])])
-def test_prompts_and_responses_of_one_token_and_of_many_are_scored_like_separate_sequences(make, prompt, lengths):
-    model, group = make(), random_group(prompt, lengths, VOCAB)
-    weights = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_and_responses_of_any_length_and_a_tree_of_prefixes_are_scored_like_separate_sequences(make, shape):
+    model, groups = make(), [random_group(*shape, VOCAB)] if shape else forked_groups(VOCAB)
     with KeepFp64():
-        expected = separate(model, group)
+        expected = torch.cat([separate(model, group) for group in groups])
+        weights = torch.randn(len(expected), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         wanted = torch.autograd.grad(expected @ weights, list(model.parameters()))
     policy = TrainPolicy(model)
     copied = TrainPolicy(copy.deepcopy(model))  # what was switched to shared prompts can be copied
     with KeepFp64():
-        found = policy.score([group])[0]
-        assert torch.equal(copied.score([group])[0], found)
-        (found @ weights).backward()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(wanted), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("make", [qwen, lfm, mamba])
-def test_a_tree_of_prefixes_is_scored_like_separate_sequences(make):
-    model, groups = make(), forked_groups(VOCAB)
-    weights = torch.randn(81, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with KeepFp64():
-        expected = torch.cat([separate(model, group) for group in groups])
-        wanted = torch.autograd.grad(expected @ weights, list(model.parameters()))
-    policy = TrainPolicy(model)
-    with KeepFp64():
         found = policy.score(groups)[0]
+        assert torch.equal(copied.score(groups)[0], found)
         (found @ weights).backward()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(wanted), rtol=0, atol=1e-9)

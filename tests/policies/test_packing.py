@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import MixtralConfig, PreTrainedModel
 
 from grpo_rl.assembly import devices as build
 from grpo_rl.policies.packing import pack
@@ -17,9 +17,9 @@ from grpo_rl.policies.probe import Band, Chunks, trial_calls
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import forked_groups, random_group, to_fp64
+from grpo_rl.testing import forked_groups, random_group
+from tests.policies.test_exactness import RAGGED, VOCAB, fp64_model, groups_of
 
-VOCAB = 50
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=48,
@@ -32,25 +32,14 @@ SIZES = dict(
 )
 
 
-def fp64_llama() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return to_fp64(LlamaForCausalLM(LlamaConfig(**SIZES)))
-
-
-def random_groups(seed: int) -> list:
-    """Ragged groups: equal and unequal lengths, empty responses, one-token responses, one-token prompts."""
-    shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20])]
-    return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
-
-
 def test_a_response_sees_neither_its_siblings_nor_another_group():
-    groups = random_groups(seed=7)
-    policy = TrainPolicy(fp64_llama())
+    groups = groups_of(RAGGED, seed=7)
+    policy = TrainPolicy(fp64_model("llama-tied"))
     before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
     changed = list(groups)
     changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)
     after = policy.score(changed)[0].split([len(g.response_ids) for g in groups])
-    for g in (0, 2, 3, 4):
+    for g in (0, 2, 3, 4, 5):
         torch.testing.assert_close(before[g], after[g], rtol=0, atol=1e-12)
     group = groups[0]
     ids = group.response_ids.clone()
@@ -152,12 +141,6 @@ REFUSED = {
     "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
     "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
     "layout-kept-back": ("StableLmForCausalLM", {}, "StableLmAttention gets no keyword arguments"),
-    "layout-kept-back-by-nemotron": ("NemotronForCausalLM", {}, "NemotronAttention gets no keyword arguments"),
-    "layout-kept-back-by-moshi": (
-        "MoshiForCausalLM",
-        dict(num_key_value_heads=6, ffn_dim=64, head_dim=8),
-        "MoshiAttention gets no keyword arguments",
-    ),
     # A part of the loss that would be left out.
     "auxiliary-loss": (
         "MixtralForCausalLM",

@@ -27,9 +27,14 @@ SIZES = dict(
 CLASSES = ["Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3", "GptOss"]
 
 
-def tiny(name, **more):
+def config_of(name, **more):
+    """A tiny config of the mixture of this name."""
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**{key: value for key, value in (SIZES | more).items() if hasattr(config_class(), key)})
+    return config_class(**{key: value for key, value in (SIZES | more).items() if hasattr(config_class(), key)})
+
+
+def tiny(name):
+    config = config_of(name)
     torch.manual_seed(0)
     config._experts_implementation = "eager"  # grouped products have no fp64
     return to_fp64(getattr(transformers, f"{name}ForCausalLM")(config)).eval()

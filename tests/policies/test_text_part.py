@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.data.group import Group
@@ -21,6 +20,7 @@ from grpo_rl.policies.text_part import model_config
 from grpo_rl.run.export import export
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model
 from grpo_rl.weights.push import WeightSync
+from tests.policies.test_exactness import plain_road
 
 pytestmark = pytest.mark.slow
 
@@ -73,19 +73,6 @@ def groups() -> list[Group]:
     return [random_group(p, ends, VOCAB, group_id=i, seed=i) for i, (p, ends) in enumerate([(5, [3, 0, 9]), (1, [4])])]
 
 
-def scored_by_whole(model: PreTrainedModel, temperature: float) -> torch.Tensor:
-    """Log-probabilities of the response tokens by the whole model's own forward: padded, eager, full logits."""
-    sequences = [(len(g.prompt_ids), torch.cat([g.prompt_ids, ids])) for g in groups() for ids in g.responses]
-    batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
-    mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
-    model.set_attn_implementation("eager")
-    with KeepFp64():  # softmax and logits are rounded to fp32 otherwise
-        logits = model.double()(input_ids=batch, attention_mask=mask).logits / temperature
-    logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
-    targets = torch.cat([group.response_ids for group in groups()])
-    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", WHOLES)
 def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
@@ -96,7 +83,7 @@ def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
     assert not [n for n, _ in model.named_parameters() if "visi" in n or "visual" in n or "language_model" in n]
     with KeepFp64():  # linear attention rounds to fp32 otherwise
         actual = TrainPolicy(model.double(), 0.7).score(groups())[0]
-    torch.testing.assert_close(actual, scored_by_whole(whole, 0.7), rtol=0, atol=1e-9)
+    torch.testing.assert_close(actual, plain_road(whole.double(), groups(), 0.7)[0], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])

@@ -16,23 +16,12 @@ from grpo_rl.engines.vllm.common import VLLMBase
 from vllm.config import CompilationConfig, VllmConfig
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    memory = SimpleNamespace(total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    monkeypatch.setattr(common, "text_part_arguments", lambda model: {})  # there is no folder
-    return memory
-
-
-def arguments_of(max_num_seqs=96, max_model_len=1024, **settings):
-    settings |= {"gpu_memory_utilization": 0.4, "max_num_seqs": max_num_seqs}
-    return VLLMBase("model", max_model_len, **settings)._arguments
-
-
 @pytest.mark.parametrize(("max_num_seqs", "graphs"), [(1, 1), (100, 16), (1000, 82), (1024, 83)])
-def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(on_gpu, max_num_seqs, graphs):
-    given = arguments_of(max_num_seqs=max_num_seqs)
+def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(monkeypatch, max_num_seqs, graphs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(common, "text_part_arguments", lambda model: {})  # there is no folder
+    given = VLLMBase("model", 1024, gpu_memory_utilization=0.4, max_num_seqs=max_num_seqs)._arguments
     config = SimpleNamespace(
         model_config=SimpleNamespace(enforce_eager=False),
         scheduler_config=SimpleNamespace(**{x: given[x] for x in ("max_num_seqs", "max_num_batched_tokens")}),
@@ -43,7 +32,5 @@ def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(on_gpu, max_num
     )
     VllmConfig._set_cudagraph_sizes(config)
     sizes = config.compilation_config.cudagraph_capture_sizes
-    assert (len(sizes), sizes[-1], config.compilation_config.max_cudagraph_capture_size) == (
-        graphs,
-        *[max_num_seqs] * 2,
-    )
+    assert len(sizes) == graphs
+    assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == max_num_seqs

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -80,11 +81,6 @@ def models(folders):
     return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in folders]
 
 
-def log_probs_by_transformers(model, prompt, response):
-    logits = model.float()(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-
-
 @pytest.mark.nightly
 def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_says(served, folders):
     old, new = models(folders)
@@ -102,7 +98,7 @@ def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_say
         ):
             switch = int((versions == first).sum())
             assert 40 <= switch < 300 and versions.tolist() == [first] * switch + [second] * (300 - switch)
-            by_old, by_new = (log_probs_by_transformers(model, prompt, response) for model in (old, new))
+            by_old, by_new = (expected_log_probs(model, prompt, response) for model in (old, new))
             assert (said - by_old)[:switch].abs().max() < 0.1 < (said - by_old)[switch:].abs().mean()
             assert (said - by_new)[switch:].abs().max() < 0.1 < (said - by_new)[:switch].abs().mean()
             # A switch that is off by a token would be seen: on either side of it the two differ.
@@ -188,7 +184,7 @@ def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_old
     for answer in (within, after):
         samples = answer.result(60)
         assert set(samples.versions.tolist()) == {first + 1}
-        by_new = log_probs_by_transformers(new, prompt, samples.response_ids)
+        by_new = expected_log_probs(new, prompt, samples.response_ids)
         assert (samples.log_probs - by_new).abs().max() < 0.1
 
 
@@ -246,8 +242,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
                 if "lora_" in name:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
-    served = Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))
-    try:
+    with closing(Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))) as served:
         sync = WeightSync(policy.model, served.transport)
         sync.push()
         answer = served.start(served.engine.generate("long", PROMPTS[0], 1, LONG))
@@ -261,11 +256,9 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
         assert 40 <= switch < 300 and samples.versions.tolist() == [1] * switch + [2] * (300 - switch)
         merged = models(folders)[0]
         merged.load_state_dict({n: w.to(torch.bfloat16) for n, w in merged_weights(policy.model)}, strict=False)
-        by_new = log_probs_by_transformers(merged, PROMPTS[0], samples.response_ids)
+        by_new = expected_log_probs(merged, PROMPTS[0], samples.response_ids)
         assert (samples.log_probs - by_new)[switch:].abs().max() < 0.1
         assert (samples.log_probs - by_new)[:switch].abs().mean() > 0.1
-    finally:
-        served.close()
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 
 import pytest
 import torch
@@ -91,13 +92,10 @@ def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_pat
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     folder = save_tiny_model(tmp_path / "model")
-    engine = VLLMEngine(folder, max_model_len=70, max_num_seqs=1)
-    try:
+    with closing(VLLMEngine(folder, max_model_len=70, max_num_seqs=1)) as engine:
         assert engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 3 + 1  # of 32 tokens, and vLLM's own
         (samples,) = engine.generate([[5] * 6], n=1, sampling=Sampling(max_new_tokens=64, min_new_tokens=64))
         assert len(samples.response_ids) == 64
-    finally:
-        engine.close()
     assert CACHE_BYTES == CPU_CACHE_GIB * 2**30
     assert cpu_arguments(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
@@ -126,16 +127,13 @@ def saved(request, tmp_path_factory):
 
 def push(engine, folder, version, bucket_bytes=1 << 14):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    transport = SharedMemoryTransport([engine], bucket_bytes)
-    try:
+    with closing(SharedMemoryTransport([engine], bucket_bytes)) as transport:
         names = CheckpointNames(model)
         weights = {n: part for name, p in model.named_parameters() for n, part in names.views(name, p.detach())}
         held = transport.send(weights.items(), version)["engine 0"]
         assert held.version == version
         wrong = [n for n, part in weights.items() if held.fingerprints[n] != transport.fingerprint(n, part)]
         assert not wrong
-    finally:
-        transport.close()
 
 
 @pytest.mark.cases(1)

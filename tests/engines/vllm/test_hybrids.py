@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 import transformers
 
-from grpo_rl.data.group import Group
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.loading import load_whole
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
@@ -68,17 +71,7 @@ def mismatch(engine, model) -> float:
     """Mean |sampler - trainer| of sampled tokens, in nats."""
     samples = engine.generate(PROMPTS, 4, Sampling(temperature=1.0, max_new_tokens=16))
     groups = [
-        Group(
-            group_id=i,
-            row=i,
-            prompt_ids=torch.tensor(prompt),
-            response_ids=s.response_ids,
-            log_probs=s.log_probs,
-            versions=torch.zeros(len(s.response_ids), dtype=torch.long),
-            trainable=torch.ones(len(s.response_ids), dtype=torch.bool),
-            offsets=s.offsets,
-            rewards=torch.zeros(4),
-        )
+        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
         for i, (prompt, s) in enumerate(zip(PROMPTS, samples, strict=True))
     ]
     scored = TrainPolicy(model).score(groups)[0].detach()
@@ -92,8 +85,7 @@ def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(ki
     name, config, own = MODELS[kind]
     save(name, config, tmp_path)
     model = load_whole(tmp_path, dtype=torch.bfloat16)
-    engine = VLLMEngine(tmp_path, max_model_len=100)
-    try:
+    with closing(VLLMEngine(tmp_path, max_model_len=100)) as engine:
         assert mismatch(engine, model) < 0.03
         shake(model)
         assert mismatch(engine, model) > 0.03  # it would show
@@ -105,8 +97,6 @@ def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(ki
             model.get_parameter(own)[0] += 1
         with pytest.raises(WeightDeliveryError, match=f"1 of {len(list(model.parameters()))} tensors differ.*{own}"):
             weights.verify()
-    finally:
-        engine.close()
 
 
 def test_a_mamba_layer_that_computes_with_old_weights_does_not_pass_as_new(tmp_path):
@@ -115,16 +105,13 @@ def test_a_mamba_layer_that_computes_with_old_weights_does_not_pass_as_new(tmp_p
 
     name, config, _ = MODELS["mamba"]
     save(name, config, tmp_path)
-    engine = VLLMEngine(tmp_path, max_model_len=100)
-    try:
+    with closing(VLLMEngine(tmp_path, max_model_len=100)) as engine:
         vllms = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         mixer = vllms.get_submodule("model.layers.0.mamba")
         for weight, held in (("conv1d.weight", mixer.conv_weights), ("A_log", mixer.A.data)):
             before = held_digest(vllms, f"model.layers.0.mamba.{weight}", torch.bfloat16)
             held[0] *= 2
             assert held_digest(vllms, f"model.layers.0.mamba.{weight}", torch.bfloat16) != before
-    finally:
-        engine.close()
 
 
 def test_rotary_embeddings_of_heads_are_those_of_rows():

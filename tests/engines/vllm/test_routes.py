@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace as Namespace
 
@@ -84,8 +85,7 @@ def test_recorded_experts_are_those_of_a_plain_forward(folder):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # Few at a time: requests wait for others, whose blocks of the cache they then get.
-    engine = VLLMEngine(folder, max_model_len=120, dtype="float32", max_num_seqs=2, router_replay=True)
-    try:
+    with closing(VLLMEngine(folder, max_model_len=120, dtype="float32", max_num_seqs=2, router_replay=True)) as engine:
         tokens = 0
         for group in groups_of(engine, 5):
             assert group.prompt_routes.shape == (len(group.prompt_ids), LAYERS, CHOSEN)
@@ -105,18 +105,13 @@ def test_recorded_experts_are_those_of_a_plain_forward(folder):
         engine.abort()
         engine.generate(PROMPTS, 1, SAMPLING)
         assert not runner._finished
-    finally:
-        engine.close()
 
 
 def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
-    engine = VLLMEngine(folder, max_model_len=120, dtype="bfloat16", router_replay=True)
-    try:
+    with closing(VLLMEngine(folder, max_model_len=120, dtype="bfloat16", router_replay=True)) as engine:
         groups = list(groups_of(engine, 8))
-    finally:
-        engine.close()
     model = use_shared_prefix(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), router_replay=True)
     policy = TrainPolicy(model)
     sampled = torch.cat([group.log_probs for group in groups])

@@ -93,7 +93,5 @@ def test_a_wrong_name_and_a_template_without_calls_are_told(tmp_path):
         tool_parser("hermess", plain)
     with pytest.raises(ValueError, match="shows no format of calls .* set env.tool_parser to one of .*hermes"):
         tool_parser(None, plain)
-    with pytest.raises(ValueError, match="env.tool_parser=openai does not fit the tokenizer: NotImplementedError"):
-        tool_parser("openai", plain)
     with pytest.raises(ValueError, match="env.tool_parser=llama3_json does not fit the tokenizer: .*python_tag"):
         tool_parser("llama3_json", plain)

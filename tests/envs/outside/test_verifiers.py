@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-from string import ascii_uppercase
 
-import nltk
 import pytest
 
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.calculator import load_rows as calculator_rows
 from grpo_rl.envs.verifiers import Verifiers, load_rows
 from grpo_rl.testing import check_task
+from tests.envs.conftest import said
 
 needs_verifiers = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None,
     reason="needs verifiers==0.4.*, which dev leaves out (CONTRIBUTING.md)",
 )
-
-
-def said(task, row, *texts):
-    """The conversation with these texts of the policy, up to where the environment ends it."""
-    messages = task.prompt(row)
-    for text in texts:
-        messages = [*messages, {"role": "assistant", "content": text}]
-        if (reply := task.reply(row, messages)) is None:
-            break
-        messages += reply
-    return messages
 
 
 @needs_verifiers
@@ -89,19 +77,3 @@ def test_a_task_of_ours_is_a_taskset_that_scores_as_the_task_does():
 @pytest.mark.slow
 def test_an_environment_of_verifiers_keeps_a_tasks_promises():
     check_task(Verifiers(load_rows(name="small-dialog", episodes=4)), responses=["1", "2", "stop", "no idea"])
-
-
-@needs_verifiers
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="needs textarena==0.7.4")
-def test_three_steps_train_on_hangman_of_textarena_with_vllm(three_steps, tmp_path, monkeypatch):
-    # The corpus that the game would download.
-    (corpus := tmp_path / "nltk" / "corpora" / "words").mkdir(parents=True)
-    for name in ("README", "en", "en-basic"):
-        (corpus / name).write_text("apple\nhouse\nwater\nstone\nbread\n")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    words = ["env.dataset=verifiers", "env.name=textarena", "env.taskset={game: Hangman-v0}", "env.episodes=20"]
-    rows = three_steps([*words, "env.max_turns=12"], 4096, "]", [f"[{letter}]" for letter in ascii_uppercase])
-    # What the game gives is the whole reward, between nothing and a word that is found.
-    assert all(row["measure/game_reward"] == pytest.approx(row["reward/episode"], abs=1e-6) for row in rows)
-    assert all(0 <= row["reward/mean"] <= 1 for row in rows) and any(row["reward/mean"] > 0 for row in rows)

@@ -15,11 +15,9 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.classifier import Classifier
-from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.devices import allocate
-from grpo_rl.settings.schema import Settings
 
 TEXTS = ["yes", "no, never", "yes", "", "a much longer response than the others"]
 QUESTIONS = ["Is it?"] * 5
@@ -95,39 +93,11 @@ def test_what_is_longer_than_the_model_takes_is_cut_and_counted(tokenizer, tmp_p
 
 
 def test_any_task_can_have_a_classifier(tokenizer, tmp_path):
-    class Nothing(Task):
-        rows, reward_parts = [{}], ("own",)
-
-        def prompt(self, row):
-            return [{"role": "user", "content": "Is it?"}]
-
-        def score(self, row, response):
-            return Reward({"own": 1.0})
-
+    task = GSM8K([{"question": "Is it?", "answer": "#### 1"}], system_prompt=None)
     folder = save(tokenizer, tmp_path / "model", "llama", 1)
-    env = LLMEnv(Nothing(), tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
+    env = LLMEnv(task, tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
     env.task.place(torch.device("cpu"))
     results = env.score(0, [tokenizer(text)["input_ids"] for text in ("yes", "no")])
     expected = [0.5 * alone(folder, "Is it?", text).item() for text in ("yes", "no")]
     assert [result.parts["model"] for result in results] == pytest.approx(expected, abs=1e-5)
     assert env.metrics()["reward_model/scored"] == 2
-
-
-def plan(*words, visible=4, mode="sync"):
-    settings = Settings.read(compose_config("grpo_gsm8k", list(words)))
-    return allocate(settings, mode, visible=visible)
-
-
-@pytest.mark.nightly
-def test_a_logit_is_the_reward_of_torchrls_wrapper(tokenizer, tmp_path):
-    """Its import takes five seconds, as it brings vLLM."""
-    from tensordict import TensorDict
-    from torchrl.modules.llm import HFRewardModelWrapper
-
-    folder = save(tokenizer, tmp_path / "model", "llama", 1)
-    classifier = Classifier(name=folder)
-    (value,) = classifier(["Is it?"], ["yes"])
-    ids = torch.tensor([classifier._encode("Is it?", "yes")["input_ids"]])
-    wrapper = HFRewardModelWrapper(AutoModelForSequenceClassification.from_pretrained(folder), inference_mode=True)
-    given = TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": torch.ones_like(ids)}}, [1])
-    assert wrapper(given)["reward"].tolist() == pytest.approx([value], abs=1e-5)

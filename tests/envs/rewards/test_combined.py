@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.registry import REWARDS, Known
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
+from grpo_rl.envs.task import Messages, Reward, Task
 
 ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
 RIGHT, WRONG = "42", "41"
@@ -40,7 +39,9 @@ def words(texts) -> list[int]:
 
 
 def test_parts_are_added_under_their_names_with_their_weights():
-    task = with_rewards(GSM8K(ROWS), {"tag_count": 2.0, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}})
+    task = with_rewards(
+        GSM8K(ROWS), {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
+    )
     assert task.reward_parts == (
         "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
     )  # fmt: skip
@@ -73,27 +74,15 @@ def test_a_response_whose_scorer_failed_is_out_of_its_group():
     assert isinstance(failed, KeyError)
 
 
-def test_a_reward_that_fails_costs_its_response_only(monkeypatch):
-    def brittle(text: str) -> float:
-        if text == "7":
-            raise RuntimeError("no sevens")
-        return 1.0
-
-    monkeypatch.setitem(REWARDS, "brittle", Known(brittle))
+def test_a_reward_that_fails_costs_its_response_and_one_of_a_group_its_group_only(monkeypatch):
+    monkeypatch.setitem(REWARDS, "brittle", Known(lambda text: 1 / (len(text) - 1)))
+    together = Known(lambda texts: [1 / (len(text) - 2) for text in texts], whole_group=True)
+    monkeypatch.setitem(REWARDS, "together", together)
     task = with_rewards(GSM8K(ROWS), {"brittle": 1.0, "length": 1.0})
     good, failed, long = task.score_many([ROWS[1]] * 3, ["07", "7", "007"])
     assert good.parts["brittle"] == 1.0 and good.parts["length"] == 0.5 and long.parts["length"] == -0.5
-    assert isinstance(failed, RuntimeError) and str(failed) == "no sevens"
-    with pytest.raises(RuntimeError, match="no sevens"):
-        task.score(ROWS[1], "7")
-
-
-def test_a_group_reward_that_fails_costs_its_group_only(monkeypatch):
-    def brittle(texts: list[str]) -> list[float]:
-        return [1 / (len(text) - 2) for text in texts]
-
-    monkeypatch.setitem(REWARDS, "brittle", Known(brittle, whole_group=True))
-    task = with_rewards(GSM8K(ROWS), {"brittle": 1.0})
+    assert isinstance(failed, ZeroDivisionError)
+    task = with_rewards(GSM8K(ROWS), {"together": 1.0})
     results = task.score_many([ROWS[0], ROWS[0], ROWS[1]], ["42", "it is 42", "7"])
     assert [type(result) for result in results] == [ZeroDivisionError, ZeroDivisionError, Reward]
 
@@ -115,15 +104,6 @@ def test_right_may_be_what_accuracy_finds_even_at_weight_zero(monkeypatch):
     assert reward.parts["cosine"] > 0.99
 
 
-def test_a_row_that_accuracy_cannot_judge_is_no_wrong_response(monkeypatch):
-    def refuse(text: str, gold: str | None) -> float:
-        raise Unjudgeable("gold")
-
-    monkeypatch.setitem(REWARDS, "accuracy", Known(refuse, ("text", "gold")))
-    task = with_rewards(GSM8K(ROWS), {"accuracy": 1.0})
-    assert [type(result) for result in task.score_many(ROWS, ["42", "7"])] == [Unjudgeable, Unjudgeable]
-
-
 def test_lengths_are_counted_in_the_unit_that_is_asked_for():
     config = {"soft_overlong_punishment": {"max_len": 4, "cache": 4}, "cosine": {"max_len": 8}}
     task = with_rewards(GSM8K(ROWS), config, words)
@@ -134,24 +114,12 @@ def test_lengths_are_counted_in_the_unit_that_is_asked_for():
     assert with_rewards(GSM8K(ROWS), config, words).score(ROWS[0], "42 it is").parts["cosine"] > 0.8
 
 
-def test_tokens_are_the_tokenizers(tokenizer):
-    assert list(token_counter(tokenizer)(["", "abc", "é"])) == [0, 3, 2]  # a token a byte
-
-
 @pytest.mark.parametrize(
     ("task", "config", "message"),
     [
-        (Guess, {"cosine": 1.0}, r"env\.rewards\.cosine asks whether .* accuracy or correctness is no other part"),
         (Guess, {"cosine": {"correct": "hits"}}, r"hits is no other part of the reward, which has hit, cosine"),
-        (Guess, {"length": {"correct": "length"}}, "length is no other part"),
         (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
-        (Guess, {"soft_overlong_punishment": {"max_len": 9, "cache": 3}}, "counts tokens; .*unit=characters"),
         (GuessAgain, {"length": {"correct": "hit"}}, "compares the responses of a group; GuessAgain is scored one"),
-        (
-            lambda: Told([{}]),
-            {"length": {"correct": "agent"}},
-            "length compares the responses of a group; Told is scored one by one, so leave it out, or set env.scorer",
-        ),
     ],
 )
 def test_what_a_task_cannot_offer_is_named(task, config, message):

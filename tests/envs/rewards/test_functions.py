@@ -32,14 +32,6 @@ def module(tmp_path, monkeypatch):
     return write
 
 
-def test_a_function_is_found_by_its_name(module):
-    name = module("def longer(completion, **columns):\n    return [float(len(text)) for text in completion]\n")
-    reward = RewardFunction(f"{name}:longer", list(BATCH))
-    assert (reward.name, reward.where) == ("longer", "own_rewards:longer")
-    assert reward(BATCH, 2) == [1.0, 2.0]
-    assert pickle.loads(pickle.dumps(reward))(BATCH, 2) == [1.0, 2.0]
-
-
 def test_a_function_gets_the_columns_that_it_names():
     assert judge(lambda completion: [len(text) for text in completion]) == [1.0, 2.0]
     assert judge(lambda title, *, prompt: [title == ["T", "U"], prompt == ["a", "b"]]) == [1.0, 1.0]
@@ -47,17 +39,9 @@ def test_a_function_gets_the_columns_that_it_names():
     assert judge(lambda completion, author=None: [author is None, 0]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda completion, author: [], r"asks for author, and what it can get by name is completion, prompt, title"),
-        (lambda completion_ids, trainer_state: [], "asks for completion_ids, trainer_state"),
-        (lambda completion, /: [], "asks for completion"),
-    ],
-)
-def test_a_column_that_is_not_there_is_named_before_anything_is_scored(function, message):
-    with pytest.raises(ValueError, match=message):
-        RewardFunction(function, list(BATCH))
+def test_a_column_that_is_not_there_is_named_before_anything_is_scored():
+    with pytest.raises(ValueError, match="asks for author, and what it can get by name is completion, prompt, title"):
+        RewardFunction(lambda completion, author: [], list(BATCH))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +60,9 @@ def test_numbers_may_come_in_any_form(result):
     ("result", "message"),
     [
         ([1.0], r"returned 1 numbers for 2 responses; it must return one for each"),
-        ([1.0, 2.0, 3.0], r"returned 3 numbers for 2 responses"),
-        ([], r"returned 0 numbers for 2 responses"),
         (1.0, r"returned 1\.0; it must return a list of numbers"),
-        (None, r"returned None; it must return a list"),
         ("12", r"returned '12'; it must return a list"),
         ({"a": 1, "b": 2}, r"returned {'a': 1, 'b': 2}; it must return a list"),
-        (np.array(1.0), r"returned 1\.0; it must return a list"),
     ],
 )
 def test_a_result_of_another_form_is_an_error_that_names_the_function(result, message):
@@ -103,15 +83,6 @@ def test_what_is_no_finite_number_costs_its_response_only(value):
 def test_none_is_passed_on_as_no_number_of_this_function():
     assert judge(lambda completion: [None, 0.5]) == [None, 0.5]
     assert judge(lambda completion: (None, torch.tensor(1.0))) == [None, 1.0]
-
-
-def test_a_function_that_raises_is_named_with_what_it_raised():
-    def own(completion):
-        raise KeyError("gold")
-
-    with pytest.raises(RewardFunctionError, match="^own raised KeyError: 'gold'") as caught:
-        judge(own)
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_what_goes_wrong_in_a_function_is_one_line_with_its_file_and_line(module):
@@ -141,6 +112,7 @@ def test_parts_are_called_as_in_the_setting(module):
     found = [RewardFunction(f"{name}:{own}", list(BATCH)) for own in names]
     assert [reward.name for reward in found] == names
     assert [reward(BATCH, 2) for reward in found] == [[1.0 * n, 2.0 * n] for n in (1, 2, 3, 4, 5)]
+    assert pickle.loads(pickle.dumps(found[0]))(BATCH, 2) == [1.0, 2.0]
     with pytest.raises(ValueError, match="own_rewards:Judge is <class .*>; it must be a function, or an instance"):
         RewardFunction(f"{name}:Judge", list(BATCH))
 

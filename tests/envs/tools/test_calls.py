@@ -4,7 +4,6 @@ import json
 import time
 
 import pytest
-from hypothesis import strategies as st
 
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
@@ -39,7 +38,6 @@ def json_call(name="shout", **arguments) -> str:
     [
         # none
         ("", []),
-        ("I shout: hi", []),
         ("shouting: hi\nshout2: hi\nshout hi\nSearch: hi", []),
         ("3 < 4 and 5 > 4", []),
         ("<answer>7</answer><reasoning>x</reasoning>", []),
@@ -48,11 +46,9 @@ def json_call(name="shout", **arguments) -> str:
         ("Shout: hi", [(SHOUT, "hi")]),
         ("I think.\n  shout:hi there \nis right", [(SHOUT, "hi there")]),
         ("SHOUT:\thi: there", [(SHOUT, "hi: there")]),
-        ("Count_words: a b", [(COUNT, "a b")]),
         (json_call(text="hi"), [(SHOUT, "hi")]),
         ("I think " + json_call(text=' a "quoted" <shouted> word \u00e9\n'), [(SHOUT, 'a "quoted" <shouted> word é')]),
         ('<TOOL_CALL>{"arguments": {"text": "hi", "more": 1}, "name": "shout"}</tool_call>', [(SHOUT, "hi")]),
-        (json_call("count_words", words="a b"), [(COUNT, "a b")]),
         # several, in both forms, in their order
         ("Shout: a\nCount_words: b\n" + json_call(text="c") + "\nShout: d",
          [(SHOUT, "a"), (COUNT, "b"), (SHOUT, "c"), (SHOUT, "d")]),
@@ -70,7 +66,6 @@ def test_calls_are_found_in_both_forms(text, expected):
     ("text", "errors"),
     [
         ("Shout:", [EMPTY]),
-        ("Shout: \nhi", [EMPTY]),
         (f"Shout: {'a' * 501}", [wrong("the text has 501 characters, at most 500")]),
         (f"Shout: {'a' * 500}", [None]),
         ("Count_words:", ["Error: the call is empty. Write one as a line of its own, such as Count_words: one two"]),
@@ -79,29 +74,19 @@ def test_calls_are_found_in_both_forms(text, expected):
         ("I do <shout>hi</shout>", [NO_CALL]),
         ("[shout] hi [/shout]", [NO_CALL]),
         ("<count_words>hi</count_words>\nShout: hi", [NO_CALL, None]),
-        ("**Shout: hi**", [NO_CALL]),
         ("I will:\n- Shout: hi\n > **count_words**: hi", [NO_CALL, NO_CALL]),
         ('{"name": "shout", "arguments": {"text": "hi"}}', [NO_CALL]),
         ("I shout(hi), or [shout]", []),
-        ("- Shout it\n* not a shout: hi", []),
         (json_call(text="a" * 501), [wrong_json("the text has 501 characters, at most 500")]),
         (json_call(text="a" * 5000), [wrong_json("the call has 5046 characters, at most 2000")]),
-        (json_call(text=" "), [wrong_json("the call is empty")]),
         ("<tool_call>shout hi</tool_call>", [wrong_json("the call is not JSON")]),
-        ("<tool_call></tool_call>", [wrong_json("the call is not JSON")]),
-        ("<tool_call>{'name': 'shout'}</tool_call>", [wrong_json("the call is not JSON")]),
         (f"<tool_call>{'[' * 1900}</tool_call>", [wrong_json("the call is not JSON")]),
-        (f"<tool_call>{'[' * 100}{']' * 100}</tool_call>", [NO_NAME]),
         ("<tool_call>[1]</tool_call>", [NO_NAME]),
-        ('<tool_call>{"arguments": {}}</tool_call>', [NO_NAME]),
         ('<tool_call>{"name": 7}</tool_call>', [NO_NAME]),
         (json_call("whisper", text="hi"), [wrong_json("there is no tool 'whisper', only shout, count_words")]),
         (json_call("w" * 99), [wrong_json(f"there is no tool '{'w' * 40}', only shout, count_words")]),
-        ('<tool_call>{"name": "shout"}</tool_call>', [NO_TEXT]),
         ('<tool_call>{"name": "shout", "arguments": "hi"}</tool_call>', [NO_TEXT]),
-        (json_call(words="hi"), [NO_TEXT]),
         (json_call(text=7), [NO_TEXT]),
-        (json_call(text=None), [NO_TEXT]),
         (json_call("count_words", text="hi"),
          ['Error: "arguments" is no object with the text "words". Write one as <tool_call>{"name": "count_words", '
           '"arguments": {"words": "one two"}}</tool_call>']),
@@ -129,12 +114,6 @@ def test_a_message_has_a_bounded_number_of_calls():
 def test_a_call_is_read_as_it_is_written(form, argument):
     call = Call(SHOUT, argument or "hi")
     assert find_calls(SHOUT.written(form, argument), TOOLS) == [call]
-
-
-PIECES = st.sampled_from(
-    ["Shout: ", "shout(", "<shout>", "<tool_call>", "</tool_call>", '{"name": "shout", "arguments": {"text": "x"}}',
-     '"', "{", "}", "[", "\\", "hi", "\n", "<answer>", "</answer>", "<", ">", "\ud800", "\x00"]
-)  # fmt: skip
 
 
 @pytest.mark.cases(1)

@@ -31,6 +31,7 @@ from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.guards.test_isolation import ended
 from tests.envs.tools.plain_parser import PlainParser
 
 pytestmark = pytest.mark.slow
@@ -221,10 +222,7 @@ def test_a_start_that_hangs_is_ended_by_a_later_call_and_begun_anew(tmp_path):
         ("http://10.0.0.1/mcp", "is not on this machine"),
         ("HTTP://example.com/mcp", "is not on this machine"),
         ({"command": "x", "url": "http://localhost"}, "command, url"),
-        ({"comand": "x"}, "command, url"),
         ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
-        ({"command": "x", "timeout_s": None}, "timeout_s=None"),
-        ({"command": "x", "timeout_s": "x"}, "env.mcp: timeout_s=x"),
         ({"url": "http://localhost", "env": {"A": "b"}}, "env"),
         ("no-such-command-here", "there is no program no-such-command-here"),
     ],
@@ -251,25 +249,6 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     env.task._of["add"].close()
 
 
-def ended(pid, within_s=10.0):
-    """Tells whether the process is gone, or goes within so many seconds."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # nobody reaps orphans here
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def pid_of(env):
-    (result,) = results(env.task, ("pid", {}))
-    os.kill(int(result), 0)  # it runs
-    return int(result)
-
-
 def llm_env(task, tokenizer, **settings):
     return LLMEnv(task, tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND], **settings)
 
@@ -282,7 +261,8 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, monkeypatch, forgotten):
     env = llm_env(GSM8K([ROW]), tokenizer)
-    pid, server, task = pid_of(env), env._servers[0], env.task
+    pid, server, task = int(results(env.task, ("pid", {}))[0]), env._servers[0], env.task
+    os.kill(pid, 0)  # it runs
     waited = []
     monkeypatch.setattr(server._thread, "join", lambda seconds=None: waited.append(seconds))
     if forgotten:
