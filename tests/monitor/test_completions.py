@@ -92,10 +92,6 @@ def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
     assert sorted(p.name for p in log.path.iterdir()) == [f"part-0000000{i}.parquet" for i in range(3)]
 
 
-def test_a_run_without_completions_has_no_steps(tmp_path):
-    assert logged_steps(tmp_path) == []
-
-
 def test_half_a_character_can_be_written(tmp_path):
     log = CompletionsLog(tmp_path)
     log.log(0, [rows()[0] | {"completion": "broken \ud83d"}])

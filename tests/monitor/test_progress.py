@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
+from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -68,25 +67,6 @@ def test_a_log_file_gets_one_line_a_step_however_long():
     assert lines[0].endswith("30.0 s/step, ETA 4:30") and lines[1].endswith("10.0 s/step, ETA 1:20")
 
 
-def test_the_eta_counts_from_where_a_run_was_resumed():
-    clock = Clock()
-    progress = Progress(10, console(terminal=False), first_step=6, clock=clock)
-    assert progress.eta_s is None
-    clock.now += 5
-    progress.update(7, METRICS)
-    assert progress.eta_s == 15.0
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_live_view_fits_its_terminal(width):
-    screen = console(width)
-    with Progress(10, screen) as progress:
-        progress.update(0, {"eval/reward": 0.5})
-        for step in range(1, 4):
-            progress.update(step, METRICS, sample="数" * 300)
-    assert max(cell_len(line) for line in last_frame(screen)) < width
-
-
 def test_the_live_view_shows_what_a_person_watches_for():
     screen = console()
     with Progress(2, screen) as progress:
@@ -131,14 +111,6 @@ def test_no_note_shows_a_secret(monkeypatch):
     assert recorded == ["the agent failed: password=***, bad ***"] and recorded[0] in screen.file.getvalue()
 
 
-def test_a_long_sample_is_cut_to_a_few_rows():
-    screen = console()
-    with Progress(1, screen) as progress:
-        progress.update(1, {}, sample="\n".join(f"line {i}" for i in range(50)))
-    frame = "\n".join(last_frame(screen))
-    assert "line 3" in frame and "…" in frame and "line 4" not in frame
-
-
 def test_the_view_is_left_as_it_was_when_the_run_fails():
     screen = console()
     with pytest.raises(RuntimeError), Progress(5, screen) as progress:
@@ -147,14 +119,6 @@ def test_the_view_is_left_as_it_was_when_the_run_fails():
         raise RuntimeError
     frame = "\n".join(last_frame(screen))
     assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
-
-
-def test_a_sparkline_spans_least_to_greatest():
-    assert sparkline([-1.0, 6.0]) == "▁█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
-    assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
 
 
 def print_summary(summary, **paths) -> str:

@@ -51,15 +51,9 @@ def test_the_number_of_steps_is_that_of_a_run_counted_response_by_response():
             assert sizes.steps_for(responses, prompts=3) == steps, (changes, responses)
 
 
-@pytest.mark.parametrize("changes", [[(0, 4)], [(3, 1)]])
-def test_a_group_of_one_and_a_step_before_the_first_are_refused(changes):
-    with pytest.raises(ValueError, match="train.repeats_schedule has a group size of"):
-        GroupSizes(8, changes)
-
-
-@pytest.mark.parametrize("pair", [4, [3], [3, 4, 5], [3, "4"], [3, 4.5]])
-def test_what_is_no_pair_is_refused(pair):
-    with pytest.raises(ValueError, match="train.repeats_schedule has .*; give pairs"):
+@pytest.mark.parametrize("pair", [[3], [3, 1]])
+def test_what_is_no_pair_and_a_group_of_one_are_refused(pair):
+    with pytest.raises(ValueError, match="train.repeats_schedule has"):
         GroupSizes(8, [pair])
 
 
@@ -85,15 +79,6 @@ def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
         assert not rule.is_due(reward)
     resumed.rewards = list(rule.rewards)
     assert rule.is_due(0.5) and resumed.is_due(0.5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"when": "often"}, r"ref_model\.refresh=often"), ({"steps": 0}, r"ref_model\.refresh_steps=0")],
-)
-def test_a_wrong_setting_of_the_refresh_is_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RefreshRule(**settings)
 
 
 # ---- all of one run ----
