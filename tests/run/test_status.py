@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from grpo_rl.cli import main
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report.files import SUMMARY
-from grpo_rl.run import claim, status
+from grpo_rl.run import claim
 from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
@@ -58,10 +57,6 @@ def ask(run, capsys, *options):
     return code, capsys.readouterr().out.rstrip("\n")
 
 
-def test_files_have_the_names_that_runs_give_them():
-    assert (status.METRICS, status.SUMMARY, status.MODEL) == (METRICS_FILE, SUMMARY, claim.MODEL)
-
-
 def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would_obey(tmp_path, capsys):
     held = {"pid": 1, "host": "\x1b[2J\x1b]0;title\x07n1\u202e", "since": "api_key=abc"}
     (tmp_path / LOCK).write_text(json.dumps(held))
@@ -93,20 +88,6 @@ def test_a_run_that_was_killed_is_dead_and_one_that_ended_is_stopped_or_finished
     assert ask(run, capsys)[0] == 1, "its model is not written yet"
     (run / claim.MODEL).mkdir()
     assert ask(run, capsys) == (0, "Finished: step 7, 90 s ago.")
-
-
-def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
-    (run / LOCK).write_text(json.dumps({"pid": 12, "host": "node7", "since": "2026-11-23 12:00:00+00:00"}))
-    code, said = ask(run, capsys)
-    assert (code, said) == (
-        0,
-        f"Perhaps alive, as process 12 on node7: step 7, 90 s ago. Ask there: grpo-rl status {run}.",
-    )
-
-
-def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run, capsys):
-    (run / LOCK).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026"}))
-    assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
 
 
 def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
