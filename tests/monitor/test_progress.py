@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -10,8 +9,6 @@ from rich.console import Console
 
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.storage.printable import printable
-
-ROOT = Path(__file__).parents[2]
 
 METRICS = {
     "reward/mean": 1.25,
@@ -146,29 +143,6 @@ def test_the_summary_says_what_was_gained_and_where_it_lies():
     assert "40 in 8:32" in text
     # Folded over two rows, no character of it lost.
     assert "".join(c for c in text if c not in " │\n").count(path) == 1
-
-
-@pytest.mark.nightly
-def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
-    """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from grpo_rl.monitor.progress import Progress
-with Progress(2) as progress:
-    progress.phase("sample")
-    progress.note("Resumed")
-    progress.update(1, {{"reward/mean": 0.5}}, sample="text")
-    progress.update(2, {{"reward/mean": 0.75}})
-"""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = notebook.cells[0].outputs
-    assert {output["output_type"] for output in outputs} == {"stream"}
-    lines = "".join(output["text"] for output in outputs if output["name"] == "stdout").splitlines()
-    assert [line[20:34] for line in lines] == ["Resumed", "step 1/2 · rew", "step 2/2 · rew"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -10,7 +10,6 @@ import pytest
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.token_log import SCHEMA
 from grpo_rl.report import page as pages
@@ -43,7 +42,7 @@ def response(group_id, reward, text, **more):
 def url(tmp_path_factory):
     """A run of two steps of two groups: rewards 1, 3, 2 in the first, all 0.5 in the second."""
     run = tmp_path_factory.mktemp("run")
-    metrics, completions, sampling = MetricsLog(run), CompletionsLog(run), SamplingLog(run)
+    metrics, completions = MetricsLog(run), CompletionsLog(run)
     ends = [len(SAID[0]), len(SAID[0]) + len(SAID[1]), sum(map(len, SAID))]
     for step in (1, 2):
         first, second = 2 * step, 2 * step + 1
@@ -53,10 +52,7 @@ def url(tmp_path_factory):
         ]
         rows += [response(second, 0.5, HOSTILE, truncated=True), response(second, 0.5, "".join(SAID), turn_ends=ends)]
         completions.log(step, rows)
-        numbers = {"time/sample_s": 4.0, "time/train_s": 5.0, "time/sync_s": 0.5, "time/other_s": 0.5}
-        metrics.log(
-            step, numbers | {"time/at_s": 12.0 * step, "reward/mean": 1.0, "staleness/mean": 0.25, "staleness/max": 1.0}
-        )
+        metrics.log(step, {"reward/mean": 1.0})
         texts = [" four", HOSTILE, "\n", "<|end|>"]
         tokens = [
             {
@@ -76,8 +72,6 @@ def url(tmp_path_factory):
             for i, text in enumerate(texts)
         ]
         StepParts(run / TOKENS_FOLDER).write(step, pa.Table.from_pylist(tokens, schema=SCHEMA))
-        sampled = {"engine": "engine 0", "group_id": first, "policy_version": 0, "begun_s": 2.0, "ended_s": 5.0}
-        sampling.write(step, [sampled])
     for step, rewards in ((0, [0.0, 1.0]), (2, [3.0, 1.0])):
         evaluation = SimpleNamespace(
             rewards=rewards,

@@ -222,20 +222,6 @@ def test_a_checkpoint_of_elsewhere_takes_no_other_runs_folder_and_the_same_comma
             claimed(str(backup), tmp_path)
 
 
-def test_auto_leaves_a_finished_run_that_keeps_no_checkpoint_as_it_is(tmp_path):
-    run = tmp_path / "day" / "run"
-    run.mkdir(parents=True)
-    FolderLock(run).close()
-    (run / "config.yaml").write_text("optimizer:\n  lr: 1.0e-03\n")
-    of_this = {"optimizer": {"lr": 1e-3}}
-    assert not claimed("auto", tmp_path, of_this).over
-    (run / "summary.json").write_text('{"finished": true}')
-    (run / "model").mkdir()
-    over = claimed("auto", tmp_path, of_this)
-    assert over.over and over.folder == run and "is finished" in over.notes[0]
-    assert not claimed("auto", tmp_path, {"optimizer": {"lr": 1e-4}}).over
-
-
 def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
     broken = tmp_path / "checkpoint_000001.pt"
     broken.write_bytes(b"rubbish")
