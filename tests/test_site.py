@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.cli import COMMANDS
-from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "sota" / "README.md", *sorted(DOCS.glob("*.md"))]
 LINE = re.compile(r"`([^`\n]+)`")
-
-
-@pytest.fixture(scope="module")
-def run(tiny_run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site") / "run"
-    return run_script(ROOT / "sota" / "grpo.py", tiny_run, folder)
-
-
-def block(page: str, name: str) -> str:
-    """The Python block of a page behind the comment with its name."""
-    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    return found
 
 
 def commands() -> list[tuple[str, str]]:
@@ -94,12 +81,13 @@ def test_commands_of_the_docs_exist():
     assert known and not known - {*COMMANDS, "train"}
 
 
-def test_the_page_on_metrics_has_every_metric_of_a_run(run):
+def test_the_page_on_metrics_has_every_metric_of_a_run():
     text = (DOCS / "metrics.md").read_text()
     named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>@]+)`", text)]
     families = re.compile("|".join(f"(?:{name})" for name in named))
-    missing = {name for row in read_metrics(run) for name in row if not families.fullmatch(name)}
-    assert not missing - {"step"} - quantiles(missing)
+    logged = json.loads((ROOT / "tests" / "report" / "metric_names.json").read_text())  # those of tests/run/test_run.py
+    missing = {name for names in logged.values() for name in names if not families.fullmatch(name)}
+    assert not missing - quantiles(missing)
 
 
 def quantiles(names: set[str]) -> set[str]:

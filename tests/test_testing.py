@@ -87,21 +87,6 @@ def test_a_broken_promise_is_named(task, error, message):
         check_task(task())
 
 
-def test_the_documentations_tool_task_is_checked_as_it_is_printed_there(tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
-    page = DOCS.with_name("tools.md")
-    task, *blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    (tmp_path / "my_tools.py").write_text(task)
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict = {}
-    exec(compile("\n".join(blocks), str(page), "exec"), names)  # our own page, not data
-    monkeypatch.delitem(sys.modules, "my_tools")
-    env = names["make_env"](names["Weeks"]([{"weeks": 2}]), AutoTokenizer.from_pretrained(save_tiny_model(tmp_path)))
-    text, calls = env.read_turn(env.tokenizer(names["call"])["input_ids"])
-    said = {"role": "assistant", "content": text, "tool_calls": calls}
-    assert [result["content"] for result in env.task.reply({"weeks": 2}, [said])] == ["14"]
-
-
 def test_the_documentations_task_is_checked_as_it_is_printed_there(tmp_path, monkeypatch):
     task, *blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert len([line for line in task.split("class ")[1].splitlines() if line.strip()]) <= 20

@@ -44,18 +44,6 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
 
 
 @pytest.mark.nightly
-def test_with_overrides_the_config_is_checked_against_the_clusters_devices(two_nodes, capsys, tiny_run, tmp_path):
-    words = ["doctor", "--ray", two_nodes.address, "--nodes", "2", "--quick", f"hydra.run.dir={tmp_path / 'run'}"]
-    words += [*tiny_run, "inference_model.engine=vllm", "train_model.parallel=ddp", "train_model.num_devices=4"]
-    assert main(words) == 1
-    out = capsys.readouterr().out
-    assert re.findall("^FIX +(.*?)  +(.*)$", out, re.MULTILINE) == [
-        ("devices", "train 4 + inference 1 = 5 processes, 3 CPU cores there; lower train_model.num_devices")
-    ]
-    assert "OK    dataset" in out and "OK    clock" in out and "To fix: devices (" in out
-
-
-@pytest.mark.nightly
 def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_path):
     def fails(number):
         if number == 1:
@@ -91,33 +79,6 @@ def test_clocks_that_differ_are_told(monkeypatch, there, told):
     assert [(f.kind, f.text.startswith(text)) for f, (_, text) in zip(found, told, strict=True)] == [
         (kind, True) for kind, _ in told
     ]
-
-
-def test_nodes_that_cant_sum_are_named(monkeypatch):
-    alive = [Node(name, f"10.0.0.{i}", name, {}) for i, name in enumerate("abc")]
-    answers = iter([[1234], [0.5, RuntimeError("connect() timed out"), 0.5]])
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: next(answers))
-    found = nodes._sum(alive, 5.0)
-    assert found.kind == "FIX" and found.text.startswith("1 of 3 could not sum a tensor; b: RuntimeError: connect()")
-
-
-PACKAGES = dict.fromkeys(nodes.PACKAGES, "1.0")
-
-
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        ((PACKAGES | {"torch": "2.0"}, True, []), "b has torch 2.0, and a 1.0; all nodes need the same environment"),
-        ((PACKAGES, False, []), "b can't see .*run, where the run writes"),
-        (TimeoutError("no result within 5 s"), "b did not look at its packages"),
-    ],
-)
-def test_a_node_that_differs_or_sees_no_folder_is_refused(monkeypatch, tmp_path, answer, told):
-    alive = [Node(name, "10.0.0.1", name, {}) for name in "ab"]
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: [(PACKAGES, True, []), answer])
-    with pytest.raises(ValueError, match=f"^{told}"):
-        nodes.node_findings(alive, Case(None, tmp_path), tmp_path / "run", 5.0)
-    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.nightly

@@ -134,14 +134,8 @@ def test_a_comparison_is_by_rows_with_a_verdict_in_words():
     ("words", "message"),
     [
         (["m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k"),
-        (["tasks=[gsm8k]"], "0 models are given"),
-        (
-            ["m", "tasks=[gsm8k]", "sampling.temperature=0.2"],
-            "an evaluation has its own setting for this, temperature=",
-        ),
         (["http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"], "127.0.0.1:9"),
         (["--compare", "no/such", "other"], "no/such can't be read"),
-        (["--compare", "a", "b", "tasks=[gsm8k]"], "--compare takes two evaluations alone"),
         (["http://127.0.0.1:9/v1", "tasks=[calculator]", "path.calculator=arithmetic", "served=x"], "several turns"),
     ],
 )

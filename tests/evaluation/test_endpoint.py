@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.envs.agent import Told
-from grpo_rl.evaluation import sources
 from grpo_rl.evaluation.endpoint import Endpoint, EndpointError
-from grpo_rl.evaluation.sources import ServedSource
 
 SAMPLING = Sampling(temperature=0.5, max_new_tokens=7, stop=("END",))
 
@@ -97,11 +92,3 @@ def test_the_served_model_has_to_be_named_where_there_are_several(server):
     server.models = ["a", "b"]
     with pytest.raises(ValueError, match="serves a, b; choose one with served=NAME"):
         Endpoint(server.url)
-
-
-def test_an_endpoint_is_not_asked_for_sessions_of_an_agent(monkeypatch):
-    settings = SimpleNamespace(env=SimpleNamespace(score_timeout_s=1.0, max_failed_fraction=0.1))
-    monkeypatch.setattr(sources, "make_eval_env", lambda *_: Told([{}]))
-    endpoint = Endpoint("http://127.0.0.1:9/v1", served="tiny")
-    with pytest.raises(ValueError, match=r"an agent of tasks=\[agent\] calls an engine that is started here"):
-        ServedSource(endpoint, {"agent": cast(Any, settings)}, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-collect_ignore = ["kill_points.py", "kills.py", "kills_ray.py", "outcome.py", "starts.py", "torn.py"]
+collect_ignore = ["kill_points.py", "kills.py", "outcome.py", "starts.py", "torn.py"]
 """The scripts, which have no doctests and can't be imported without their folder."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from starts import GROUPS, STEPS
 
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
@@ -39,22 +40,17 @@ def began_wrongly(said: str, status: int, newest: int | None) -> str | None:
     return None
 
 
-def counted(run: Path, steps: int, groups: int) -> tuple[list[str], list[str]]:
-    """Losses and doublings among the steps and the groups that a run trains on.
-
-    Args:
-        steps: of the run.
-        groups: of a step.
-    """
+def counted(run: Path) -> tuple[list[str], list[str]]:
+    """Losses and doublings among the steps and the groups that a run trains on."""
     rows = [row for row in read_metrics(run) if "reward/mean" in row]
     lineage = pq.read_table(run / "tokens.parquet", columns=["step", "group_id", "epoch"]).to_pylist()
     trained = {(row["step"], row["group_id"], row["epoch"]) for row in lineage}
     stored = [group for step in logged_steps(run) for group in {row["group_id"] for row in read_step(run, step)}]
     lost, doubled = [], []
     for what, found, expected in (
-        ("step", [row["step"] for row in rows], range(1, steps + 1)),
-        ("group of the lineage", [group for _, group, _ in trained], range(groups * steps)),
-        ("group of the completions", stored, range(groups * steps)),
+        ("step", [row["step"] for row in rows], range(1, STEPS + 1)),
+        ("group of the lineage", [group for _, group, _ in trained], range(GROUPS * STEPS)),
+        ("group of the completions", stored, range(GROUPS * STEPS)),
     ):
         counts = Counter(found)
         lost += [f"{what} {i}" for i in expected if not counts[i]]
@@ -140,3 +136,9 @@ def differences(folder: Path, whole: Path, exact: bool = True) -> list[str]:
     """The differences of a finished run from the undisturbed one."""
     views = EXACT if exact else SAMPLED_ALIKE
     return [f"{name} differs" for name, view in views.items() if not same(view(folder), view(whole))]
+
+
+def compared(folder: Path, whole: Path, exact: bool = True) -> dict[str, list[str]]:
+    """What a finished run has lost, has twice and has different from the undisturbed one."""
+    lost, doubled = counted(folder)
+    return {"lost": lost, "doubled": doubled, "different": differences(folder, whole, exact)}

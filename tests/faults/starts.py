@@ -12,6 +12,7 @@ import copy
 import functools
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -90,6 +91,19 @@ def overrides(mode: Mode, folder: Path) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def working_in(work: Path, stays: bool = False) -> Iterator[None]:
+    """Has runs started in the folder, which is removed in the end unless it stays."""
+    # Rates measured beside kills are none for the user's runs; threads of Rust's would not survive a fork.
+    os.environ |= {"GRPO_RL_CACHE": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    os.chdir(work)
+    try:
+        yield
+    finally:
+        if not stays:
+            shutil.rmtree(work, ignore_errors=True)
+
+
 def warm(modes: list[Mode], work: Path) -> None:
     """Has a run of each mode in this process: its forks then have what a run imports, caches and computes once."""
     import gc
@@ -119,6 +133,15 @@ def _read_configs_once() -> None:
     FileConfigSource.load_config = lambda self, path: copy.deepcopy(read(self, path))
     FileConfigSource.__hash__ = lambda self: hash(self.path)
     FileConfigSource.__eq__ = lambda self, other: self.path == other.path
+
+
+def undisturbed(mode: Mode, work: Path, *more: str) -> tuple[Path, Start]:
+    """A run that nobody disturbs, and its points."""
+    whole = work / f"whole {mode.name}"
+    done = start(mode, [*overrides(mode, work), *more], whole)
+    if done.status:
+        raise RuntimeError(f"the undisturbed run of {mode.name} failed: {done.said[-3000:]}")
+    return whole, done
 
 
 def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = None, rank: int = 0) -> Start:
@@ -220,7 +243,6 @@ class ScriptedMember:
         self.weights: dict[str, torch.Tensor] = {}
 
     def submit(self, method: str, *arguments: object) -> Future:
-        """See `grpo_rl.weights.remote.EngineControl.submit`."""
         call: Future = Future()
         try:
             call.set_result(getattr(self, method)(*arguments))
@@ -234,7 +256,6 @@ class ScriptedMember:
     def abandon_weight_update(self) -> None: ...
 
     def update_weights(self, bucket: dict) -> None:
-        """Takes a bucket out of shared memory."""
         import torch
 
         memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
@@ -243,15 +264,12 @@ class ScriptedMember:
             whole.view(-1)[first : first + count] = memory[at : at + 2 * count].view(self.dtype)
 
     def finish_weight_update(self, version: str) -> None:
-        """See `grpo_rl.engines.vllm.asynchronous`."""
         self.version = int(version)
 
     def weight_version(self) -> int:
-        """The version of the weights."""
         return self.version
 
     def fingerprints(self, shapes: dict) -> dict:
-        """The fingerprint of each weight."""
         from grpo_rl.engines.fingerprint import fingerprint
 
         return {name: fingerprint(self.weights[name]) for name in shapes}

@@ -30,11 +30,11 @@ def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken(ea
 
 def test_each_damage_changes_what_it_says(script):
     torn, rng, content = script("torn"), random.Random(0), bytes(range(1, 200)) * 100
-    flipped = torn.flip(content, rng, b"")
+    flipped = torn.flip(content, rng)
     assert sum((a ^ b).bit_count() for a, b in zip(content, flipped, strict=True)) == 1
-    zeros = torn.zeros(content, rng, b"")
+    zeros = torn.zeros(content, rng)
     assert len(zeros) == len(content) and zeros.count(0) == torn.PAGE
-    assert content.startswith(cut := torn.cut(content, rng, b"")) and len(cut) < len(content)
+    assert content.startswith(cut := torn.DAMAGES["cut off"](content, rng, b"")) and len(cut) < len(content)
 
 
 def test_a_steps_metrics_end_after_its_row_and_not_after_an_evaluation(script):

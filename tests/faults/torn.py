@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
-import os
 import random
 import shutil
 import sys
@@ -23,45 +23,32 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from starts import MODES, STEPS, overrides, start, warm
+from starts import MODES, STEPS, overrides, start, undisturbed, warm, working_in
 
 PAGE = 4096
 
 
-def cut(content: bytes, rng: random.Random, _: bytes) -> bytes:
-    """The content's beginning."""
-    return content[: rng.randrange(len(content))]
-
-
-def flip(content: bytes, rng: random.Random, _: bytes) -> bytes:
+def flip(content: bytes, rng: random.Random) -> bytes:
     """The content with a bit flipped."""
     at = rng.randrange(len(content))
     return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
 
 
-def zeros(content: bytes, rng: random.Random, _: bytes) -> bytes:
+def zeros(content: bytes, rng: random.Random) -> bytes:
     """The content with a page full of zeros."""
     at = rng.randrange(0, len(content), PAGE)
     page = content[at : at + PAGE]
     return content[:at] + bytes(len(page)) + content[at + len(page) :]
 
 
-def older(content: bytes, rng: random.Random, before: bytes) -> bytes:
-    """The content of the file a step before, there or beside it."""
-    return before
-
-
-def gone(content: bytes, rng: random.Random, _: bytes) -> None:
-    """None: the file is missing."""
-
-
-DAMAGES: dict[str, Callable[..., bytes | None]] = {
-    "cut off": cut,
-    "bit flipped": flip,
-    "page of zeros": zeros,
-    "missing": gone,
-    "an older one": older,
+DAMAGES: dict[str, Callable[[bytes, random.Random, bytes], bytes | None]] = {
+    "cut off": lambda content, rng, before: content[: rng.randrange(len(content))],
+    "bit flipped": lambda content, rng, before: flip(content, rng),
+    "page of zeros": lambda content, rng, before: zeros(content, rng),
+    "missing": lambda content, rng, before: None,
+    "an older one": lambda content, rng, before: before,
 }
+"""Each damage of a file's content, given that of the file a step before."""
 KINDS = ("checkpoint", "shards", "metrics", "log", "evaluation")
 LOST = ("cut off", "missing")
 """The damages that logs and evaluations are looked for: they carry no digest."""
@@ -74,15 +61,10 @@ class Runs:
         self.work = work
         self.folders: dict[str, Path] = {}
         for name in ("sync", "two ranks"):
-            folder = work / f"three {name}"
-            done = start(MODES[name], [*overrides(MODES[name], work), "train.keep_checkpoints=0"], folder)
-            if done.status:
-                raise RuntimeError(f"the undisturbed run of {name} failed: {done.said[-3000:]}")
-            whole = work / f"whole {name}"
-            shutil.copytree(folder, whole)
-            (folder / "summary.json").unlink()  # something is left to do
-            shutil.rmtree(folder / "model")
-            self.folders[name] = folder
+            whole, _ = undisturbed(MODES[name], work, "train.keep_checkpoints=0")
+            self.folders[name] = shutil.copytree(whole, work / f"three {name}")
+            (self.folders[name] / "summary.json").unlink()  # something is left to do
+            shutil.rmtree(self.folders[name] / "model")
 
     def files(self, kind: str) -> tuple[Path, list[tuple[str, str | None]]]:
         """The run that has files of a kind, and these, each with the one of a step before."""
@@ -141,11 +123,7 @@ def damage(runs: Runs, kind: str, how: str, rng: random.Random, to: Path) -> tup
 
 
 def open_again(run: Path) -> tuple[int | None, str]:
-    """Opens a run's folder as a resumed run does; the step that it goes on from, None where it refuses; what it said.
-
-    Raises:
-        AssertionError: what it takes is not what was written.
-    """
+    """Opens a run's folder as a resumed run does; the step that it goes on from, None if refused; what it said."""
     from grpo_rl.run.folder import Room, RunFolder
     from grpo_rl.settings.sections import Train
     from grpo_rl.storage import checkpoint_file
@@ -212,8 +190,7 @@ def torn(runs: Runs, count: int, seed: int, finish_every: int = 0) -> tuple[Coun
     Args:
         finish_every: every so many are started and compared with the undisturbed run; 0: none.
     """
-    from outcome import counted, differences
-    from starts import GROUPS
+    from outcome import compared
 
     rng, done, wrong = random.Random(seed), Counter(), []
     cases = [(kind, how) for kind in KINDS for how in DAMAGES if kind in ("checkpoint", "shards") or how in LOST]
@@ -229,8 +206,7 @@ def torn(runs: Runs, count: int, seed: int, finish_every: int = 0) -> tuple[Coun
             if ended.status:
                 fault = ended.said[-2000:]
             else:
-                lost, doubled = counted(to, STEPS, GROUPS)
-                fault = "; ".join([*lost, *doubled, *differences(to, runs.work / "whole sync")])
+                fault = "; ".join(itertools.chain(*compared(to, runs.work / "whole sync").values()))
         else:
             fault = judge(runs, kind, how, to, expected, name)
         if fault:
@@ -247,14 +223,10 @@ def main() -> int:
     parser.add_argument("--finish-every", type=int, default=37, help="finishes every so many; 0: none")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="torn_")).resolve()
-    os.environ |= {"GRPO_RL_CACHE": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    os.chdir(work)
     begun = time.monotonic()
-    try:
+    with working_in(work):
         warm([MODES["sync"]], work)
         done, wrong = torn(Runs(work), options.count, options.seed, options.finish_every)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     print(f"| file | {' | '.join(DAMAGES)} |")
     print("| --- " * (1 + len(DAMAGES)) + "|")
     for kind in KINDS:

@@ -73,11 +73,7 @@ def raised_by_us(error: Exception) -> bool:
 
 
 def run(target: Target, data: Any, folder: Path) -> None:
-    """One input through a target.
-
-    Raises:
-        Broken: it raised another error, took too long, or code of the input may have run.
-    """
+    """One input through a target."""
     argument, error, result = target.prepare(data, folder), None, None
     begun = target.clock()
     with canaries.watched() if target.watched else nullcontext([]) as seen:

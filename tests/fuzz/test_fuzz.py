@@ -103,6 +103,3 @@ def test_another_error_than_the_documented_one_is_told(tmp_path, canary):
     fuzz_targets.run(target_of(read_yaml, ValueError), "[", tmp_path)
     with pytest.raises(fuzz_targets.Broken, match="UnicodeDecodeError"):
         fuzz_targets.run(target_of(lambda text: b"\xff".decode(), ValueError), "x", tmp_path)
-
-
-# ---- make fuzz ----

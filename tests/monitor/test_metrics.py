@@ -37,12 +37,6 @@ def test_lengths_are_of_what_the_policy_sampled_without_the_tokens_of_tools():
     assert metrics["response/mean_length"] == metrics["response/max_length"] == 2.0
 
 
-def test_each_part_of_the_reward_has_its_own_mean():
-    parts = {"correct": torch.tensor([2.0, 0.0]), "format": torch.tensor([0.5, 0.5])}
-    metrics = reward_metrics([group([1, 1], [2.5, 0.5], reward_parts=parts)])
-    assert (metrics["reward/correct"], metrics["reward/format"]) == (1.0, 0.5)
-
-
 def test_a_parts_mean_and_quantiles_are_over_the_responses_that_have_it():
     parts = {"code": torch.tensor([torch.nan, 0.0, 1.0, torch.nan])}
     metrics = reward_metrics([group([1] * 4, [0.0, 0.0, 1.0, 0.0], reward_parts=parts), group([1], [0.0])])
@@ -114,11 +108,6 @@ def test_staleness_is_over_tokens_that_the_policy_chose():
     assert "staleness/mean" not in reward_metrics([stale])
 
 
-def test_no_groups_is_an_error_that_says_why():
-    with pytest.raises(ValueError, match="dropped"):
-        reward_metrics([])
-
-
 def strict_lines(path) -> list[dict]:
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
@@ -182,14 +171,10 @@ def test_a_torn_last_line_is_not_read_and_never_continued(tmp_path):
     ("line", "what"),
     [
         (b"nonsense", "is not one of metrics"),
-        (b"\x00\xff\xfe", "is not one of metrics"),
         (b'{"step": 2, "rew', "is not one of metrics"),  # torn in the middle of the file
         (b"[2]", "is not one of metrics (it is list, not an object)"),
-        (b"2", "is not one of metrics"),
         (b'{"lr": 0.1}', "has no step"),
-        (b'{"step": "two"}', "step is 'two'"),
         (b'{"step": 2, "lr": {}}', "lr is {}"),
-        (b'{"step": 2, "lr": null}', "lr is None"),
     ],
 )
 def test_a_line_that_is_not_one_of_metrics_is_named_with_the_remedy(tmp_path, line, what):

@@ -39,7 +39,7 @@ def browser():
         browser.close()
 
 
-def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: str = "") -> Path:
+def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
     """A run folder as a quickstart leaves it: a small model that learns the format first and the sums later."""
     rng = random.Random(0)
     metrics, completions = MetricsLog(run_dir), CompletionsLog(run_dir)
@@ -54,7 +54,6 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
         learned = 1 / (1 + math.exp(-(step - 14) / 5))
         correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
         style = 0.2 + 0.75 * (1 - math.exp(-step / 6)) + rng.gauss(0, 0.03)
-        sample_s, train_s = 4.2 + rng.random(), 6.5 + rng.random()
         metrics.log(
             step,
             dict.fromkeys(NAMES["step"], 0.5)
@@ -62,41 +61,12 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
                 "total/trained_tokens": 9000.0 * step,
                 "time/at_s": 16.0 * step,
                 "reward/mean": correct + style,
-                "reward/std": 0.8 - 0.4 * learned,
                 "reward/correctness": correct,
                 "reward/reasoning_format": style / 2,
-                "reward/answer_format": style / 2,
-                "reward/zero_std_fraction": 0.5 * abs(learned - 0.4),
-                "advantage/mean": 0.0,
-                "advantage/std": 0.93,
                 "kl/ref": 0.03 * learned + 0.002 * rng.random(),
-                "kl/sampler": 0.002 + 0.0004 * rng.random(),
-                "entropy": 1.4 - 0.8 * learned + rng.gauss(0, 0.03),
-                "loss/total": rng.gauss(0, 0.01),
-                "loss/objective": rng.gauss(0, 0.01),
-                "loss/kl": 0.001 * learned,
-                "clip/low_fraction": 0.0,
-                "clip/high_fraction": 0.004 * rng.random(),
-                "ess": 0.99,
-                "lr": 5e-5 * min(1, step / 4),
                 "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
-                "response/mean_length": 62 - 20 * learned + rng.gauss(0, 2),
-                "response/max_length": 96.0,
-                "response/truncated_fraction": max(0.3 - 0.3 * learned + rng.gauss(0, 0.02), 0),
                 "staleness/mean": 0.0,
                 "staleness/max": 0.0,
-                "mismatch/mean": 0.038 + rng.gauss(0, 0.002),
-                "mismatch/max": 0.9 + rng.random() / 2,
-                "throughput/sample_tokens_per_s": 2100 / sample_s,
-                "throughput/train_tokens_per_s": 9000 / train_s,
-                "time/sample_s": sample_s,
-                "time/train_s": train_s,
-                "time/score_s": 1.9 + rng.random() / 4,
-                "time/sync_s": 0.3,
-                "time/other_s": 0.4,
-                "limit_fraction": 5.0 / (sample_s + train_s + 2.5),
-                "limit_fraction/sample": 1.2 / sample_s,
-                "limit_fraction/train": 3.7 / train_s,
             },
         )
         if evaluated and step % 10 == 0:
@@ -112,7 +82,7 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
                     "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final "
                     "number inside <answer> and </answer>.\n"
                     "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
-                    "completion": hostile or (tagged if learned > 0.5 else bare),
+                    "completion": tagged if learned > 0.5 else bare,
                     "answer": "7",
                     "reward": 3.0 if learned > 0.5 else 2.0,
                     "reward_correctness": 2.0,

@@ -10,7 +10,6 @@ import pytest
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.token_log import SCHEMA
 from grpo_rl.report import page as pages
@@ -43,7 +42,7 @@ def response(group_id, reward, text, **more):
 def url(tmp_path_factory):
     """A run of two steps of two groups: rewards 1, 3, 2 in the first, all 0.5 in the second."""
     run = tmp_path_factory.mktemp("run")
-    metrics, completions, sampling = MetricsLog(run), CompletionsLog(run), SamplingLog(run)
+    metrics, completions = MetricsLog(run), CompletionsLog(run)
     ends = [len(SAID[0]), len(SAID[0]) + len(SAID[1]), sum(map(len, SAID))]
     for step in (1, 2):
         first, second = 2 * step, 2 * step + 1
@@ -53,10 +52,7 @@ def url(tmp_path_factory):
         ]
         rows += [response(second, 0.5, HOSTILE, truncated=True), response(second, 0.5, "".join(SAID), turn_ends=ends)]
         completions.log(step, rows)
-        numbers = {"time/sample_s": 4.0, "time/train_s": 5.0, "time/sync_s": 0.5, "time/other_s": 0.5}
-        metrics.log(
-            step, numbers | {"time/at_s": 12.0 * step, "reward/mean": 1.0, "staleness/mean": 0.25, "staleness/max": 1.0}
-        )
+        metrics.log(step, {"reward/mean": 1.0})
         texts = [" four", HOSTILE, "\n", "<|end|>"]
         tokens = [
             {
@@ -76,8 +72,6 @@ def url(tmp_path_factory):
             for i, text in enumerate(texts)
         ]
         StepParts(run / TOKENS_FOLDER).write(step, pa.Table.from_pylist(tokens, schema=SCHEMA))
-        sampled = {"engine": "engine 0", "group_id": first, "policy_version": 0, "begun_s": 2.0, "ended_s": 5.0}
-        sampling.write(step, [sampled])
     for step, rewards in ((0, [0.0, 1.0]), (2, [3.0, 1.0])):
         evaluation = SimpleNamespace(
             rewards=rewards,
@@ -105,10 +99,6 @@ def tab(browser, url):
     context.close()
 
 
-def titles(tab):
-    return tab.locator("#responses article.response h3").all_inner_texts()
-
-
 def test_hostile_texts_are_shown_as_text(tab):
     shown = HOSTILE.replace("\x1b[2J\u202e", "")  # what moves a cursor or turns text around is left out
     assert tab.locator("#responses .prompt pre").inner_text() == f"Prompt of row 2 {shown}"
@@ -116,24 +106,6 @@ def test_hostile_texts_are_shown_as_text(tab):
     assert shown in tab.locator("#held_out").inner_text() and shown in tab.locator("#tokens .strip").inner_text()
     tab.get_by_label("Search in texts").fill("<img")
     assert "<img" in tab.locator("#responses mark").first.inner_text()
-
-
-def test_filters_leave_what_matches(tab):
-    status = tab.locator("#responses [role=status]")
-    assert status.inner_text() == "4 of 4 groups on this page."
-    tab.get_by_label("Groups", exact=True).select_option("none")
-    assert status.inner_text() == "2 of 4 groups on this page match."
-    assert "Zero-variance group" in tab.locator("#responses .viewer").inner_text()
-    tab.get_by_label("Cut off").check()
-    assert titles(tab) == ["Response 1"]
-    tab.get_by_label("Cut off").uncheck()
-    tab.get_by_label("Groups", exact=True).select_option("all")
-    tab.get_by_label("Reward at least").fill("2")
-    assert titles(tab) == ["Response 2", "Response 3"] and status.inner_text().startswith("2 of 4")
-    tab.get_by_label("Reward at most").fill("2.5")
-    assert titles(tab) == ["Response 3"]
-    tab.get_by_label("Search in texts").fill("nowhere")
-    assert "No group matches" in tab.locator("#responses .viewer").inner_text()
 
 
 def test_a_conversation_tells_calls_results_and_what_is_trained_on_apart(tab):
@@ -150,27 +122,3 @@ def test_a_conversation_tells_calls_results_and_what_is_trained_on_apart(tab):
     assert (
         turns.nth(2).locator("pre").inner_text() == "<answer>4</answer>" and turns.nth(2).locator(".call").count() == 0
     )
-
-
-def test_a_group_leads_from_its_responses_to_its_tokens_and_back(tab):
-    viewer, which = tab.locator("#responses .viewer"), tab.get_by_label("Response", exact=True)
-    viewer.focus()
-    tab.keyboard.press("ArrowRight")
-    tab.get_by_role("button", name="Show its tokens").click()
-    assert which.locator("option:checked").inner_text() == "row 4, response 2, reward 3"
-    assert tab.locator("#tokens .place").inner_text() == "2 (2 of 2)"
-    tab.locator("#responses").get_by_label("Group", exact=True).select_option(index=1)
-    assert tab.get_by_role("button", name="Show its tokens").count() == 0  # this group is not recorded
-    tab.get_by_role("button", name="Show among the responses").click()
-    assert "b of step 2" in tab.locator("#responses .response.chosen").inner_text()
-
-
-def test_a_held_out_prompt_has_its_responses_before_and_after(tab):
-    section = tab.locator("#held_out")
-    assert "1 earn more, 0 less, 1 the same" in section.inner_text()
-    section.locator(".viewer").focus()
-    tab.keyboard.press("ArrowRight")
-    assert section.locator("article h3").all_inner_texts() == ["Before training", "After step 2"]
-    assert section.locator("article pre").all_inner_texts() == ["second at 0", "second at 2"]
-    tab.get_by_label("Only changed rewards").check()
-    assert section.locator(".place").inner_text() == "0 (1 of 1)"

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_rl.report.headline import headline, note, training_change
+from grpo_rl.report.headline import headline, training_change
 
 
 def steps(*rewards: float) -> list[dict[str, float]]:
@@ -27,10 +25,7 @@ def test_the_headline_claims_no_more_than_its_interval(interval, start):
 
 
 def test_one_lucky_response_in_two_steps_is_no_result():
-    assert headline(steps(0.0625, 0.0), {}) == (
-        "2 steps are too few to say whether training helped; training reward was 0.062 in the first and 0.000 in the "
-        "last."
-    )
+    assert headline(steps(0.0625, 0.0), {}).startswith("2 steps are too few to say")
 
 
 def test_without_an_evaluation_first_and_last_steps_are_compared_with_an_interval():
@@ -64,12 +59,3 @@ def test_a_run_that_goes_on_compares_its_evaluations_so_far():
     assert headline(rows, {}) == (
         "So far, held-out reward rose from 0.400 to 1.000 (step 10): a gain of +0.600, 95 % interval +0.502 to +0.698."
     )
-
-
-def test_a_standard_error_of_zero_is_one():
-    rows = [{"step": 0, "eval/reward": 0.0, "eval/standard_error": 0.0}, *steps(0.1, 0.2)]
-    rows += [{"step": 10, "eval/reward": 1.0, "eval/standard_error": 0.1}]
-    assert "a gain of +1.000, 95 % interval +0.804 to +1.196" in headline(rows, {})
-    rows[-1] |= {"eval/standard_error": math.nan}  # of one response
-    assert headline(rows, {}).startswith("2 steps are too few")
-    assert "with standard errors" in note(rows, {}, "ended")

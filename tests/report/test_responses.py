@@ -83,17 +83,6 @@ def test_a_conversation_comes_in_turns_and_is_cut_as_a_whole(tmp_path, monkeypat
     assert first["turns"] == ["Calculator: 2+2", "\ntool", ""] and first["cut"] == len(said) - 20
 
 
-def test_a_part_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path):
-    log = CompletionsLog(tmp_path)
-    log.log(1, [row(1, 1.0), row(1, 0.0)])
-    (log.path / "part-00000002.parquet").write_bytes(b"half")
-    data = responses.build(tmp_path)
-    assert len(data["groups"]) == 1 and "part-00000002.parquet can't be read" in data["unread"][0]
-    (log.path / "part-00000001.parquet").write_bytes(b"half")
-    with pytest.raises(ValueError, match="part-00000002"):
-        responses.build(tmp_path)
-
-
 def test_control_characters_of_a_response_are_left_out(tmp_path):
     CompletionsLog(tmp_path).log(1, [row(1, 1.0, "\x1b[2Jred\u202e"), row(1, 0.0, "\ud800")])
     texts = [response["text"] for response in responses.build(tmp_path)["groups"][0]["responses"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,18 +89,6 @@ def test_a_failure_is_raised_once_and_at_the_next_wait():
     background.start(lambda: done.append(1))
     background.close()
     assert done == [1]
-
-
-def test_a_failure_is_told_after_ctrl_c_has_broken_off_the_wait_for_it():
-    background, go = Background(), threading.Event()
-    background.start(lambda: go.wait(60) and 1 / 0)
-    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        background.wait()
-    go.set()
-    background.close()
-    with pytest.raises(ZeroDivisionError):
-        background.wait()
 
 
 @pytest.mark.nightly

@@ -86,15 +86,6 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
 
 
 @pytest.mark.nightly
-def test_the_last_evaluation_of_a_run_that_used_its_budget_stops_nothing(settings, tmp_path, capsys):
-    still = [*settings, "optimizer.lr=0", "evaluate.patience=4", "evaluate.samples=0", "evaluate.tasks=[]"]
-    folder = run([*still, "evaluate.keep_best=false"], tmp_path / "run")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["finished"] and "stopped_early" not in summary
-    assert "Stopped early" not in capsys.readouterr().out
-
-
-@pytest.mark.nightly
 def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolonged(settings, tmp_path):
     ends = [*settings, "evaluate.frequency=3", "evaluate.patience=9", "evaluate.samples=0", "evaluate.tasks=[]"]
     ends += ["optimizer.schedule=constant"]
@@ -105,25 +96,6 @@ def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolo
     run([*ends, "train.total_dialog_turns=80", f"resume={folder}"], tmp_path / "unused")
     state = load(checkpoints(folder / "checkpoints")[-1])["eval_best"]
     assert state["best"][0] == best and state["no_better"] == sum(step > best for step in rewards)
-
-
-@pytest.mark.nightly
-def test_the_scores_that_best_and_patience_follow_are_checked_before_a_model_is_loaded(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
-    for score, message in (("pass@3", "did you mean pass@2"), ("math/accuracy", "is none of reward, accuracy, ")):
-        with pytest.raises(SystemExit, match=message):
-            run([*settings, f"evaluate.score={score}"], tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_another_score_after_a_resume_begins_the_comparison_anew(finished, settings, tmp_path, capsys):
-    shutil.copytree(finished, cut := tmp_path / "cut")
-    shutil.rmtree(cut / "model")
-    start = checkpoints(cut / "checkpoints")[1]
-    run([*settings, f"resume={start}", "evaluate.score=gsm8k/reward"], tmp_path / "unused")
-    assert "The evaluations before are of reward of 4 rows" in " ".join(capsys.readouterr().out.split())
-    summary = json.loads((cut / "summary.json").read_text())
-    assert summary["best_step"] >= 3 and "best_gsm8k/reward" in summary
 
 
 def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_path, monkeypatch):

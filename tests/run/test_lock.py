@@ -15,7 +15,11 @@ import sys
 
 import pytest
 
+<<<<<<< HEAD
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, holder_of, in_use
+=======
+from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock
+>>>>>>> b_t_rest
 
 
 def test_the_second_writer_is_told_who_the_first_one_is(tmp_path):
@@ -42,12 +46,6 @@ def test_a_folder_that_was_moved_or_removed_is_noticed(tmp_path, how):
         shutil.rmtree(tmp_path / "elsewhere")
     assert lock.is_lost()
     lock.close()
-
-
-def test_a_lock_of_elsewhere_may_hold_anything(tmp_path):
-    for content in (b"[" * 4000, b"\xff", b"3"):
-        (tmp_path / LOCK).write_bytes(content)
-        assert holder_of(tmp_path) == {} and not in_use(tmp_path)
 
 
 def test_a_killed_process_lets_go_and_what_it_started_does_not_hold_the_folder(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training import micro_batches
@@ -58,16 +57,6 @@ def test_it_goes_on_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, mo
     assert list(map(without_clocks, read_metrics(cut))) == list(map(without_clocks, read_metrics(whole)))
     ours, theirs = (load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"] for folder in (cut, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.nightly
-def test_an_engine_that_lacks_memory_before_training_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):
-    def none(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(TransformersEngine, "_generate", none)
-    with pytest.raises(SystemExit, match=r"^Stopped before the first step: \d+ responses? .* do not fit into"):
-        run([*tiny_run, "evaluate.rows=2"], tmp_path / "run")
 
 
 def test_memory_that_runs_out_in_the_optimizers_own_step_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from grpo_rl.assembly.devices import plan_devices
-from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report import charts, headline
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -89,37 +88,6 @@ def test_page_log_and_model_card_tell_of_imitation(finished):
     assert f"loss of held-out demonstrations {before:.3f} before and {after:.3f} after" in card
 
 
-def test_the_page_of_a_run_that_goes_on_has_its_held_out_loss_so_far(finished, tmp_path):
-    rows = [dict(row) for row in read_metrics(finished)][:4] + [{"step": 3, "eval/loss": 1.25}]
-    (tmp_path / "config.yaml").write_text((finished / "config.yaml").read_text())
-    for row in rows:
-        MetricsLog(tmp_path).log(int(row.pop("step")), row)
-    head, before = headline.build(tmp_path), read_metrics(finished)[0]["eval/loss"]
-    said = f"So far, the loss of held-out demonstrations went from {before:.3f} to 1.250 (step 3); in training it was"
-    assert head["headline"].startswith(said)
-    assert head["tiles"][0]["value"] == f"{before:.3f} → 1.250"
-
-
-LOGGER = """
-class Kept:
-    rows, tables = [], []
-    def __init__(self, run_dir, config, last_step): ...
-    def log(self, step, metrics): self.rows.append((step, metrics["loss/sft"]))
-    def table(self, step, rows): self.tables.append(rows)
-    def close(self, exit_code=0): ...
-"""
-
-
-@pytest.mark.nightly
-def test_loggers_get_the_metrics_and_no_table(tiny, tmp_path, monkeypatch):
-    (tmp_path / "own_logger.py").write_text(LOGGER)
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = run([*tiny, "train.epochs=1", "evaluate.rows=0", "logger.backend=own_logger:Kept"], tmp_path / "run")
-    kept = importlib.import_module("own_logger").Kept
-    assert kept.rows == [(row["step"], row["loss/sft"]) for row in read_metrics(folder)] and len(kept.rows) == 2
-    assert not kept.tables
-
-
 def test_the_page_on_metrics_has_every_metric(finished):
     text = (SOTA.parent / "docs" / "metrics.md").read_text()
     assert not [name for row in read_metrics(finished) for name in row if name != "step" and f"`{name}`" not in text]
@@ -140,15 +108,6 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_be_prolonged(tiny, finished, 
     )
     # No push follows, and the version that a checkpoint has stays as it was.
     assert {load(path)["version"] for path in checkpoints(folder / "checkpoints")} == {0}
-
-
-@pytest.mark.nightly
-def test_a_prolonged_run_keeps_the_short_step_that_it_ended_with(tiny, tmp_path):
-    folder = run([*tiny, "train.epochs=1", "evaluate.rows=0"], tmp_path / "run")
-    run([*tiny, "train.epochs=2", "evaluate.rows=0", f"resume={folder}"], tmp_path / "unused")
-    # Six rows in steps of four: 4 and 2, and again; in one run of two epochs 4, 4 and 4.
-    assert [row["train/tokens"] for row in read_metrics(folder)] == [40, 20, 40, 20]
-    assert "step 4/4 · loss " in (folder / "sft.log").read_text()
 
 
 @pytest.mark.nightly
@@ -219,7 +178,6 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
     ("words", "message"),
     [
         (["env=countdown", "env.path=null"], "Countdown has no demonstration of it to imitate"),
-        (["env=prompt_response", "env.completion_column=none"], "env.completion_column=none is no column"),
         (["mode=sync"], "this script is of mode=sft; run sota/grpo.py"),
     ],
 )

@@ -74,11 +74,9 @@ class Process:
         return self.events.time()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """See :meth:`grpo_rl.engines.loop_thread.LoopThread.start`."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.events)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """See :meth:`grpo_rl.engines.loop_thread.LoopThread.run`."""
         try:
             self.check()
         except Killed:
@@ -91,11 +89,7 @@ class Process:
     def wait(
         self, calls: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
     ) -> tuple[set[Future[Any]], set[Future[Any]]]:
-        """The calls that are done, and the others; :func:`concurrent.futures.wait` in virtual time.
-
-        Raises:
-            LockedUpError: it would wait for ever.
-        """
+        """The calls that are done, and the others; :func:`concurrent.futures.wait` in virtual time."""
         calls = set(calls)
         needed = min(1, len(calls)) if return_when == FIRST_COMPLETED else len(calls)
 
@@ -138,22 +132,14 @@ class Process:
         self._change.set()
 
     def kill(self) -> None:
-        """Kills the process; called from the thread that trains.
-
-        Raises:
-            Killed: always.
-        """
+        """Kills the process; called from the thread that trains."""
         if not self.killed:
             self._on_kill()
             self.killed = True
         raise Killed
 
     def check(self) -> None:
-        """Lets nothing happen any more once the process was killed.
-
-        Raises:
-            Killed: it was.
-        """
+        """Lets nothing happen any more once the process was killed."""
         if self._asked or self.killed:
             self.kill()
 
@@ -185,7 +171,6 @@ class Executor:
         self._free_at, self._closed = 0.0, False
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """See :meth:`concurrent.futures.Executor.submit`; one piece of work at a time."""
         call: Future[Any] = Future()
 
         def do() -> None:
@@ -201,7 +186,6 @@ class Executor:
         return call
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """See :meth:`concurrent.futures.Executor.shutdown`."""
         self._closed = True
 
 

@@ -72,15 +72,12 @@ class SimulatedEngine:
         return steps.item() + (0.0 if all(bool((w == steps).all()) for w in self.weights.values()) else 0.25)
 
     async def pause(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
         self._running.clear()
 
     async def resume(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.resume`."""
         self._running.set()
 
-    async def check_health(self) -> None:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
+    async def check_health(self) -> None: ...
 
     async def start_weight_update(self) -> None:
         """Begins an update."""
@@ -120,7 +117,6 @@ class SimulatedEngine:
         return self.version
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""
         return {name: fingerprint(self.weights[name]) for name in shapes}
 
     async def close(self) -> None:
@@ -137,7 +133,6 @@ class _Answer:
         return asyncio.wrap_future(self._value).__await__()
 
     def future(self) -> Future[Any]:
-        """See ``ray.ObjectRef.future``."""
         return self._value
 
 

@@ -66,11 +66,7 @@ class InFlight:
     # At every moment.
 
     def check(self, replaced: int) -> None:
-        """Checks loads and counts; engines were replaced so many times in this life.
-
-        Raises:
-            Violation: one is wrong.
-        """
+        """Checks loads and counts; engines were replaced so many times in this life."""
         if not self._watches:
             return
         if self._wrong:
@@ -135,11 +131,7 @@ class InFlight:
     # By the thread that trains, and what it calls.
 
     def resumed(self, step: int, restored: Mapping[str, Any] | None, run: Path) -> None:
-        """Checks what a run goes on with after a step: the state that was restored, None in a new run.
-
-        Raises:
-            Violation: it is not what the run had.
-        """
+        """Checks what a run goes on with after a step: the state that was restored, None in a new run."""
         saved = restored["collector"] if restored else {**dict.fromkeys(COUNTS, 0), "open": []}
         self._before = {name: saved[name] for name in COUNTS}
         check_equal(self._scheduler.resampled, saved["resampled"], "the groups sampled again, after a resume")
@@ -181,11 +173,7 @@ class InFlight:
         return chosen
 
     def stepped(self, step: int, run: Path) -> None:
-        """Checks when a step is over that it is stored of each group how often engines were asked for it.
-
-        Raises:
-            Violation: it is not.
-        """
+        """Checks when a step is over that it is stored of each group how often engines were asked for it."""
         self._counted_at[step] = self._counted
         self._stored += sampled_in(run, step)
         stored = self._stored + Counter(sampled.group_id for sampled in self._collector._sampled)

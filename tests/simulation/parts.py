@@ -32,18 +32,15 @@ class _ActorClass:
         self._world = world
 
     def options(self, **_: object) -> _ActorClass:
-        """See ``ray.actor.ActorClass.options``."""
         return self
 
     def remote(self, make: Any) -> SimulatedActor:
-        """See ``ray.actor.ActorClass.remote``."""
         actor = SimulatedActor(make, len(self._world.actors) % 2, self._world)  # on one of two nodes
         self._world.actors.append(actor)
         return actor
 
 
 def _kill(actor: SimulatedActor) -> None:
-    """See ``ray.kill``."""
     actor.die()
 
 

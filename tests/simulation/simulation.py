@@ -114,11 +114,7 @@ def outcome_of(world: World) -> Outcome:
 
 
 def _live(world: World, invariants: Invariants) -> bool:
-    """One life of the process that trains; returns whether the run is over.
-
-    Raises:
-        Exception: something went wrong that may not.
-    """
+    """One life of the process that trains; returns whether the run is over."""
     begun_s = world.now() + (world.restart_s() if world.life else 0.0)
     process = Process(begun_s, invariants.after_turn, world.take_what_is_left)
     world.begin_life(process)

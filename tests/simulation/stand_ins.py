@@ -57,7 +57,6 @@ class Environment:
         self._hangs: deque[bool] = deque()
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.next_prompts`."""
         prompts = self._source.take(count)
         for prompt in prompts:
             self._world.give_out(prompt.group_id, prompt.row)
@@ -78,15 +77,12 @@ class Environment:
         return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.decode`."""
         return " ".join(map(str, ids))
 
     def gold(self, row: int) -> int:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.gold`."""
         return row
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
-        """See :meth:`grpo_rl.envs.base.LLMEnv.note`."""
         self._source.note(row, results)
 
     def by_task(self, rows: Sequence[Any]) -> dict[str, list[int]]:
@@ -94,11 +90,9 @@ class Environment:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.envs.base.LLMEnv`."""
         return self._source.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`grpo_rl.envs.base.LLMEnv`."""
         self._source.restore(state)
 
     @property
@@ -163,11 +157,9 @@ class Optimizer:
             self._model.more.fill_(self.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
         return {"trained": torch.tensor(self.trained, dtype=torch.long).reshape(-1, 2), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
         self.trained = [(step, group_id) for step, group_id in state["trained"].tolist()]
         self.updates = state["updates"]
         self._move()
@@ -179,15 +171,12 @@ class Schedules:
     kl_coef = 0.0
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See :class:`grpo_rl.training.schedules.Schedules`."""
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Logs:
@@ -206,7 +195,6 @@ class Logs:
     log_sampled = RunLogs.log_sampled
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: Environment) -> None:
-        """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""
         self.metrics.log(step, metrics)
         self.completions.log(step, completion_rows(groups, env.decode, env.gold))
 
@@ -216,8 +204,7 @@ class Diagnosis:
 
     mismatch = SimpleNamespace(begin=lambda: None, weights_moved=lambda: None)
 
-    def observe(self, *_: object) -> None:
-        """See :meth:`grpo_rl.run.diagnosis.RunDiagnosis.observe`."""
+    def observe(self, *_: object) -> None: ...
 
 
 def config_of(world: World) -> str:

@@ -31,11 +31,7 @@ class Stored:
         """Files that held what they have to: that, and their bytes."""
 
     def collected(self, group: Group) -> None:
-        """Takes note of a group that a step trains on, whose responses have to be those that its row gives.
-
-        Raises:
-            Violation: they are not.
-        """
+        """Takes note of a group that a step trains on, whose responses have to be those that its row gives."""
         what, row, size = f"of group {group.group_id}", group.row, group.size
         rewards = [1.0] * size if has_zero_variance(self._world.seed, row) else [float(g == 0) for g in range(size)]
         check_equal(row, self._world.rows[group.group_id], f"the row {what}")
@@ -51,11 +47,7 @@ class Stored:
         ]
 
     def check(self, run: Path, step: int, trained: Sequence[tuple[int, int]]) -> None:
-        """Checks that all files tell of exactly these steps and groups, and of nothing after the step.
-
-        Raises:
-            Violation: they do not.
-        """
+        """Checks that all files tell of exactly these steps and groups, and of nothing after the step."""
         expected = list(range(1, step + 1))
         self._check_metrics(run, expected)
         for folder in (TOKENS_FOLDER, COMPLETIONS_FOLDER):

@@ -274,11 +274,7 @@ class World:
     # Data.
 
     def give_out(self, group_id: int, row: int) -> None:
-        """Takes note of a prompt that was given out.
-
-        Raises:
-            AssertionError: its id stood for another one before.
-        """
+        """Takes note of a prompt that was given out."""
         before = self.rows.setdefault(group_id, row)
         assert before == row, f"group {group_id} was of row {before} before the resume, and is of row {row} after it"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
@@ -46,16 +45,6 @@ def test_the_entrypoints_overrides_are_a_config_that_can_run_on_the_pods(job, wo
     devices = allocate(cfg, "async", visible=sum(group["replicas"] * gpus(group) for group in workers))
     assert len(devices.train) + len(devices.inference) == 16 and not devices.colocated
     assert gpus(cluster["headGroupSpec"]) == 0
-
-
-def test_a_job_that_is_started_again_goes_on_and_finds_no_other_runs_checkpoint(job, words):
-    assert "resume=auto" in words and job["backoffLimit"] > 0
-    folder = re.search(r"cd (\S+) &&", job["entrypoint"])[1]
-    mounts = [
-        m["mountPath"]
-        for m in job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
-    ]
-    assert any(folder.startswith(mount + "/runs/") for mount in mounts)
 
 
 def test_every_pod_asks_for_the_token_and_shares_the_volume(job):

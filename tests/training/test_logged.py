@@ -67,22 +67,6 @@ def test_the_one_before_is_taken_where_neither_the_newest_nor_the_metrics_after_
     assert f"passed over: {run}/checkpoints/checkpoint_000003.pt: {path}, line 3 is not" in capsys.readouterr().err
 
 
-def test_what_is_logged_while_a_checkpoint_is_written_is_left_to_the_next_one(run):
-    size = metrics_bytes(run)
-    MetricsLog(run).log(4, {"reward/mean": 0.5})
-    (run / "tokens.parquet" / "part-00000004.parquet").write_bytes(b"half")
-    (run / "checkpoints" / "checkpoint_000003.pt").unlink()
-    logs = checkpoint.sync_logs(run, 3, size)
-    assert logs.keys() == {"metrics.jsonl", "tokens.parquet/part-00000003.parquet"} and logs["metrics.jsonl"] == size
-
-
-def test_a_folder_of_logs_that_was_removed_is_no_damage(run):
-    for path in (run / "tokens.parquet").iterdir():
-        path.unlink()
-    (run / "tokens.parquet").rmdir()
-    assert taken(run) == 3
-
-
 def test_a_checkpoint_under_anothers_name_is_refused(run):
     newest = run / "checkpoints" / "checkpoint_000003.pt"
     newest.write_bytes((run / "checkpoints" / "checkpoint_000002.pt").read_bytes())

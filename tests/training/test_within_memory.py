@@ -18,9 +18,13 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
+<<<<<<< HEAD
 from grpo_rl.policies.routing import router_record
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.run import Run
+=======
+from grpo_rl.policies.router_record import router_record
+>>>>>>> b_t_rest
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import WithinMemory, _RanOut, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
@@ -179,15 +183,6 @@ def test_it_halves_until_it_fits_and_keeps_the_size(model):
         with micro_batch as tokens:
             GRPOLoss()(tokens)["loss"].backward()
     assert again == []
-
-
-def test_scoring_and_diagnosis_use_the_size_that_fits(model):
-    _, _, within, _ = trained(model, 1000, room=20)
-    env, seen = SimpleNamespace(tokenizer=SimpleNamespace(decode=str)), []
-    parts = SimpleNamespace(policy=None, weights=None, engine=None, env=env, within_memory=within)
-    mismatch = SimpleNamespace(judge=lambda context: seen.append(context.max_tokens))
-    RunDiagnosis(parts, mismatch, Sampling()).check_mismatch()
-    assert seen == [Run.max_tokens.fget(SimpleNamespace(parts=parts))] == [20]
 
 
 def test_a_given_number_of_micro_batches_gives_way_and_the_advice_says_so(model):
