@@ -55,12 +55,6 @@ def null_pairs(shape: str, rows: int, density: float, count: int, seed: int) -> 
     return before, np.where(changes, other, before)
 
 
-def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """The ends of the interval of `grpo_rl.intervals.paired_gain`."""
-    gain = paired_gain(before, after)
-    return gain.low, gain.high
-
-
 def coverage(interval: Interval, shape: str, rows: int, density: float, count: int, seed: int = 0) -> float:
     """Share of ``count`` null simulations whose interval contains zero."""
     before, after = null_pairs(shape, rows, density, count, seed)

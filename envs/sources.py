@@ -157,7 +157,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
 
     if source.subset:
         return _of_hub(str(folder), source, split, choose)
-    by_split: dict[str, Any] = {}
+    by_split: dict[Any, Any] = {}
     saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
     if saved:
         data = load_from_disk(str(folder))

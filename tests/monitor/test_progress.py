@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-<<<<<<< HEAD
 from grpo_rl.monitor.progress import Progress, sparkline
-=======
-from grpo_rl.monitor.progress import Progress, summary_panel
->>>>>>> b_t_rest
 from grpo_rl.storage.printable import printable
+
+ROOT = Path(__file__).parents[2]
 
 METRICS = {
     "reward/mean": 1.25,
@@ -122,7 +122,6 @@ def test_the_view_is_left_as_it_was_when_the_run_fails():
     assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
 
 
-<<<<<<< HEAD
 def test_a_sparkline_spans_least_to_greatest():
     assert sparkline([-1.0, 6.0]) == "▁█"
     assert sparkline([3.0, 3.0]) == "▁▁"
@@ -152,33 +151,6 @@ with Progress(2) as progress:
     assert {output["output_type"] for output in outputs} == {"stream"}
     lines = "".join(output["text"] for output in outputs if output["name"] == "stdout").splitlines()
     assert [line[20:34] for line in lines] == ["Resumed", "step 1/2 · rew", "step 2/2 · rew"]
-=======
-def print_summary(summary, **paths) -> str:
-    screen = console()
-    screen.print(summary_panel(summary, **paths))
-    return screen.file.getvalue()
-
-
-def test_the_summary_says_what_was_gained_and_where_it_lies():
-    path = "outputs/" + "long/" * 20 + "report.html"
-    text = print_summary(
-        {
-            "eval_before": 0.412,
-            "eval_after": 1.53,
-            "eval_gain": 1.118,
-            "eval_gain_ci95": [0.98, 1.25],
-            "steps": 40,
-            "seconds": 512.3,
-        },
-        checkpoint="checkpoints/checkpoint_40.pt",
-        model="model",
-        report=path,
-    )
-    assert "0.412 → 1.530" in text and "+1.118  95 % interval +0.980 to +1.250  learned" in text
-    assert "40 in 8:32" in text
-    # Folded over two rows, no character of it lost.
-    assert "".join(c for c in text if c not in " │\n").count(path) == 1
->>>>>>> b_t_rest
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

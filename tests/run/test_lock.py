@@ -15,11 +15,7 @@ import sys
 
 import pytest
 
-<<<<<<< HEAD
-from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, holder_of, in_use
-=======
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock
->>>>>>> b_t_rest
 
 
 def test_the_second_writer_is_told_who_the_first_one_is(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -91,7 +92,6 @@ def test_a_run_that_was_killed_is_dead_and_one_that_ended_is_stopped_or_finished
     assert ask(run, capsys) == (0, "Finished: step 7, 90 s ago.")
 
 
-<<<<<<< HEAD
 def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
     (run / LOCK).write_text(json.dumps({"pid": 12, "host": "node7", "since": "2026-11-23 12:00:00+00:00"}))
     code, said = ask(run, capsys)
@@ -106,14 +106,6 @@ def test_another_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(r
     for since, word in ((datetime.now(UTC), "Alive"), (datetime(2020, 1, 1, tzinfo=UTC), "Dead")):
         (run / LOCK).write_text(json.dumps(held | {"since": since.isoformat(sep=" ", timespec="seconds")}))
         assert ask(run, capsys)[1].startswith(word)
-=======
-def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
-    lock = FolderLock(run)
-    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
-    code, said = ask(run, capsys)
-    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
-    lock.close()
->>>>>>> b_t_rest
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -7,11 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-<<<<<<< HEAD
-from grpo_rl.training.evaluate import ks, majority, pass_at_k
-=======
-from grpo_rl.training.pass_at_k import majority, pass_at_k
->>>>>>> b_t_rest
+from grpo_rl.training.evaluate import majority, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

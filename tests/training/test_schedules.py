@@ -34,8 +34,6 @@ def test_without_a_target_or_with_a_kl_that_is_not_finite_the_coefficient_stays(
     assert kl.update(math.nan) == kl.update(math.inf) == 0.1
 
 
-
-
 def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
     rule = RefreshRule("steps", steps=3)
     due = [rule.is_due() for _ in range(7)]
@@ -46,18 +44,10 @@ def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
 
 
 def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
-<<<<<<< HEAD
     rule, resumed = RefreshRule("steps", steps=4), RefreshRule("steps", steps=4)
     assert not any(rule.is_due() for _ in range(3))
     resumed.steps = rule.steps
     assert rule.is_due() and resumed.is_due()
-=======
-    rule, resumed = RefreshRule("plateau", steps=2), RefreshRule("plateau", steps=2)
-    for reward in (0.5, 0.5, 0.5):
-        assert not rule.is_due(reward)
-    resumed.rewards = list(rule.rewards)
-    assert rule.is_due(0.5) and resumed.is_due(0.5)
->>>>>>> b_t_rest
 
 
 # ---- all of one run ----

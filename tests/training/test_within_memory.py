@@ -18,13 +18,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
-<<<<<<< HEAD
 from grpo_rl.policies.routing import router_record
-from grpo_rl.run.diagnosis import RunDiagnosis
-from grpo_rl.run.run import Run
-=======
-from grpo_rl.policies.router_record import router_record
->>>>>>> b_t_rest
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import WithinMemory, _RanOut, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer

@@ -19,6 +19,7 @@ from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync, merged_weights
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
+from tests.engines.test_contract import expected_log_probs
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow

@@ -4,7 +4,6 @@ import asyncio
 import os
 import pickle
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -127,8 +126,6 @@ def test_an_async_function_is_awaited_also_from_within_a_running_loop():
         return judge(own)
 
     assert asyncio.run(inside()) == [1.0, 2.0]
-
-
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
