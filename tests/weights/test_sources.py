@@ -21,7 +21,7 @@ from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
-from grpo_rl.weights import sources
+from grpo_rl.weights import push
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync, merged_weights
 
 peft = pytest.importorskip("peft")
@@ -117,7 +117,7 @@ def test_the_sender_never_holds_two_merged_weights_at_once(folder):
 
 def test_a_push_makes_every_merged_weight_once(folder, monkeypatch):
     made = []
-    monkeypatch.setattr(sources, "factors", lambda layer: made.append(layer) or factors(layer))
+    monkeypatch.setattr(push, "factors", lambda layer: made.append(layer) or factors(layer))
     WeightSync(adapted(folder).model, ScriptedEngine(script)).push()
     assert len(made) == len(TARGETS) * 2
 
