@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.cli import main
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
@@ -34,7 +35,7 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import read_evaluation, write_evaluation
 from grpo_rl.settings.sections import Train
-from grpo_rl.testing import run_script, without_clocks
+from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
@@ -558,3 +559,26 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     assert ranks.told[-1] is error.value
     if lock:
         lock.close()
+
+
+@pytest.mark.nightly
+def test_a_run_that_begins_from_a_checkpoint_of_elsewhere_is_cut_off_and_goes_on(finished, tiny, tmp_path, monkeypatch):
+    backup = shutil.copy(finished / "checkpoints" / "checkpoint_000001.pt", tmp_path)
+    words, folder = [*tiny, "train.checkpoint_frequency=20", f"resume={backup}"], tmp_path / "run"
+    generate, calls = TransformersEngine.generate, iter(range(100))
+
+    def dies(*args, **kwargs):
+        if next(calls) == 2:
+            raise EngineDeadError("it is gone")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", dies)
+    with pytest.raises(SystemExit):
+        run(words, folder)
+    assert max(row["step"] for row in read_metrics(folder)) > 1 and not checkpoints(folder / "checkpoints")
+    run(words, folder)  # the same line
+    assert [row["step"] for row in read_metrics(folder)] == [2, 3, 4, 4]
+    kept = [load(path / "checkpoints" / "checkpoint_000004.pt")["optimizer"] for path in (finished, folder)]
+    assert same(*kept)
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run([*words[:-1], f"resume={shutil.copy(backup, tmp_path / 'other.pt')}"], folder)

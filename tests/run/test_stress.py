@@ -238,3 +238,45 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
     for name in ("files", "threads"):
         first, last = ([count[name] for count in part] for part in (counts[:3], counts[-3:]))
         assert min(last) <= max(first), counts
+
+
+def finite(policy, optimizer):
+    weights = [*policy.model.parameters(), *optimizer.state_dict()["masters"].values()]
+    moments = [x for state in optimizer.state_dict()["optimizer"]["state"].values() for x in state.values()]
+    return all(x.isfinite().all() for x in weights + moments)
+
+
+REWARDS = (
+    [1e30, -1e30, 1e30, -1e30],
+    [1e-30, 0.0, 2e-30, 1e-38],
+    [1.0, 1.0, 1.0, 1.0],
+    [1.0, -1.0, 1.0, -1.0],
+    [1e30, 0.0, 0.0, 0.0],
+    [-1e30, -1e30, -1e30, -1e30],
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+    torch.manual_seed(0)
+    policy = TrainPolicy.load(model, dtype)
+    optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
+    start, taken, behind = [p.clone() for p in policy.model.parameters()], 0, None
+    for step in range(120):  # twice through all that alternates: rewards, samplers, advantages
+        group = random_group(prompt=6, lengths=[4, 1, 0, 7], vocab=257, group_id=step, seed=step)
+        other = random_group(prompt=3, lengths=[2, 5, 3, 3], vocab=257, group_id=1000 + step, seed=1000 + step)
+        groups = [
+            replace(g, rewards=torch.tensor(REWARDS[(step + i) % len(REWARDS)])) for i, g in enumerate((group, other))
+        ]
+        with torch.no_grad():  # every other step the sampler is a step behind, by which a step of 1e-2 is nats
+            fresh = policy if step % 2 else behind or policy
+            groups = [replace(g, log_probs=fresh.score([g])[0]) for g in groups]
+        if not step % 10:
+            behind = TrainPolicy.load(model, dtype)
+            behind.model.load_state_dict(policy.model.state_dict())
+        result, _ = train(policy, optimizer, groups, ("zscore", "no_std")[step // 2 % 2])
+        taken += not result.skipped
+        assert finite(policy, optimizer), f"step {step}"
+    assert 60 <= taken < 120  # without a std, advantages of 1e30 have gradients that are beyond fp32
+    assert not any(torch.equal(a, b) for a, b in zip(start, policy.model.parameters(), strict=True))
