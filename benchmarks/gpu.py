@@ -129,7 +129,7 @@ class Outcome:
 
 
 def verdict(bar: Bar, figure: float | str, unmeasured: str | None = None) -> str:
-    """Tells whether the figure keeps the limit.
+    """True if the figure keeps the limit.
 
     Args:
         figure: a number, or why there is none.

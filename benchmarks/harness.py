@@ -271,7 +271,7 @@ class Bar:
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
     def is_met_by(self, figure: float) -> bool:
-        """Tells whether the figure keeps the limit; NaN does not."""
+        """True if the figure keeps the limit; NaN does not."""
         return figure >= self.at_least if self.at_least is not None else figure <= self.at_most
 
 

@@ -11,7 +11,7 @@ A slope comes with a 95 % interval of :func:`trend`: neighbouring samples resemb
 creeps if the whole interval is above zero, the last third of the samples lies above the second (a step up at the
 beginning is none), and memory has grown by more than 1 MiB, a count by more than half of one. An entry of /dev/shm is
 the job's if one of its processes was seen to have it mapped or open, or if it is named by the number of one: those of
-other jobs do not count, nor does one that nobody had at a sample. Needs Linux. The exit code is 1 if something creeps,
+other jobs do not count, nor does one that no one had at a sample. Needs Linux. The exit code is 1 if something creeps,
 is left over, or the command ended by itself, or by another signal than SIGINT.
 """
 

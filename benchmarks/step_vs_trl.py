@@ -103,7 +103,7 @@ class TRLSetting:
 
     @property
     def as_shipped(self) -> bool:
-        """Tells whether a user of TRL can have it by TRL's settings alone."""
+        """True if a user of TRL can have it by TRL's settings alone."""
         return not (self.patched or self.our_allocator)
 
 

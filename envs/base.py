@@ -215,7 +215,7 @@ class LLMEnv(EnvBase):
         Args:
             row: that the conversation is about; a mixture has its task read the turn.
 
-        A turn at which the parser fails is text without calls; the first failure is told.
+        A turn at which the parser fails is text without calls; the first failure is logged.
         """
         turn = self.decode(ids)
         if self._tool_parser is not None:

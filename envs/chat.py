@@ -294,7 +294,7 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, reply: Messages, calls: S
 
 
 def _shows(text: str, reply: Messages) -> bool:
-    """Tells whether each message's first word stands in the text: Gemma 4's leaves out results without calls."""
+    """True if each message's first word stands in the text: Gemma 4's leaves out results without calls."""
     words = [re.match(r"[A-Za-z0-9]+", message["content"].strip()) for message in reply]
     return all(word is None or word[0] in text for word in words)
 

@@ -97,7 +97,7 @@ class Curriculum:
         return passed / judged
 
     def keeps(self, row: int, epoch: int) -> bool:
-        """Tells whether a row is drawn in an epoch."""
+        """True if a row is drawn in an epoch."""
         if row not in self._seen or self._bounds.low <= self.rate(row) <= self._bounds.high:
             return True
         return epoch - self._seen[row][2] > self._bounds.rest

@@ -66,7 +66,7 @@ class Demonstrations:
         self.end, self._ends = _end_of_turn(tokenizer, ends), set(ends)
         self._opened = _opened_thought(tokenizer)
         self._prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
-        self.responses([0])  # a task that has none at all is told before anything else
+        self.responses([0])  # a task that has none at all is refused before anything else
         self.written_otherwise: list[int] = []
         """Rows whose prompt and response the chat template writes with other ids, as of the whole conversation."""
         self._check()

@@ -98,7 +98,7 @@ class GSM8K(Task):
 
     @property
     def scores_group(self) -> bool:
-        """Tells whether one call scores a group; a subclass that scores in its own way is asked for each response."""
+        """True if one call scores a group; a subclass that scores in its own way is asked for each response."""
         return type(self).score is GSM8K.score
 
     def score(self, row: dict, response: str) -> Reward:

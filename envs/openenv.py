@@ -29,7 +29,7 @@ class OpenEnv(Episodes[Any]):
     """Episodes of an OpenEnv server; a response earns ``episode``, the sum of what the server gives for its steps.
 
     The policy's message is the action: a JSON object, bare or in a fenced block, or where actions have a single
-    required field its value. An action that the server refuses costs a turn, and is told to the policy.
+    required field its value. An action that the server refuses costs a turn, and is sent to the policy.
 
     Source: https://github.com/meta-pytorch/OpenEnv, protocol of openenv 0.10.
 
@@ -39,7 +39,7 @@ class OpenEnv(Episodes[Any]):
         system_prompt: the first message; None or an empty text leaves it out.
 
     Raises:
-        ValueError: the address is none, or nobody answers there.
+        ValueError: the address is none, or no one answers there.
     """
 
     max_open = 512  # each has a connection, and a process may usually open 1024 files

@@ -227,7 +227,7 @@ class PromptResponse(Task):
                     break
             if [turn["role"] for turn in turns] == ["assistant"]:
                 return message_text(turns[0])
-            found = f"messages of {', '.join(turn['role'] for turn in turns) or 'nobody'} behind the prompt"
+            found = f"messages of {', '.join(turn['role'] for turn in turns) or 'no one'} behind the prompt"
         elif len(messages) == 1 and isinstance(messages[0], str):
             return messages[0]
         else:

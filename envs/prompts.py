@@ -171,7 +171,7 @@ class PromptSource:
         return rows
 
     def _left_out(self, row: int) -> bool:
-        """Tells whether the curriculum passes over a row; it must not count one that is too long as drawn."""
+        """True if the curriculum passes over a row; it must not count one that is too long as drawn."""
         if self.curriculum is None:
             return False
         if row in self.too_long:

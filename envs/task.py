@@ -91,12 +91,12 @@ class Task(ABC):
     _budget_s: float = math.inf
 
     def pays(self, part: str) -> bool:
-        """Tells whether a response can earn by this part: at a weight of 0 or less, right ones look like wrong ones."""
+        """True if a response can earn by this part: at a weight of 0 or less, right ones look like wrong ones."""
         return self._weights.get(part, 1.0) > 0
 
     @property
     def scores_group(self) -> bool:
-        """Tells whether all responses to a prompt are scored in one call of :meth:`score_many`."""
+        """True if all responses to a prompt are scored in one call of :meth:`score_many`."""
         return type(self).score_many is not Task.score_many
 
     def without_rows(self) -> Task:
@@ -171,13 +171,13 @@ class Task(ABC):
         return None
 
     def is_right(self, reward: Reward) -> bool | None:
-        """Tells whether a response with this reward is right; None where neither task nor weights say so."""
+        """True if a response with this reward is right; None where neither task nor weights say so."""
         part = self.correct_part
         return reward.parts[part] > 0 if part in reward.parts and self.pays(part) else None
 
     @property
     def tells_right(self) -> bool:
-        """Tells whether :meth:`is_right` can say of a response whether it is right."""
+        """True if :meth:`is_right` can say of a response whether it is right."""
         part = self.correct_part
         return type(self).is_right is not Task.is_right or (part in self.reward_parts and self.pays(part))
 
@@ -266,7 +266,7 @@ def check_weights(weights: Mapping[str, object], section: str = "env.reward") ->
 
 
 def plays_turns(task: Task) -> bool:
-    """Tells whether the task replies.
+    """True if the task replies.
 
     >>> from grpo_rl.envs.gsm8k import GSM8K
     >>> plays_turns(GSM8K([]))

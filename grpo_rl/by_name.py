@@ -16,7 +16,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 
 
 def is_name(text: object) -> bool:
-    """Tells whether a setting's value names an object of a module, rather than one of the choices.
+    """True if a setting's value names an object of a module, rather than one of the choices.
 
     >>> is_name("my_tasks:Rhyme"), is_name("gsm8k"), is_name(":Rhyme"), is_name("C:/rows.jsonl")
     (True, False, False, False)

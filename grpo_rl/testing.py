@@ -198,7 +198,7 @@ def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tells whether two trees of tensors, numbers and texts are equal to the last bit; NaN equals NaN.
+    """True if two trees of tensors, numbers and texts are equal to the last bit; NaN equals NaN.
 
     >>> same({"a": [torch.zeros(2), float("nan")]}, {"a": [torch.zeros(2), float("nan")]}), same(torch.zeros(1), 0.0)
     (True, False)

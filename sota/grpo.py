@@ -16,7 +16,7 @@ from grpo_rl.settings.config import main
 
 @main(config_name="grpo_gsm8k")
 def grpo(settings):
-    # Here, not above: a wrong setting is told before the seconds that these take.
+    # Here, not above: a wrong setting is refused before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.assembly.run import sync_run
 

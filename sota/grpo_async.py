@@ -13,7 +13,7 @@ from grpo_rl.settings.config import main
 
 @main(config_name="grpo_gsm8k", mode="async")
 def grpo_async(settings):
-    # Here, not above: a wrong setting is told before the seconds that this takes.
+    # Here, not above: a wrong setting is refused before the seconds that this takes.
     with start_phase("importing torch, Ray and the rest"):
         from grpo_rl.assembly.site import make_site
 

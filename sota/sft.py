@@ -13,7 +13,7 @@ from grpo_rl.settings.config import main
 
 @main(config_name="sft", mode="sft")
 def sft(settings):
-    # Here, not above: a wrong setting is told before the seconds that these take.
+    # Here, not above: a wrong setting is refused before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.assembly.sft import sft_run
 

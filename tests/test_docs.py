@@ -156,7 +156,7 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
 
 
 def exists(name: str) -> bool:
-    """Tells whether a dotted name is a module, or something in one."""
+    """True if a dotted name is a module, or something in one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

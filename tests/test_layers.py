@@ -205,7 +205,7 @@ def forbidden(own: str, other: str) -> str | None:
 
 
 def is_a_sentence(text: str | None) -> bool:
-    """Tells whether the first paragraph is one sentence.
+    """True if the first paragraph is one sentence.
 
     >>> is_a_sentence("Settings to parts."), is_a_sentence("One. Two."), is_a_sentence(None)
     (True, False, False)

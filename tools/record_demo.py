@@ -42,7 +42,7 @@ def pack(run_dir: Path, path: Path) -> None:
     files |= {part.relative_to(run_dir).as_posix(): _content(part) for part in whole if part.exists()}
     with tarfile.open(path, "w:xz") as archive:
         for name, content in files.items():
-            entry = tarfile.TarInfo(f"{NAME}/{name}")  # owned by nobody, and of no time
+            entry = tarfile.TarInfo(f"{NAME}/{name}")  # owned by no one, and of no time
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
 

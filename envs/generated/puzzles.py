@@ -77,7 +77,7 @@ class Puzzles(Sequence[dict]):
 
 
 def is_held_out(numbers: Sequence[int]) -> bool:
-    """Tells whether puzzles with these numbers, in any order, are for testing only."""
+    """True if puzzles with these numbers, in any order, are for testing only."""
     return zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0
 
 

@@ -69,7 +69,7 @@ _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 
 
 def equal(gold: str, answer: str | None) -> bool | None:
-    r"""Tells whether the answer equals the gold answer, both as LaTeX without box; None if the gold can't be parsed.
+    r"""True if the answer equals the gold answer, both as LaTeX without box; None if the gold can't be parsed.
 
     A gold answer that math-verify only knows as a text would make every other way to write it wrong.
 
@@ -214,7 +214,7 @@ def _verified(golds: list[Any], answer: str) -> bool:
 
 
 def _contradicts(latex: str) -> bool:
-    r"""Tells whether an equation says that two different rational numbers are equal.
+    r"""True if an equation says that two different rational numbers are equal.
 
     Decimals may be rounded or cut off, as in ``\frac{1}{3}=0.33``. Other numbers say nothing, nor does an equation with
     a base, a percent sign, degrees or a congruence.

@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 
 
 def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = False) -> bool:
-    """Tells whether ``expression`` equals ``target`` and uses each of ``numbers`` at most once, or exactly once.
+    """True if ``expression`` equals ``target`` and uses each of ``numbers`` at most once, or exactly once.
 
     An expression is made of whole numbers, ``+ - * /``, signs and round brackets, and computed in exact fractions:
     nothing else is read, and nothing evaluated as code. One that is longer than :data:`MAX_CHARS` characters, nested

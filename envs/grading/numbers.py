@@ -154,7 +154,7 @@ def _quotient(over: Decimal, under: Decimal) -> Decimal | None:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Tells whether a minus that is a sign stands before the number at ``start``."""
+    """True if a minus that is a sign stands before the number at ``start``."""
     at = start - 1
     while at >= 0 and text[at] in _CURRENCY + "\\":
         at -= 1

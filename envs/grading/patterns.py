@@ -22,7 +22,7 @@ _SPENT = 0.9
 def found(
     patterns: tuple[str, ...], texts: Sequence[str], linear: Collection[str] = (), budget_s: float = math.inf
 ) -> list[list[bool] | Exception]:
-    """Tells whether each pattern is in each text; a text that took too long has a TimeoutError in its place.
+    """For each text, whether each pattern is in it; a text that took too long has a TimeoutError in its place.
 
     Python's `re` holds the interpreter while it searches, so that no thread could stop it.
 
@@ -43,7 +43,7 @@ def found(
 
 
 def search(pattern: str, text: str) -> bool:
-    """Tells whether the pattern is found in the text, in this process."""
+    """True if the pattern is found in the text, in this process."""
     return _compiled(pattern).search(text) is not None
 
 

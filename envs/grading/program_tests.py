@@ -245,7 +245,7 @@ def program_of(response: str) -> str | None:
 
 
 def equal_outputs(output: str, wanted: str) -> bool:
-    r"""Tells whether two outputs have the same words, however they are spaced.
+    r"""True if two outputs have the same words, however they are spaced.
 
     Where a decimal is wanted, it may differ by 1e-6 of itself.
 

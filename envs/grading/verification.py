@@ -41,7 +41,7 @@ class _Unknown(RuntimeError):
 
 
 def verify(gold: str, response: str) -> bool | None:
-    r"""Tells whether ``response`` gives ``gold`` as its answer; None if the gold answer can't be parsed.
+    r"""True if ``response`` gives ``gold`` as its answer; None if the gold answer can't be parsed.
 
     The judge is math-verify, https://github.com/huggingface/Math-Verify: answers that are equal as mathematics are
     equal, and decimals count to six places. What it is given:

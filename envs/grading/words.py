@@ -22,7 +22,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, gold: str) -> bool:
-    """Tells whether both are the same once normalised."""
+    """True if both are the same once normalised."""
     return normalize_answer(prediction) == normalize_answer(gold)
 
 

@@ -28,7 +28,7 @@ _ENDS_WORD = frozenset(".,?!'\"")
 
 
 def compare(count: int, relation: str, threshold: int) -> bool:
-    """Tells whether ``count`` stands in the relation to the threshold.
+    """True if ``count`` stands in the relation to the threshold.
 
     >>> compare(0, "less than", 0), compare(0, "at least", 0)
     (False, True)
@@ -40,24 +40,24 @@ def compare(count: int, relation: str, threshold: int) -> bool:
 
 
 def existence(response: str, *, keywords: Sequence[str]) -> bool:
-    """Tells whether every keyword is there, whatever its case; ``art`` is in ``party`` too."""
+    """True if every keyword is there, whatever its case; ``art`` is in ``party`` too."""
     return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
 
 
 def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """Tells whether the keyword is there so often, whatever its case, inside other words too."""
+    """True if the keyword is there so often, whatever its case, inside other words too."""
     found = re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)
     return compare(len(found), relation, frequency)
 
 
 def forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """Tells whether none of the words is there, whatever its case; inside another word it is none."""
+    """True if none of the words is there, whatever its case; inside another word it is none."""
     # Not \b: beside "C++" it would ask for a letter.
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Tells whether the letter, or any other character, is there so often, whatever its case."""
+    """True if the letter, or any other character, is there so often, whatever its case."""
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -65,7 +65,7 @@ def letter_frequency(response: str, *, letter: str, let_frequency: int, let_rela
 
 
 def response_language(response: str, *, language: str) -> bool:
-    """Tells whether the response is in the language; a response without letters is in every language."""
+    """True if the response is in the language; a response without letters is in every language."""
     return detect_language(response) in (language, None)
 
 
@@ -73,12 +73,12 @@ def response_language(response: str, *, language: str) -> bool:
 
 
 def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    """Tells whether there are so many sentences."""
+    """True if there are so many sentences."""
     return compare(count_sentences(response), relation, num_sentences)
 
 
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Tells whether ``***`` divides the response into exactly so many paragraphs, none empty.
+    """True if ``***`` divides the response into exactly so many paragraphs, none empty.
 
     A divider may open and close the response.
     """
@@ -89,12 +89,12 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 
 def number_words(response: str, *, num_words: int, relation: str) -> bool:
-    """Tells whether there are so many words: runs of letters, digits and underscores, so that ``don't`` is two."""
+    """True if there are so many words: runs of letters, digits and underscores, so that ``don't`` is two."""
     return compare(len(re.findall(r"\w+", response)), relation, num_words)
 
 
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Tells whether empty lines part exactly so many paragraphs, and the nth begins with the word, whatever its case.
+    """True if empty lines part exactly so many paragraphs, and the nth begins with the word, whatever its case.
 
     Of the word, an opening quotation mark and what follows a punctuation mark don't count.
     """
@@ -112,7 +112,7 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
 
 
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    """Tells whether there are at least so many placeholders, such as ``[address]``."""
+    """True if there are at least so many placeholders, such as ``[address]``."""
     return sum(_placeholders(line) for line in response.split("\n") if "[" in line) >= num_placeholders
 
 
@@ -126,7 +126,7 @@ def _placeholders(line: str) -> int:
 
 
 def postscript(response: str, *, postscript_marker: str) -> bool:
-    """Tells whether the marker is there, whatever its case; in ``P.S.`` and ``P.P.S`` a space may follow each point."""
+    """True if the marker is there, whatever its case; in ``P.S.`` and ``P.P.S`` a space may follow each point."""
     marker = postscript_marker.strip()
     pattern = _POSTSCRIPTS.get(marker, re.escape(marker.lower()))
     return re.search(pattern, response.lower()) is not None
@@ -136,31 +136,31 @@ def postscript(response: str, *, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
-    """Tells whether exactly so many lines begin with ``*`` (not ``**``) or ``-``."""
+    """True if exactly so many lines begin with ``*`` (not ``**``) or ``-``."""
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-", response, re.MULTILINE)
     return len(stars) + len(dashes) == num_bullets
 
 
 def constrained_response(response: str) -> bool:
-    """Tells whether one of :data:`OPTIONS` is there, with its point."""
+    """True if one of :data:`OPTIONS` is there, with its point."""
     return any(option in response for option in OPTIONS)
 
 
 def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """Tells whether at least so many highlights are not blank: ``*one*`` and ``**one**`` within a line."""
+    """True if at least so many highlights are not blank: ``*one*`` and ``**one**`` within a line."""
     single = re.findall(r"\*([^\n*]*)\*", response)
     double = re.findall(r"\*\*([^\n*]*)\*\*", response)
     return sum(bool(text.strip()) for text in single + double) >= num_highlights
 
 
 def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """Tells whether there are at least so many headings: the splitter, then a number."""
+    """True if there are at least so many headings: the splitter, then a number."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
 def json_format(response: str) -> bool:
-    """Tells whether the response is JSON, inside a Markdown fence or not."""
+    """True if the response is JSON, inside a Markdown fence or not."""
     text = response.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -172,7 +172,7 @@ def json_format(response: str) -> bool:
 
 
 def title(response: str) -> bool:
-    """Tells whether there is a title that is not blank, such as ``<<poem of joy>>``, within a line."""
+    """True if there is a title that is not blank, such as ``<<poem of joy>>``, within a line."""
     return any(_title(line).strip() for line in response.split("\n") if "<<" in line)
 
 
@@ -186,14 +186,14 @@ def _title(line: str) -> str:
 
 
 def two_responses(response: str) -> bool:
-    """Tells whether ``******`` parts exactly two different responses; it may open and close them too."""
+    """True if ``******`` parts exactly two different responses; it may open and close them too."""
     parts = [part.strip() for part in response.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    """Tells whether the response begins with the request, whatever its case."""
+    """True if the response begins with the request, whatever its case."""
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
@@ -201,12 +201,12 @@ def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
 
 
 def end_checker(response: str, *, end_phrase: str) -> bool:
-    """Tells whether the response ends with the phrase, whatever its case; quotation marks may close it."""
+    """True if the response ends with the phrase, whatever its case; quotation marks may close it."""
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def quotation(response: str) -> bool:
-    """Tells whether the whole response stands in double quotation marks."""
+    """True if the whole response stands in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -215,22 +215,22 @@ def quotation(response: str) -> bool:
 
 
 def capital_word_frequency(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """Tells whether there are so many words in capitals."""
+    """True if there are so many words in capitals."""
     return compare(count_capital_words(response), capital_relation, capital_frequency)
 
 
 def english_capital(response: str) -> bool:
-    """Tells whether the response is English (or has nothing to tell it by) and without small letters."""
+    """True if the response is English (or has nothing to tell it by) and without small letters."""
     return response.isupper() and detect_language(response) in ("en", None)
 
 
 def english_lowercase(response: str) -> bool:
-    """Tells whether the response is English (or has nothing to tell it by) and without capital letters."""
+    """True if the response is English (or has nothing to tell it by) and without capital letters."""
     return response.islower() and detect_language(response) in ("en", None)
 
 
 def no_comma(response: str) -> bool:
-    """Tells whether there is no comma."""
+    """True if there is no comma."""
     return "," not in response
 
 

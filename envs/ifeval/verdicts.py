@@ -12,7 +12,7 @@ from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS, RELATIONS
 from grpo_rl.envs.ifeval.language import languages
 
 Instruction = Callable[[str], bool]
-"""Tells whether a text as it is follows one instruction of a row, whose arguments have been checked."""
+"""True if a text as it is follows one instruction of a row, whose arguments have been checked."""
 
 
 def check(
@@ -23,7 +23,7 @@ def check(
     prompt: str,
     loose: bool = False,
 ) -> list[bool]:
-    """Tells whether the response follows each instruction of a row of IFEval.
+    """For each instruction of a row of IFEval, whether the response follows it.
 
     Args:
         instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
@@ -45,7 +45,7 @@ def check(
 
 
 def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
-    """Tells whether the response follows each instruction; a blank one follows none."""
+    """For each instruction, whether the response follows it; a blank response follows none."""
     texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
     return [any(follows(text) for text in texts) for follows in instructions]
 

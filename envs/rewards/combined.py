@@ -53,7 +53,7 @@ class WithRewards(Task):
 
     @property
     def scores_group(self) -> bool:
-        """Tells whether the task's responses are scored in one call, or an added reward compares those of a group."""
+        """True if the task's responses are scored in one call, or an added reward compares those of a group."""
         return self.task.scores_group or any(part.known.takes_lists for part in self._parts)
 
     @property

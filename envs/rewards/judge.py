@@ -308,7 +308,7 @@ def messages(
     A space breaks control tokens of chat templates in the quoted texts, as servers read them there, too.
 
     Args:
-        mark: of the quotes; None draws one that occurs in none of the texts, 128 bits that nobody knew before.
+        mark: of the quotes; None draws one that occurs in none of the texts, 128 bits that no one knew before.
 
     >>> system, user = messages("Is it polite?", "Say hello.", "Hello!", None, 0, 10, mark="4f2c")
     >>> print(user["content"])

@@ -43,7 +43,7 @@ class Known:
 
     @property
     def takes_lists(self) -> bool:
-        """Tells whether it is called with lists, of all responses to a prompt, and returns one."""
+        """True if it is called with lists, of all responses to a prompt, and returns one."""
         return self.whole_group or self.at_once
 
 

@@ -1,4 +1,4 @@
-"""Sandbox: runs untrusted programs where they can read nothing, reach nobody, and take no more than they may."""
+"""Sandbox: runs untrusted programs where they can read nothing, reach no one, and take no more than they may."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class _Process:
     def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
         self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
         self.cpu_spent = False
-        """Tells whether a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel also
+        """True if a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel also
         sends where memory is short."""
 
     def ended(self, until: float) -> Outcome:

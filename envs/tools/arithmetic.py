@@ -56,7 +56,7 @@ def calculate(expression: str) -> str:
 
 
 def has_operation(expression: str) -> bool:
-    """Tells whether there is something to calculate.
+    """True if there is something to calculate.
 
     >>> has_operation("6*12"), has_operation("-72"), has_operation("six times twelve")
     (True, False, False)
@@ -182,6 +182,6 @@ class _Evaluator(SimpleEval):
                 time.sleep(0.001)
 
 
-# One for all threads. It keeps nothing but the last expression, for messages that nobody sees; but to make one changes
+# One for all threads. It keeps nothing but the last expression, for messages that no one sees; but to make one changes
 # Python's warning filters for a moment, which other threads would meet.
 _EVALUATOR = _Evaluator()

@@ -36,7 +36,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Dropped(RuntimeError):
-    """A tool's failure that takes its conversation out of the group, where others are told to the policy."""
+    """A tool's failure that takes its conversation out of the group, where others are sent to the policy."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FunctionTask(Task):
         return task
 
     def call(self, row: dict, name: str, arguments: dict[str, Any]) -> Any:
-        """The result of one call, as text or as what JSON can write; what it raises is told to the policy."""
+        """The result of one call, as text or as what JSON can write; what it raises is sent to the policy."""
         for tool in self.tools:
             if callable(tool) and getattr(tool, "__name__", None) == name:
                 return tool(**arguments)

@@ -99,7 +99,7 @@ class Server:
         except Exception as error:
             raise refused(f"the MCP server {self.name} did not start: {self._shown(_words(error))}") from error
         seconds = min(self.timeout_s, until - time.monotonic())
-        if seconds <= 0:  # nobody would read the result
+        if seconds <= 0:  # no one would read the result
             raise refused(f"the MCP server {self.name} started too late for the call")
         try:
             result = self._wait(connection.client.call_tool(name, arguments), seconds)

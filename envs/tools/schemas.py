@@ -65,7 +65,7 @@ def _of_function(tool: Any) -> dict[str, Any]:
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tells whether the chat template shows tools."""
+    """True if the chat template shows tools."""
     return "tools" in str(tokenizer.chat_template)
 
 

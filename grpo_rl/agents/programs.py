@@ -143,7 +143,7 @@ class Program(Agent):
 
 
 class _Heard(asyncio.SubprocessProtocol):
-    """Hears a program: keeps the last of what it says on stderr, and notes its exit and when nobody can say more."""
+    """Hears a program: keeps the last of what it says on stderr, and notes its exit and when no one can say more."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -188,7 +188,7 @@ class Function(Agent):
         worker = self._worker()
         try:
             [result] = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
-        except asyncio.CancelledError:  # nobody waits for the session: its function must not go on
+        except asyncio.CancelledError:  # no one waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise
         except RuntimeError as error:  # the worker can't be started, or is closed

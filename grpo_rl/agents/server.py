@@ -100,7 +100,7 @@ class ChatServer:
         Raises:
             ValueError: the port is taken.
         """
-        # A client that is gone ends its call: nobody would read the response. aiohttp logs each line that is no HTTP
+        # A client that is gone ends its call: no one would read the response. aiohttp logs each line that is no HTTP
         # with a traceback, which an agent could write without end.
         silent = logging.Logger("the agents' endpoint", logging.CRITICAL + 1)
         self._runner = web.AppRunner(

@@ -103,7 +103,7 @@ class SteppedEngine:
     @staticmethod
     def _give(response: asyncio.Future[Samples], outcome: Samples | ValueError) -> None:
         def give() -> None:
-            if response.done():  # nobody waits any more
+            if response.done():  # no one waits any more
                 return
             if isinstance(outcome, ValueError):
                 response.set_exception(outcome)

@@ -272,7 +272,7 @@ def make_agent(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> AgentS
         agent = Function(own["agent"], deadline_s, own["pass_environment"])
     make_parser = tool_parser_of(settings)
     if settings.env.tool_parser is not None:
-        make_parser(tokenizer, [])  # a wrong name is told before anything starts
+        make_parser(tokenizer, [])  # a wrong name is refused before anything starts
     return AgentSettings(
         agent=agent,
         model=Path(settings.model.name).name,

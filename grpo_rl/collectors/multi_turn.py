@@ -245,7 +245,7 @@ async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
 
     def call() -> None:
         outcome = _outcome(lambda: _replied(env, trajectory))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
             loop.call_soon_threadsafe(reply.set_result, outcome)
 
     in_thread(call)

@@ -150,7 +150,7 @@ def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -
 def score(context: DiagnosisContext, groups: Sequence[Group]) -> list[Scored]:
     """The groups as the trainer scores them now.
 
-    Gradients are switched on, although nobody wants them: kernels compiled for training are the ones that were used.
+    Gradients are switched on, although no one wants them: kernels compiled for training are the ones that were used.
     """
     by_id: dict[int, Tensor] = {}
     for micro in micro_batches(groups, context.max_tokens):

@@ -63,7 +63,7 @@ class Stopped(SystemExit):
 
 
 def is_of_exchange(error: BaseException) -> bool:
-    """Tells whether an exchange of ranks failed with this error."""
+    """True if an exchange of ranks failed with this error."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
     )

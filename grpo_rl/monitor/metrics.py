@@ -31,7 +31,7 @@ REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 
 
 def is_reward_statistic(name: str) -> bool:
-    """Tells whether a name under ``reward/`` is a statistic, of all responses or of a mixture's task, and no part.
+    """True if a name under ``reward/`` is a statistic, of all responses or of a mixture's task, and no part.
 
     >>> is_reward_statistic("mean"), is_reward_statistic("gsm8k/mean"), is_reward_statistic("gsm8k/correctness")
     (True, True, False)

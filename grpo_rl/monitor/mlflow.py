@@ -83,7 +83,7 @@ class MLflowLog:
         id_file.write_text(f"{self._run_id}\n")
 
     def _holds(self, run_id: str, run_dir: Path) -> bool:
-        """Tells whether an MLflow run holds the rows of the run folder, no more and no fewer."""
+        """True if an MLflow run holds the rows of the run folder, no more and no fewer."""
         rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
         tags = self._client.get_run(run_id).data.tags
         self._rows = len(rows)

@@ -1,4 +1,4 @@
-"""The terminal view of a run: a live panel where somebody watches, one plain line a step where nobody does."""
+"""The terminal view of a run: a live panel where somebody watches, one plain line a step where no one does."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Progress:
         self.total_steps, self.step = total_steps, first_step
         self.title = "GRPO"
         self.compiles = False
-        """Tells whether the first step includes compilation, which its line says."""
+        """True if the first step includes compilation, which its line says."""
         self.console = console or _console()
         self._clock, self._record = clock, record
         self._started = self._last = clock()
@@ -207,7 +207,7 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Tells whether a live panel shows what goes on, rather than plain lines."""
+        """True if a live panel shows what goes on, rather than plain lines."""
         return self._live is not None
 
     @property
@@ -219,7 +219,7 @@ class Progress:
 
     @property
     def _compiled(self) -> bool:
-        """Tells whether the one step that has been timed includes compilation."""
+        """True if the one step that has been timed includes compilation."""
         return self.compiles and self._is_first and bool(self._durations)
 
     def _eta(self, seconds: float) -> str:

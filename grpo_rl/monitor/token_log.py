@@ -203,7 +203,7 @@ def _rows(
         columns |= {"text": [encodable(text) for text, _ in read], "special": [special for _, special in read]}
     of_group = {name: getattr(group, entry) for name, entry in OF_GROUP.items()}
     columns |= {name: values.float().numpy() for name, values in of_group.items() if values is not None}
-    masks = {"sampler_log_prob": ~chosen}  # what a tool wrote was sampled by nobody
+    masks = {"sampler_log_prob": ~chosen}  # what a tool wrote was sampled by no one
     trained = group.trained_tokens(mask_truncated).numpy()
     reason = np.full(count, -1)
     if group.advantages is not None and not group.advantages.any():

@@ -133,7 +133,7 @@ class Shape:
         )
 
     def can_split_keys(self, size: int) -> bool:
-        """Tells whether so many devices can have equal parts of the key-value heads, each of them split or repeated."""
+        """True if so many devices can have equal parts of the key-value heads, each of them split or repeated."""
         return self.kv_heads % size == 0 or size % self.kv_heads == 0
 
     @property

@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def shared(self) -> bool:
-        """Tells whether a GPU trains and samples at the same time."""
+        """True if a GPU trains and samples at the same time."""
         return self.scenario.shares_gpu(self.layout.colocated)
 
     @property

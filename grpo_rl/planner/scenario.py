@@ -65,11 +65,11 @@ class Scenario:
 
     @property
     def overlaps(self) -> bool:
-        """Tells whether sampling and training go on at the same time."""
+        """True if sampling and training go on at the same time."""
         return self.settings.mode == "async"
 
     def shares_gpu(self, colocated: bool) -> bool:
-        """Tells whether a GPU trains and samples at the same time, where the same devices do both."""
+        """True if a GPU trains and samples at the same time, where the same devices do both."""
         return colocated and self.overlaps and self.visible > 0
 
     @cached_property
@@ -105,12 +105,12 @@ class Scenario:
 
     @property
     def has_reference(self) -> bool:
-        """Tells whether the reference has its own weights: a policy with adapters is its own reference without them."""
+        """True if the reference has its own weights: a policy with adapters is its own reference without them."""
         return bool(self.settings.policy.kl_coef) and not self.shape.adapters
 
     @property
     def engine_sleeps(self) -> bool:
-        """Tells whether an engine on the trainer's devices frees their memory while it trains."""
+        """True if an engine on the trainer's devices frees their memory while it trains."""
         return not self.overlaps and self.settings.inference_model.sleep and self.cluster.device.kind == "cuda"
 
     def shards(self, ranks: int) -> int:

@@ -78,5 +78,5 @@ def _serve(live: LivePage, port: int, open_url: Callable[[str], object] | None) 
 
 
 def _has_display() -> bool:
-    """Tells whether a browser opens a window: without one, ``webbrowser`` may start one that takes the terminal."""
+    """True if a browser opens a window: without one, ``webbrowser`` may start one that takes the terminal."""
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

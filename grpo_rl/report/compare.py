@@ -42,7 +42,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Tells whether a run wrote to this folder."""
+    """True if a run wrote to this folder."""
     return (folder / METRICS_FILE).exists() or (folder / CONFIG).exists()
 
 

@@ -114,7 +114,7 @@ def subject(config: dict[str, Any]) -> str:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """Tells whether another process works in the folder; None if it is on another host, where that can't be seen.
+    """True if another process works in the folder; None if it is on another host, where that can't be seen.
 
     A run that writes its own page still holds the lock, and is at its end: the page is the last thing it writes.
     The lock itself is not touched: trying it could refuse a run that starts at this moment.

@@ -114,7 +114,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            pass  # a line for each look of each reader helps nobody
+            pass  # a line for each look of each reader helps no one
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True

@@ -114,7 +114,7 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 
 def trained(folder: Path) -> bool:
-    """Tells whether a run took a step there, or ended."""
+    """True if a run took a step there, or ended."""
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
@@ -235,7 +235,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 def is_finished(folder: Path) -> bool:
-    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
+    """True if the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

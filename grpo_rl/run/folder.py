@@ -268,7 +268,7 @@ class RunFolder:
 
     @property
     def resumes(self) -> bool:
-        """Tells whether a run was here before, so that its logs have to be truncated."""
+        """True if a run was here before, so that its logs have to be truncated."""
         return self._again or self.restored is not None
 
     @property

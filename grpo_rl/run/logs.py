@@ -119,7 +119,7 @@ class RunLogs:
             return []
 
     def has(self, step: int, name: str) -> bool:
-        """Tells whether a number of a step is in ``metrics.jsonl`` already."""
+        """True if a number of a step is in ``metrics.jsonl`` already."""
         return any(row["step"] == step and name in row for row in read_metrics(self.folder))
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:

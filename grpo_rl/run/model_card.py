@@ -115,7 +115,7 @@ def result(summary: Mapping[str, Any]) -> str:
 
 
 def on_hub(name: str) -> bool:
-    """Tells whether a model's name is one of the hub: ``organisation/model``, and no folder here."""
+    """True if a model's name is one of the hub: ``organisation/model``, and no folder here."""
     return name.count("/") == 1 and is_hub_name(name) and local_folder(name) is None
 
 

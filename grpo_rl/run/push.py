@@ -65,7 +65,7 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _is_public(api: HfApi, repo: str) -> bool:
-    """Tells whether a repository is there that all can read: to make it again with ``private`` changes nothing."""
+    """True if a repository is there that all can read: to make it again with ``private`` changes nothing."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:

@@ -63,7 +63,7 @@ def serve_model(settings: Settings, port: int) -> int:
     tokenizer = load_tokenizer(folder, settings.model.chat_template)
     parser = tool_parser_of(settings)
     if settings.env.tool_parser is not None:
-        parser(tokenizer, [])  # a wrong name is told before anything starts
+        parser(tokenizer, [])  # a wrong name is refused before anything starts
     heads = AutoConfig.from_pretrained(folder).get_text_config().num_attention_heads
     engine = make_engine(settings, folder, allocate(settings, num_attention_heads=heads))
     try:

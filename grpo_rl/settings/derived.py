@@ -70,13 +70,13 @@ def optimizer_steps(settings: Sections) -> int:
 
 
 def steps_once(settings: Sections) -> bool:
-    """Tells whether each collection gives one optimizer step, so that no token is trained on with updated weights."""
+    """True if each collection gives one optimizer step, so that no token is trained on with updated weights."""
     train = settings.train
     return train.epochs == 1 and settings.env.num_envs * settings.env.repeats <= train.optim_batch_size
 
 
 def needs_old_log_probs(settings: Sections) -> bool:
-    """Tells whether the policy scores each collection before training on it, at the cost of one more forward pass.
+    """True if the policy scores each collection before training on it, at the cost of one more forward pass.
 
     A correction and a KL in the reward need its log-probs; choosing tokens by entropy needs entropies. For a correction
     or a stored lineage, a collection of one optimizer step gets them in the training pass itself.
@@ -160,6 +160,6 @@ def adapters(settings: Sections) -> LoRA:
 
 
 def pushes_adapters(settings: Sections) -> bool:
-    """Tells whether only adapters are pushed to the engine, which keeps its own base weights."""
+    """True if only adapters are pushed to the engine, which keeps its own base weights."""
     lora = settings.train_model.lora
     return bool(lora.rank) and lora.push == "adapter"

@@ -13,7 +13,7 @@ CPU_FILE = Path("/proc/cpuinfo")
 
 
 def has_no_gpu() -> bool:
-    """Tells whether torch certainly sees no GPU: there is none, all are hidden, or it is a build for CPUs.
+    """True if torch certainly sees no GPU: there is none, all are hidden, or it is a build for CPUs.
 
     False: torch has to be asked.
     """
@@ -22,7 +22,7 @@ def has_no_gpu() -> bool:
 
 
 def lacks_bfloat16() -> bool:
-    """Tells whether this is an x86 CPU without AVX-512; nearly all of these multiply bfloat16 matrices in plain loops.
+    """True if this is an x86 CPU without AVX-512; nearly all of these multiply bfloat16 matrices in plain loops.
 
     On two AMD cores with AVX2 those loops do 1 GFLOP/s, and PyTorch's float32 kernels 116. The few that have bfloat16
     without AVX-512 (AVX-NE-CONVERT) count as well: Linux does not list that flag.

@@ -24,7 +24,7 @@ BECAUSE = {
 
 
 def is_read(key: str) -> bool:
-    """Tells whether mode=sft reads a setting.
+    """True if mode=sft reads a setting.
 
     >>> is_read("optimizer.lr"), is_read("sampling.temperature"), is_read("sampling.max_new_tokens")
     (True, False, True)

@@ -237,7 +237,7 @@ class PolicyOptimizer:
                 param.copy_(master)
 
     def _could_overflow(self, lr: float) -> bool:
-        """Tells whether a weight might leave its dtype's range, by a cheap bound; False for any sane setting.
+        """True if a weight might leave its dtype's range, by a cheap bound; False for any sane setting.
 
         AdamW moves a weight by at most ``lr / sqrt((1 - b2) (1 - b1^2 / b2))``, by Cauchy-Schwarz on its two moments.
         """
@@ -255,7 +255,7 @@ class PolicyOptimizer:
         return not reached < limit / 2  # half: a margin for rounding
 
     def _overflows(self, lr: float) -> bool:
-        """Tells whether a weight leaves its dtype's range in this step, found by a trial step on a copy."""
+        """True if a weight leaves its dtype's range in this step, found by a trial step on a copy."""
         copies = [master.detach().clone() for master in self._masters]
         for trial, master in zip(copies, self._masters, strict=True):
             trial.grad = master.grad
@@ -319,7 +319,7 @@ def _total_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _finite(x: Tensor | None) -> bool:
-    """Tells whether a tensor, or this rank's part of a sharded one, is finite; None counts as finite."""
+    """True if a tensor, or this rank's part of a sharded one, is finite; None counts as finite."""
     return x is None or bool(local(x).isfinite().all())
 
 

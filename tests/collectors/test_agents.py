@@ -479,7 +479,7 @@ def test_a_session_ends_with_its_program_though_a_process_that_it_started_holds_
     failed = pytest.raises(AgentError, match="it ended with exit code 3: …no such file$")
     begun = time.monotonic()
     with failed if code else contextlib.nullcontext():
-        asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that nobody reads is too large for the pipe
+        asyncio.run(agent.play(CLIENT, {"x": "y" * 10**6}))  # a row that no one reads is too large for the pipe
     assert time.monotonic() - begun < 50 and ended(int((tmp_path / "pid").read_text()))
 
 

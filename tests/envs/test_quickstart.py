@@ -19,7 +19,7 @@ def rows(request) -> list[dict]:
 
 
 def holds(left: int, operator: str, right: int, result: int) -> bool:
-    """Tells whether an equation is right, by the inverse of each operation, not by the generator's own arithmetic."""
+    """True if an equation is right, by the inverse of each operation, not by the generator's own arithmetic."""
     if operator == "+":
         return result - right == left
     if operator == "-":

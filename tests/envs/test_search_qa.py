@@ -64,7 +64,7 @@ def measured(task, row, messages):
         (["<answer>Steventon</answer>"], (1.0, 1.0), 0.0),
         (["Steventon"], (1.0, 1.0), 0.0),
         (["It was Steventon <answer>Bath</answer>"], (0.0, 0.0), 0.0),
-        (["Search: Emma\n<answer>Steventon</answer>"], (1.0, 1.0), 0.0),  # nobody searched
+        (["Search: Emma\n<answer>Steventon</answer>"], (1.0, 1.0), 0.0),  # no one searched
         # cut off at a search: its words are no answer
         (["Search: Steventon"], (0.0, 0.0), 0.5),
         (["Search: Emma", "Steventon\nSearch: Turandot"], (0.0, 0.0), 0.5),

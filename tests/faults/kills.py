@@ -4,7 +4,7 @@ Short runs of a tiny model are started by one fixed command (`hydra.run.dir=X re
 of their own (kill_points.c says which there are), and are started again until they are finished. A kill is witnessed if
 the process told the very point that it was to die at to a file just before, and ended by signal 9. Every start has to
 go on from the newest checkpoint or to say in a line what to do, and what is left in the end is compared with a run that
-nobody disturbed: metrics, lineage, completions, the tensors of the last checkpoint, the exported model, and all files.
+no one disturbed: metrics, lineage, completions, the tensors of the last checkpoint, the exported model, and all files.
 Of an async run, whose batches may be others, it is the prompts and responses of all groups, the counts of responses,
 optimizer steps and pushes, the names and shapes of the checkpoint's tensors, which have to be finite, and the names of
 the files.

@@ -1,4 +1,4 @@
-"""The outcome of a run that was killed and went on, beside that of one that nobody disturbed."""
+"""The outcome of a run that was killed and went on, beside that of one that no one disturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_rl.testing import same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SET_ASIDE = (".log", ".abandoned", ".old")
-"""Ends of names that nobody reads: set aside, or half written by a process that was killed and that none followed."""
+"""Ends of names that no one reads: set aside, or half written by a process that was killed and that none followed."""
 
 
 def newest_step(folder: Path) -> int | None:

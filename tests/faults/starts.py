@@ -136,7 +136,7 @@ def _read_configs_once() -> None:
 
 
 def undisturbed(mode: Mode, work: Path, *more: str) -> tuple[Path, Start]:
-    """A run that nobody disturbs, and its points."""
+    """A run that no one disturbs, and its points."""
     whole = work / f"whole {mode.name}"
     done = start(mode, [*overrides(mode, work), *more], whole)
     if done.status:

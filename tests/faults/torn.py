@@ -4,7 +4,7 @@ A run of three steps, each with a checkpoint, is copied, and one file of the cop
 its shards, metrics, a log of the last step, or the last evaluation. Checkpoints and shards are also changed by a bit,
 filled with zeros for a page, or replaced by an older one. The run's folder is then opened as a resumed run does. It has
 to go on from the newest checkpoint that is untouched, with all that was logged until then, or to say in one line why it
-can't. Some of the damaged runs are also finished, and compared with the one that nobody disturbed.
+can't. Some of the damaged runs are also finished, and compared with the one that no one disturbed.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def judge(runs: Runs, kind: str, how: str, run: Path, expected: int | None, name
 
 
 def is_told(kind: str, how: str, step: int | None, file: Path, said: str) -> bool:
-    """Tells whether a run that goes on from a step says which file is damaged, where it is not the newest that it uses.
+    """True if a run that goes on from a step says which file is damaged, where it is not the newest that it uses.
 
     Nobody can tell that there was a checkpoint whose file is missing. A run that refuses, whose step is None, names the
     file, too.

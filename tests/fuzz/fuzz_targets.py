@@ -64,7 +64,7 @@ class Broken(AssertionError):
 
 
 def raised_by_us(error: Exception) -> bool:
-    """Tells whether a raise statement of this project made the error; another's names neither file nor remedy."""
+    """True if a raise statement of this project made the error; another's names neither file nor remedy."""
     at = error.__traceback__
     while at.tb_next is not None:
         at = at.tb_next

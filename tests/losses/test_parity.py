@@ -360,7 +360,7 @@ def liger(batch: Batch, settings: dict, kl_coef: float):
 
 
 def has(peer, settings: dict) -> bool:
-    """Tells whether a peer has these settings; their KL is left out where it has no such estimate."""
+    """True if a peer has these settings; their KL is left out where it has no such estimate."""
     if settings["kl_in"] == "reward" or settings["surrogate"] == "plain":
         return False  # RLOO: below
     if peer is verl:

@@ -210,7 +210,7 @@ def test_tokens_of_the_first_scored_group_are_recorded_with_both_log_probs(tmp_p
     assert found[["step", "group_id"]].drop_duplicates().to_numpy().tolist() == [[3, 5]]
     assert found["response"].tolist() == [0, 1, 1] and found["position"].tolist() == [0, 0, 1]
     assert found["text"].tolist() == ["a", "b", "c"] and found["token_id"].tolist() == [0, 1, 2]
-    assert found["sampler_log_prob"].fillna(7).tolist() == [-0.5, -0.25, 7]  # nobody sampled what a tool wrote
+    assert found["sampler_log_prob"].fillna(7).tolist() == [-0.5, -0.25, 7]  # no one sampled what a tool wrote
     assert found["log_prob"].tolist() == [-3.0, -4.0, -5.0] and found["entropy"].tolist() == [13.0, 14.0, 15.0]
     assert found["policy_version"].tolist() == [2, 2, 3] and found["trainable"].tolist() == [True, True, False]
 

@@ -1,4 +1,4 @@
-"""FlexAttention over shared prefixes equals dense attention under the rule as it is told, and skips what nobody sees.
+"""FlexAttention over shared prefixes equals dense attention under the rule as it is told, and skips what no one sees.
 
 Without a GPU: PyTorch's reference implementation forward and backward, and its compiled CPU kernel forward.
 """

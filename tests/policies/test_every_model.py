@@ -153,7 +153,7 @@ def tiny(config_class: type[PreTrainedConfig], noise: float | None, own: dict[st
 
 
 def has_field(config: PreTrainedConfig, name: str) -> bool:
-    """Tells whether the config has such a field that can be set, under this name or one of its own."""
+    """True if the config has such a field that can be set, under this name or one of its own."""
     own = getattr(type(config), config.attribute_map.get(name, name), None)
     computed = isinstance(own, property) and own.fset is None
     return (name in config.to_dict() or name in config.attribute_map) and not computed
@@ -269,7 +269,7 @@ def random_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
 
 def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict:
-    """Tells whether policy and reference equal the plain forward in value and gradient, whatever was drawn."""
+    """True if policy and reference equal the plain forward in value and gradient, whatever was drawn."""
     expected_gradients = gradients(model, expected)
     model.train()  # as a user may hand it over
     if model.supports_gradient_checkpointing:

@@ -79,7 +79,7 @@ class Disk:
             self._synced.pop(path.stat().st_ino, None)
 
     def is_whole(self, path: Path) -> bool:
-        """Tells whether a checkpoint file is one that was written to its end, and has not changed since."""
+        """True if a checkpoint file is one that was written to its end, and has not changed since."""
         return path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() in self.whole
 
     def after_kill(self) -> Files:

@@ -102,7 +102,7 @@ class Environment:
 
 
 def has_zero_variance(seed: int, row: int) -> bool:
-    """Tells whether a row gives a zero-variance group.
+    """True if a row gives a zero-variance group.
 
     >>> 150 < sum(has_zero_variance(0, row) for row in range(1000)) < 250
     True

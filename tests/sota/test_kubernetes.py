@@ -1,4 +1,4 @@
-"""The RayJob is well formed, asks for what its pods have, and lets nobody in without the token."""
+"""The RayJob is well formed, asks for what its pods have, and lets no one in without the token."""
 
 from __future__ import annotations
 

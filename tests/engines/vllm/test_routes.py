@@ -179,7 +179,7 @@ def test_of_forgotten_requests_nothing_is_kept_once_they_are_gone(recorder):
 
 @pytest.mark.parametrize("end", ["cancelled", "aborted", "taken"])
 def test_routes_that_nobody_takes_are_forgotten_behind_the_abort(end):
-    """The request's caller may have been cancelled: vLLM then ends it itself, and says so to nobody."""
+    """The request's caller may have been cancelled: vLLM then ends it itself, and says so to no one."""
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
     calls = []

@@ -79,7 +79,7 @@ def act(tmp_path, monkeypatch):
 
 
 def ended(process_id: int, within_s: float = 10.0) -> bool:
-    """Tells whether a process is gone, or dead and only not yet reaped, before the time is over."""
+    """True if a process is gone, or dead and only not yet reaped, before the time is over."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:

@@ -62,7 +62,7 @@ def test_a_length_is_judged_within_the_responses_to_one_prompt():
     # First group: 0.5 - (2 - 2) / 7, 0.5 - 6 / 7, and min(0, 0.5 - 7 / 7) for the wrong one. Second: the extremes.
     expected = [0.5, 0.5 - 6 / 7, -0.5, 0.5, -0.5]
     assert [reward.parts["length"] for reward in task.score_many(rows, responses)] == pytest.approx(expected)
-    # Alone, there is nobody to be compared with.
+    # Alone, there is no one to be compared with.
     assert task.score(ROWS[0], responses[1]).parts["length"] == 0.0
 
 

@@ -35,7 +35,7 @@ def act(how: str) -> str:
 
 @server.tool()
 async def freeze() -> str:
-    """Lets nobody else be answered."""
+    """Lets no one else be answered."""
     time.sleep(60)
     return ""
 

@@ -274,7 +274,7 @@ def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, 
     monkeypatch.undo()
     server._thread.join(10.0)
     assert ended(pid, 0.1) and not server._thread.is_alive() and server._loop.is_closed()
-    # A reply that was left behind starts no process that nobody ends.
+    # A reply that was left behind starts no process that no one ends.
     assert results(task, ("pid", {})) == [
         f"Error: RuntimeError: the MCP server {sys.executable} did not start: RuntimeError: it is closed"
     ]
