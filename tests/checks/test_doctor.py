@@ -290,7 +290,7 @@ def test_the_key_of_wandb_is_asked_of_its_server(look, no_key, monkeypatch):
 
 def test_a_logger_that_cant_be_imported_is_told(look):
     lines = look("logger.backend=no_such_package:Log", only=["loggers"])
-    assert "no module no_such_package" in to_fix(lines)["loggers"]
+    assert "No module named 'no_such_package'" in to_fix(lines)["loggers"]
 
 
 @pytest.mark.parametrize(

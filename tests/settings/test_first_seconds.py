@@ -91,10 +91,6 @@ TABLE = [
     (["loss.dual_clip=1.1"], "use at least 1 + loss.clip_high"),
     (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
     (["env.path=no_such.jsonl"], "no_such.jsonl can't be read: "),
-    (
-        ["env.path=rows.jsonl"],
-        "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; env.columns=",
-    ),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
     (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
     (["model.name=lora"], "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged"),

@@ -112,7 +112,7 @@ def test_a_wrong_setting_is_refused_by_its_type_and_with_the_nearest_name(folder
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("Ecko", "has no Ecko, only Echo, Plain"),
+        ("Ecko", "has no Ecko; did you mean Echo"),
         ("Plain", "env.limit must be set: own_tasks:Plain can't do without"),
         ("Seeded", "own_tasks:Seeded has a setting seed, a name that is taken"),
         ("Taken", "own_tasks:Taken has a setting env.repeats, a name that is taken"),

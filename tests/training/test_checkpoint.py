@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -104,9 +105,16 @@ def claimed(resume, outputs, config=None, frequency=20):
     return taken
 
 
+def saved(run, step=1, config=None):
+    """The checkpoint of a run that has written its config."""
+    path = checkpoint.save(run / "checkpoints", step, {"step": step, "config": json.dumps(config or {})})
+    (run / "config.yaml").write_text(yaml.safe_dump(config or {}))
+    return path
+
+
 def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
-    older = checkpoint.save(tmp_path / "day" / "a" / "checkpoints", 9, {"step": 9, "config": "{}"})
-    newer = checkpoint.save(tmp_path / "day" / "b" / "checkpoints", 2, {"step": 2, "config": "{}"})
+    older = saved(tmp_path / "day" / "a", 9)
+    newer = saved(tmp_path / "day" / "b", 2)
     os.utime(older, (1, 1))
     for resume, path in ((older, older), (tmp_path / "day" / "a", older), ("auto", newer)):
         taken = claimed(str(resume), tmp_path)
@@ -121,8 +129,7 @@ def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
 def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_live_one_of_another(tmp_path):
     configs = {name: {"optimizer": {"lr": lr}} for name, lr in (("a", 1e-5), ("b", 1e-4))}
     for number, (name, config) in enumerate(configs.items()):
-        state = {"step": 1, "config": json.dumps(config)}
-        os.utime(checkpoint.save(tmp_path / name / "checkpoints", 1, state), (number, number))
+        os.utime(saved(tmp_path / name, config=config), (number, number))
     assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
     assert claimed("auto", tmp_path, configs["b"]).folder == tmp_path / "b"
     new = claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
@@ -150,7 +157,7 @@ def test_looking_for_a_run_changes_no_lock_of_others_and_passes_over_what_it_can
         fcntl.flock(held, fcntl.LOCK_EX)
         assert claimed("auto", tmp_path).resume is None
     assert foreign.read_text() == "of another program"
-    path = checkpoint.save(tmp_path / "theirs" / "checkpoints", 1, {"step": 1, "config": "{}"})
+    path = saved(tmp_path / "theirs")
     before = os.open
 
     def no_entry(name, *args, **kwargs):
@@ -164,7 +171,7 @@ def test_looking_for_a_run_changes_no_lock_of_others_and_passes_over_what_it_can
     assert taken.resume is None and f"{tmp_path / 'theirs'} can't be used (Permission denied)" in taken.notes[0]
     # Of a live run and a finished one whose summary is rubbish, the second's lock is let go of with the error.
     live = FolderLock(tmp_path / "theirs")
-    os.utime(checkpoint.save(tmp_path / "over" / "checkpoints", 1, {"step": 1, "config": "{}"}), (1, 1))
+    os.utime(saved(tmp_path / "over"), (1, 1))
     (tmp_path / "over" / "summary.json").write_text("[]")
     with pytest.raises(ValueError, match="holds list"):
         claimed("auto", tmp_path)
@@ -466,10 +473,10 @@ def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(t
 
 def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):
     """Going on with another run, because this one's checkpoint is torn, is nothing that anyone asked for."""
-    other = checkpoint.save(tmp_path / "a" / "checkpoints", 1, {"step": 1, "config": "{}"})
+    other = saved(tmp_path / "a")
     os.utime(other, (1, 1))
     MetricsLog(tmp_path / "a").log(1, {})
-    damage(checkpoint.save(tmp_path / "b" / "checkpoints", 1, {"step": 1, "config": "{}"}))
+    damage(saved(tmp_path / "b"))
     taken = claimed("auto", tmp_path)
     assert taken.folder == tmp_path / "b"
     with pytest.raises(ValueError, match="no checkpoint can be used"):
