@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 
 from grpo_rl.intervals import paired_gain
-from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.monitor.step_phases import step_seconds
+from grpo_rl.monitor.metrics import read_metrics, step_seconds
 from grpo_rl.run.summary import read_evaluation
 from grpo_rl.testing import tiny_run
 

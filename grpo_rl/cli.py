@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from grpo_rl import __version__
 from grpo_rl.storage.masking import shown
-from grpo_rl.storage.streams import replace_unwritable
+from grpo_rl.storage.printable import replace_unwritable
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
 """The help of ``train``."""

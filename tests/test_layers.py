@@ -86,6 +86,8 @@ WHOLE_CONFIG = {
     ),
 }
 """Folders where a parameter may be the whole config, as Hydra's or as the checked one."""
+MOST_FILES, MOST_LOADED_LINES = 220, 33_100
+"""Limits of what ``sota/grpo.py`` loads, whatever its settings."""
 MAX_LINES, MAX_IMPORTED = 400, 12
 """Limits of a file: lines, and modules of ours that it imports; those of assembly/ may import more."""
 
@@ -204,6 +206,26 @@ def forbidden(own: str, other: str) -> str | None:
     return None
 
 
+def loaded(root: Path, script: str) -> set[Path]:
+    """Our files that a script loads: by its imports, local ones included, and without those for type checkers."""
+    files = {module_of(path, root): path for path in python_files(root)}
+    todo, seen = [script], set()
+    while todo:
+        module = todo.pop()
+        if module in seen or module not in files:
+            continue
+        seen.add(module)
+        tree = ast.parse(files[module].read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = [ast.Pass()]
+        for source, name in imported(tree, module, files[module].name == "__init__.py"):
+            if source.partition(".")[0] == "grpo_rl":
+                parts = [*source.split(".")[1:], name]
+                todo += [".".join(parts[:length]) for length in range(len(parts) + 1)]
+    return {files[module] for module in seen}
+
+
 def is_a_sentence(text: str | None) -> bool:
     """True if the first paragraph is one sentence.
 
@@ -236,6 +258,13 @@ def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 def test_imports_point_one_way():
     assert violations(ROOT) == []
+
+
+def test_a_run_loads_few_files():
+    files = loaded(ROOT, "sota.grpo")
+    assert {ROOT / "grpo_rl/run/run.py", ROOT / "envs/base.py"} <= files and ROOT / "grpo_rl/cli.py" not in files
+    assert len(files) <= MOST_FILES
+    assert sum(len(path.read_text().splitlines()) for path in files) <= MOST_LOADED_LINES
 
 
 def test_every_file_is_looked_at_once():

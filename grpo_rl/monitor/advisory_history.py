@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean, median, stdev
 from typing import Any
 
-from grpo_rl.monitor.step_phases import step_seconds
+from grpo_rl.monitor.metrics import step_seconds
 
 WINDOW = 10
 """Steps over which a metric is averaged before it is judged: the mean of ten scatters a third as much as one step."""

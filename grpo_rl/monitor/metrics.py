@@ -28,6 +28,10 @@ FEWEST_AT_AN_END = 5
 """Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 """The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
+STEP_PHASES = ("read", "sample", "wait", "score", "train", "sync", "other")
+"""The phases of a step in the order in which they begin; SFT reads in the place of sampling.
+
+Other metrics under ``time/`` are of no step: the run's clock, an evaluation."""
 
 
 def is_reward_statistic(name: str) -> bool:
@@ -350,3 +354,13 @@ def _encode(row: Mapping[str, float]) -> dict[str, object]:
     nonfinite = {name: str(float(value)) for name, value in numbers.items() if not math.isfinite(value)}
     encoded: dict[str, object] = {name: None if name in nonfinite else value for name, value in numbers.items()}
     return encoded | ({"nonfinite": nonfinite} if nonfinite else {})
+
+
+def step_seconds(row: Mapping[str, float]) -> float | None:
+    """The seconds of a step, all of its phases together; None where the line has none of them.
+
+    >>> step_seconds({"time/sample_s": 3.0, "time/other_s": 1.0, "time/at_s": 500.0, "time/evaluate_s": 60.0})
+    4.0
+    """
+    phases = [row[name] for name in (f"time/{phase}_s" for phase in STEP_PHASES) if name in row]
+    return sum(phases) if phases else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_rl.monitor.metrics import is_reward_statistic
-from grpo_rl.monitor.step_phases import STEP_PHASES
+from grpo_rl.monitor.metrics import STEP_PHASES, is_reward_statistic
 
 CLOCKS = frozenset({"time", "time/at_s"})
 """Metrics that place a line in time and say nothing of the run."""

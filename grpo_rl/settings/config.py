@@ -29,7 +29,7 @@ from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import fixed_folder, mask_sweep, script_settings
 from grpo_rl.storage.masking import shown
-from grpo_rl.storage.streams import replace_unwritable
+from grpo_rl.storage.printable import replace_unwritable
 from grpo_rl.waits.watcher import watching
 
 FULL_OR_CLOSED = (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)

@@ -1,8 +1,9 @@
-"""Text of models and of other processes, as a terminal may get it."""
+"""Text for terminals: of models and of other processes, and where the terminal is not UTF-8."""
 
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 
 # CSI, OSC, DCS/SOS/PM/APC strings, then the two-byte sequences: ECMA-48, sections 5.3 to 5.6.
@@ -24,3 +25,10 @@ def printable(text: str) -> str:
     """
     text = _ESCAPE.sub("", text.replace("\r\n", "\n").replace("\t", " "))
     return "".join(c for c in text if c == "\n" or not unicodedata.category(c).startswith("C"))
+
+
+def replace_unwritable() -> None:
+    """Has standard output and error write a question mark for a character that their encoding lacks, as of ``…``."""
+    for stream in (sys.stdout, sys.stderr):
+        if "utf" not in (getattr(stream, "encoding", None) or "utf").lower() and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 
 from grpo_rl.monitor.completions import logged_steps, read_step
-from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.monitor.step_phases import STEP_PHASES
+from grpo_rl.monitor.metrics import STEP_PHASES, read_metrics
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
