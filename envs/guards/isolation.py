@@ -221,6 +221,7 @@ class _Worker:
 
     def __init__(self, environment: Mapping[str, str] | None, output: IO[bytes] | None) -> None:
         self.pipe, theirs = Pipe()
+        self._lock, self._ended = threading.Lock(), False
         search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         with theirs:
             handle = theirs.fileno()
@@ -264,12 +265,22 @@ class _Worker:
         except Exception as error:
             return error
 
-    def kill(self) -> str:
-        """Ends the process with its children, if it hasn't ended, and says how it ended."""
-        if not self.pipe.closed:  # a second time, the group's number may be another's
-            kill_group(self.process.pid)
-        self.pipe.close()
+    def end(self) -> str:
+        """Ends the process with its children, if it hasn't ended, and says how it ended; any thread may call it."""
+        with self._lock:
+            if not self._ended:  # a second time, the group's number may be another's
+                kill_group(self.process.pid)
+            self._ended = True
         return ending(self.process.wait())
+
+    def kill(self) -> str:
+        """As :meth:`end`, and closes the pipe: for the thread that reads it.
+
+        Two threads that close one pipe close its file twice, and the second time it may be another's.
+        """
+        end = self.end()
+        self.pipe.close()
+        return end
 
 
 def serve(handle: int, parent: int) -> None:
@@ -332,5 +343,5 @@ def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kill_all(workers: set[_Worker], process_id: int) -> None:
     # A fork's copy of this list names processes that are not its own.
-    while workers and os.getpid() == process_id:
-        workers.pop().kill()
+    for worker in list(workers) if os.getpid() == process_id else ():
+        worker.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -212,6 +213,7 @@ def test_ctrl_c_in_the_first_seconds_ends_in_one_line_and_leaves_nothing(tmp_pat
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's are in the folder that goes
     monkeypatch.setattr("sys.argv", ["grpo.py", "env.path=quickstart-train", "inference_model.engine=transformers"])
     with pytest.raises(SystemExit, match="130"):
         script()

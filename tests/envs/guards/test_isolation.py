@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,21 @@ def test_close_ends_the_workers_and_calls_after_it_are_refused(act):
     with pytest.raises(RuntimeError, match="after shutdown"):
         calls.map([("double", 1)])
     calls.close()
+
+
+def test_the_thread_that_reads_a_pipe_alone_closes_it(act, monkeypatch):
+    closers, close = [], Connection.close
+    monkeypatch.setattr(
+        Connection, "close", lambda pipe: closers.append(threading.current_thread().name) or close(pipe)
+    )
+    calls = IsolatedCalls(act, deadline_s=600)
+    under_way = calls.submit(("sleep", 600))
+    while not calls._live:
+        time.sleep(0.01)
+    calls.close(now=True)
+    with pytest.raises(RuntimeError, match="closed while|can't be started"):
+        under_way.result(60)
+    assert closers and all(name.startswith("isolated-calls") for name in closers)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="groups are killed everywhere, /proc is Linux's")
