@@ -129,7 +129,7 @@ class Outcome:
 
 
 def verdict(bar: Bar, figure: float | str, unmeasured: str | None = None) -> str:
-    """True if the figure keeps the limit.
+    """The verdict on a figure: reached, missed, or not measured.
 
     Args:
         figure: a number, or why there is none.

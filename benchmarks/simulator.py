@@ -199,14 +199,17 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
     async def batch() -> list[_Group]:
         """The next batch; meanwhile engines that join are given weights."""
         task = asyncio.ensure_future(scheduler.batch())
-        while not task.done():
-            joined = asyncio.ensure_future(fleet.new_engine())
-            await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
-            if joined.done():
-                joined.result()
-                await push(new_engines=True)
-            joined.cancel()
-        return task.result()
+        try:
+            while not task.done():
+                joined = asyncio.ensure_future(fleet.new_engine())
+                await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+                if joined.done():
+                    joined.result()
+                    await push(new_engines=True)
+                joined.cancel()
+            return task.result()
+        finally:
+            task.cancel()
 
     await fleet.start()
     await push(new_engines=True)

@@ -44,17 +44,18 @@ def punkt() -> PunktTokenizer:
     from nltk.tokenize.punkt import PunktTokenizer
 
     folder, reason = cache_folder() / "nltk_data", ""
-    nltk.data.path.append(str(folder))
+    if str(folder) not in nltk.data.path:
+        nltk.data.path.append(str(folder))
     try:
         return PunktTokenizer("english")
-    except LookupError:
+    except (LookupError, OSError):
         try:
             _download(folder)
         except (OSError, ValueError, SyntaxError) as error:  # a network may answer anything
             reason = " ".join(str(error).split())[:200]
     try:
         return PunktTokenizer("english")
-    except LookupError as error:
+    except (LookupError, OSError) as error:  # it is in no folder, or a file of it lacks
         raise ValueError(
             "counting sentences and capital words, as IFEval does, needs NLTK's punkt_tab, which is in none of NLTK's "
             f"folders and could not be downloaded ({reason}). Where there is a network, run "

@@ -8,8 +8,10 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,19 +113,38 @@ def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
     for document in documents:
         digest.update(json.dumps(document).encode())
     folder = cache / digest.hexdigest()[:32]
-    cache.mkdir(parents=True, exist_ok=True)
-    # Another process that starts with the same corpus waits, and then reads.
-    with FileLock(cache / f"{folder.name}.lock"):
-        try:
-            bm25 = _bm25s().BM25.load(folder, allow_pickle=False)
-            if bm25.vocab_dict and bm25.scores["num_docs"]:
-                return bm25
-        # There is none yet, or a damaged one, which may be read as anything: it is only a cache.
-        except Exception:
-            pass
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        # Another process that starts with the same corpus waits, and then reads.
+        with FileLock(cache / f"{folder.name}.lock"):
+            bm25 = _loaded_index(folder)
+            if bm25 is None:
+                bm25 = _built_index(documents)
+                _store_index(bm25, folder)
+    except OSError as error:
+        warnings.warn(f"the search index can't be kept, and is built at each start: {error}", stacklevel=3)
         bm25 = _built_index(documents)
-        bm25.save(folder, allow_pickle=False, show_progress=False)
     return bm25
+
+
+def _loaded_index(folder: Path) -> Any:
+    """The index in ``folder``; None where there is none, or it can't be read."""
+    try:
+        bm25 = _bm25s().BM25.load(folder, allow_pickle=False)
+        return bm25 if bm25.vocab_dict and bm25.scores["num_docs"] else None
+    # A damaged file may be read as anything, and it is only a cache.
+    except Exception:
+        return None
+
+
+def _store_index(bm25: Any, folder: Path) -> None:
+    """Writes the index, all of it or nothing: a killed process leaves no half of it under its name."""
+    with TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
+        built = Path(temporary) / "index"
+        bm25.save(built, allow_pickle=False, show_progress=False)
+        if folder.exists():
+            folder.rename(Path(temporary) / "broken")
+        built.rename(folder)
 
 
 # ---- the documents ----

@@ -191,7 +191,7 @@ class Function(Agent):
         except asyncio.CancelledError:  # no one waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise
-        except RuntimeError as error:  # the worker can't be started, or is closed
+        except Exception as error:  # the worker can't be started, or is closed
             raise AgentError(one_line(error)) from error
         else:
             self._idle.append(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,9 +13,11 @@ from typing import Any
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
-from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_config, read_summary
-from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock
+from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
+from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.run.model_files import MODEL
+from grpo_rl.storage import checkpoint_file
+from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
 from grpo_rl.training.logged import last_logged
@@ -60,20 +63,18 @@ def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any
     """
     if resume == "auto":
         return _newest(own, outputs, config)
-    place = Path(resume).absolute() if resume else None
-    folder = folder_of(own, resume) if resume else own
-    is_run = place is not None and _is_run(place)  # before the lock is there, which is a sign of one
+    if resume is None:
+        return _new(own)
+    place, folder = Path(resume).absolute(), folder_of(own, resume)
+    if _is_checkpoint(place):
+        if place.is_relative_to(folder.absolute() / CHECKPOINTS):
+            return Claim(folder, _locked(folder), place, inside=True)
+        return _from_elsewhere(own, place, frequency)
+    is_run = _is_run(place)
+    if not is_run and place.resolve() != own.resolve():
+        return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
     lock = _locked(folder)
     try:
-        if place is None:
-            return _new(own, lock)
-        if _is_checkpoint(place):
-            if place.is_relative_to(folder.absolute() / CHECKPOINTS):
-                return Claim(folder, lock, place, inside=True)
-            refuse_other_run(own, place)
-            return _in_folder(own, lock, True, frequency) if _began_at(own, place) else _new(own, lock, place)
-        if not is_run and place.resolve() != own.resolve():
-            return Claim(own, lock, place)  # refused by `checkpoint.restore`
         return _in_folder(folder, lock, is_run, frequency)
     except BaseException:
         lock.close()
@@ -99,7 +100,10 @@ def _is_run(place: Path) -> bool:
 
 
 def refuse_other_run(own: Path, place: Path | None = None) -> None:
-    """Refuses a new run's folder that holds a run already; one that began from ``place`` goes on.
+    """Refuses a new run's folder that holds a run already.
+
+    Args:
+        place: the checkpoint of elsewhere that the new run begins from; a run that began from it goes on.
 
     Raises:
         ValueError: the folder holds another run.
@@ -114,25 +118,52 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 
 def trained(folder: Path) -> bool:
-    """True if a run took a step there, or ended."""
+    """Tells whether a run took a step there, or ended."""
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
-def _new(own: Path, lock: FolderLock, place: Path | None = None) -> Claim:
-    """How a new run starts; one in its folder that trained nothing, as its start failed, begins again.
+def _new(own: Path, place: Path | None = None) -> Claim:
+    """Claims a folder for a new run; a run there that trained nothing, as its start failed, begins again.
 
     Any other run that is there is refused later (`grpo_rl.run.folder`).
 
     Args:
         place: the checkpoint of elsewhere that it begins from.
     """
-    again = (own / METRICS_FILE).exists() and not trained(own)
+    lock = _locked(own)
+    try:
+        again = (own / METRICS_FILE).exists() and not trained(own)
+    except BaseException:
+        lock.close()
+        raise
     notes = [f"The run in {own} had trained nothing, and begins again"] * again
     return Claim(own, lock, place, again=again, notes=notes)
 
 
+def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
+    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    claimed = _new(own, place)
+    try:
+        refuse_other_run(own, place)
+        if _began_at(own, place):
+            return _in_folder(own, claimed.lock, True, frequency)
+    except BaseException:
+        claimed.lock.close()
+        raise
+    return claimed
+
+
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
-    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all."""
+    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
+
+    Raises:
+        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left; or the one of elsewhere
+            that it began from is gone.
+    """
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
@@ -158,8 +189,8 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
 def _own_frequency(place: Path, frequency: int) -> int:
     """The steps between checkpoints of the folder's run, which this start may change; as given if unknown."""
     try:
-        return int(read_config(place)["train"]["checkpoint_frequency"])
-    except (ValueError, TypeError, KeyError):
+        return int(read_yaml((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
+    except (OSError, ValueError, TypeError, KeyError):
         return frequency
 
 
@@ -180,49 +211,64 @@ def set_logs_aside(folder: Path) -> None:
 
 
 def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
-    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one."""
+    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
+
+    Raises:
+        ValueError: every run of this config is in use by another process.
+    """
     notes: list[str] = []
     live: list[FolderInUseError] = []
     for run in _runs(outputs):
         try:
-            if other := _differs(run, config):
+            busy, other = in_use(run), _differs(run, config)
+            if other:
                 notes += [f"Passed over by resume=auto: {run} is of another config. {other}"] * (not notes)
-                continue
-            has_checkpoint, is_over = bool(checkpoint.checkpoints(run / CHECKPOINTS)), is_finished(run)
-            lock = FolderLock(run)
-        except FolderInUseError as error:
+            elif busy:
+                live.append(busy)
+            elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
+                passed = [f"Passed over by resume=auto: {error}" for error in live]
+                return Claim(run, FolderLock(run), run, inside=True, notes=passed)
+            elif not live and _finished_without_checkpoint(run):
+                return _over(run, FolderLock(run))
+        except FolderInUseError as error:  # locked since it was checked
             live.append(error)
-            continue
         except OSError as error:
             notes.append(f"Passed over by resume=auto: {run} can't be used ({error.strerror})")
-            continue
-        if has_checkpoint and not (live and is_over):
-            passed = [f"Passed over by resume=auto: {error}" for error in live]
-            return Claim(run, lock, run, inside=True, notes=passed)
-        if is_over and not live:
-            return _over(run, lock)
-        lock.close()
     if live:
         raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
     return Claim(own, _locked(own), notes=notes)
 
 
+def _finished_without_checkpoint(run: Path) -> bool:
+    return (run / CONFIG).exists() and not checkpoint.checkpoints(run / CHECKPOINTS) and is_finished(run)
+
+
 def _runs(outputs: Path) -> list[Path]:
-    """Folders of runs, the one with the newest checkpoint first; one without a checkpoint counts by its config."""
+    """Folders that hold checkpoints or a lock, newest first."""
     newest: dict[Path, float] = {}
-    for config in outputs.glob(f"**/{CONFIG}"):
-        run = config.parent
+    for path in outputs.glob(f"**/{CHECKPOINTS}/checkpoint_*.pt"):
         with suppress(OSError):  # deleted meanwhile
-            files = [*run.glob(f"{CHECKPOINTS}/checkpoint_*.pt")] or [config]
-            newest[run] = max(path.stat().st_mtime for path in files)
+            run = path.parent.parent
+            newest[run] = max(newest.get(run, 0.0), path.stat().st_mtime)
+    for path in outputs.glob(f"**/{LOCK}"):  # runs without a checkpoint may be in use by another process
+        with suppress(OSError):
+            newest.setdefault(path.parent, path.stat().st_mtime)
     return sorted(newest, key=lambda run: newest[run], reverse=True)
 
 
 def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
-    """Says how a stored run's config differs; None if it does not differ in a way that matters."""
+    """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
+    saved = None
+    for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
+        with suppress(ValueError, KeyError, TypeError):
+            saved = json.loads(checkpoint_file.read(path)["config"])
+            break
     try:
-        checkpoint.check_config(read_config(run), config)
-    except ValueError as error:
+        if saved is None and (run / CONFIG).exists():
+            saved = read_yaml((run / CONFIG).read_text())
+        if saved is not None:
+            checkpoint.check_config(saved, config)
+    except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     return None
 
@@ -235,7 +281,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 def is_finished(folder: Path) -> bool:
-    """True if the folder's run is finished: summary and model are written; the report may be missing.
+    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

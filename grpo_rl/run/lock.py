@@ -11,18 +11,14 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
+import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of ``flock`` on file systems without locks."""
-CLOCK_S = 60.0
-"""Seconds by which the clock may have been set since a process began."""
+ATTEMPTS, PAUSE_S = 4, 0.05
 
 _held: set[int] = set()
 
@@ -58,9 +54,9 @@ class FolderLock:
         self._path = (folder / LOCK).absolute()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            before = _holder(os.pread(self._descriptor, 4096, 0))
+            before = _holder(self._descriptor)
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(self._descriptor)
             except BlockingIOError:
                 raise _refusal(folder, before) from None
             except OSError as error:
@@ -103,47 +99,64 @@ class FolderLock:
 
 
 def in_use(folder: Path) -> FolderInUseError | None:
-    """The error that names the process using the folder; None: not in use, as far as this host can see.
+    """The error that names the process using the folder, found without taking the lock; None: not in use.
 
     Raises:
         OSError: its lock can't be read.
     """
-    holder = holder_of(folder)
-    return _refusal(folder, holder) if is_alive(holder) else None
+    held, holder = holder_of(folder)
+    # Other programs use this file name, too.
+    return _refusal(folder, holder) if held and holder else None
 
 
-def holder_of(folder: Path) -> dict[str, object]:
-    """The record of the process that holds the lock, or was killed with it; empty where the last one ended in order.
+def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
+    """True if a process holds the lock, and the record of the process that does, or was killed with it.
+
+    The record is empty where the last one ended in order. On a file system without locks none is held.
 
     Raises:
         OSError: the lock can't be read.
     """
     try:
-        return _holder((folder / LOCK).read_bytes())
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
-        return {}
-
-
-def is_alive(holder: Mapping[str, Any]) -> bool | None:
-    """True if the process of a record is there; None where it is another host's. A process of its number that began
-    after the record was written is another one."""
-    if holder and holder.get("host") != socket.gethostname():
-        return None
+        return False, {}
+    held = False
     try:
-        since, process = datetime.fromisoformat(holder["since"]), psutil.Process(holder["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < since.timestamp() + CLOCK_S
-    except (psutil.Error, LookupError, ValueError, TypeError, OverflowError):
-        return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = True
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        return held, _holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which refuses nobody.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
     return FolderInUseError(f"{folder} is in use by {_described(holder)}; wait for it, or set another hydra.run.dir")
 
 
-def _holder(content: bytes) -> dict[str, object]:
-    """The record in a lock's file, which another program may have written; empty if there is none."""
+def _holder(descriptor: int) -> dict[str, object]:
+    """The record in the file of the process that holds the lock, or was killed with it; empty if nothing."""
     try:
-        holder = json.loads(content)
+        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
     except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -27,7 +27,7 @@ def program(mode: str) -> list[str]:
 
 def overrides() -> list[str]:
     """The overrides of this process's run, as typed; without Hydra's own, such as the run's folder."""
-    _, words = divided(typed[2 if typed[:1] == ["python"] else 1 :])
+    _, words = divided([word for word in typed[2 if typed[:1] == ["python"] else 1 :] if word not in MODES])
     return [word for word in words if not word.startswith("hydra")]
 
 

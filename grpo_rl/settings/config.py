@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -69,7 +70,11 @@ def leaving_nothing() -> Iterator[None]:
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            if {path.name for path in folder.iterdir()} <= {log, ".lock"} and os.environ.get("RANK", "0") == "0":
+            unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}
+            if unused and os.environ.get("RANK", "0") == "0":
+                for handler in logging.getLogger().handlers[:]:
+                    if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
+                        logging.getLogger().removeHandler(handler)
                 (folder / log).unlink(missing_ok=True)
                 if not fixed_folder():  # else another start may wait for its lock
                     shutil.rmtree(folder)

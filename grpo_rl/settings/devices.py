@@ -191,6 +191,9 @@ class _Role:
         count, indices = section.num_devices, section.devices
         if indices is None:
             return cls(name, count, None)
+        if not indices or len(set(indices)) != len(indices):
+            given = f"{name}_model.devices={list(indices)}"
+            raise ValueError(f"{given}; it is a list of different GPUs such as [0, 1], or null")
         if count not in (None, len(indices)):
             raise ValueError(
                 f"{name}_model.num_devices={count}, but {name}_model.devices={list(indices)} names {len(indices)}; "

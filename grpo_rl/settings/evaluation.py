@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from grpo_rl.by_name import short_name
-from grpo_rl.settings.compose import OF_COMPOSING, explained
-from grpo_rl.settings.declaration import Section, read_section, setting
+from grpo_rl.by_name import is_name, short_name
+from grpo_rl.settings.compose import explained
+from grpo_rl.settings.declaration import Section, declared, setting, unknown
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.task_settings import settings_for_task
-from grpo_rl.settings.tasks import SINGLE, check_names
+from grpo_rl.settings.tasks import SINGLE
 
 URL = re.compile(r"https?://")
 """The beginning of an endpoint's name."""
@@ -66,24 +67,40 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     >>> own.tasks, own.path, rest
     (('gsm8k', 'math500'), {'gsm8k': 'a.jsonl'}, ['env.reward.correctness=1'])
     """
-    given, rest = [], []
+    known, rest = declared(EvalSettings), []
+    values: dict[str, Any] = {"path": {}}
     for word in words:
-        key = word.lstrip("+").partition("=")[0]
+        try:
+            override = OverridesParser.create().parse_overrides([word])[0]
+        except HydraException as error:
+            raise ValueError(explained(error)) from error
+        key = override.key_or_group
         if key in OWN_NAMES:
             raise ValueError(f"{word}: an evaluation has its own setting for this, {OWN_NAMES[key]}")
-        (rest if key.split(".")[0] in PASSED_ON else given).append(word)
-    try:
-        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([word.lstrip("+") for word in given]))
-    except OF_COMPOSING as error:
-        raise ValueError(explained(error)) from error
-    if isinstance(values.get("tasks"), str):
-        values["tasks"] = [values["tasks"]]
-    own = read_section(EvalSettings, values, "eval")
+        if key.split(".")[0] in PASSED_ON:
+            rest.append(word)
+        elif key.startswith("path."):
+            values["path"][key.removeprefix("path.")] = override.value()
+        else:
+            values[key] = override.value()
+    if isinstance(tasks := values.get("tasks"), str):
+        values["tasks"] = [tasks]
+    if wrong := [key for key in values if key not in known]:
+        raise ValueError(f"{unknown('setting', wrong[0], known)}, and those of {', '.join(PASSED_ON)}")
+    for key, value in values.items():
+        known[key].check(key, value)
+    own = EvalSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    names, given = SINGLE, {short_name(name) for name in own.tasks if is_name(name)}
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
-    check_names(own.tasks, "tasks")
-    if idle := own.path.keys() - {short_name(name) for name in own.tasks}:
-        raise ValueError(f"path.{min(idle)} is of no task of tasks={list(own.tasks)}")
+    wrong = [name for name in own.tasks if name not in names and not is_name(name)]
+    if wrong := wrong + [name for name in own.path if name not in names and name not in given]:
+        raise ValueError(unknown("task", wrong[0], [*names, *given, "package.module:Class"]))
+    short = [short_name(name) for name in own.tasks]
+    if twice := [name for name in short if short.count(name) > 1]:
+        raise ValueError(f"tasks names {twice[0]} twice")
+    if idle := [name for name in own.path if name not in short]:
+        raise ValueError(f"path.{idle[0]} is of no task of tasks={list(own.tasks)}")
     return own, rest
 
 

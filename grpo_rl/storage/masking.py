@@ -131,7 +131,7 @@ def masked_text(text: str) -> str:
 
     def hidden(found: re.Match[str]) -> str:
         name, value = found.groups()
-        stays = value in _NO_SECRETS or _is_count(name.rstrip("\"':=, \t\n"), value.strip("\"'"))
+        stays = value in _NO_SECRETS or _is_count(re.sub(r"[\s\"':=,]+$", "", name), value.strip("\"'"))
         return found[0] if stays else name + MASK
 
     return _NAMED.sub(hidden, _USERINFO.sub(MASK, text))

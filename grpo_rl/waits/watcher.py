@@ -38,7 +38,7 @@ class Watcher:
         self._path: Path | None = None
         self._role = "trainer"
         self._quiet: dict[tuple[str, str], float] = {}
-        self._ends = threading.Event()
+        self._looking, self._ends = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
 
     @contextmanager
@@ -59,12 +59,16 @@ class Watcher:
         try:
             yield
         finally:
+            taken = self._looking.acquire(timeout=1.0)  # the watcher's thread may be printing one
             self.say = _to_stderr
+            if taken:
+                self._looking.release()
 
     def _run(self) -> None:
         while not self._ends.wait(self._poll_s):
             try:
-                self._look()
+                with self._looking:
+                    self._look()
             except Exception as error:  # who looks on must not end a run, nor stop looking on
                 _to_stderr(f"Warning. Waits can't be logged ({type(error).__name__}: {error})")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import aiohttp
 import pytest
@@ -596,6 +598,15 @@ def test_an_evaluation_leaves_as_many_processes_as_it_found(tokenizer, tmp_path,
         assert len(agent._idle) == 1 and not agent._busy and found._live
     finally:
         agent.close()
+
+
+def test_a_process_that_cannot_be_started_fails_its_session(tmp_path, monkeypatch):
+    (tmp_path / "some_agent.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", MagicMock(side_effect=OSError(24, "Too many open files")))
+    agent = Function("some_agent:slow", 60.0)
+    with pytest.raises(AgentError, match="Too many open files"):
+        asyncio.run(agent.play(CLIENT, {}))
 
 
 def test_a_session_that_is_cancelled_takes_its_function_along_and_wrong_results_are_named(tmp_path, monkeypatch):

@@ -285,15 +285,22 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_line(run_folder, monkeypatc
     assert "the hub can't be reached (no route to host)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", ".env"])
-def test_what_is_no_models_file_is_not_uploaded(run_folder, capsys, name):
-    (run_folder / "model" / name).write_text("x")
-    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
-    assert name not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("optimizer.pt", "x", "optimizer.pt is no file of a model, and is not uploaded"),
+        (".env", "x", ".env is no file of a model"),
+        ("notes.txt", "hf_" + "a" * 34, "notes.txt holds what looks like a key"),
+    ],
+)
+def test_what_is_no_models_file_and_what_looks_like_a_key_is_refused(run_folder, capsys, name, content, message):
+    (run_folder / "model" / name).write_text(content)
+    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_without_a_model_and_a_wrong_name_are_told_in_one_line(run_folder, tmp_path_factory, capsys):
     assert main(["push-to-hub", str(tmp_path_factory.mktemp("none")), "org/name", "--dry-run"]) == 2
-    assert "has no model; a run writes it" in capsys.readouterr().err
+    assert "has no model; a run writes both" in capsys.readouterr().err
     assert main(["push-to-hub", str(run_folder), "a/b/c"]) == 2
     assert "'a/b/c'" in capsys.readouterr().err

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 
 import pytest
 
 from grpo_rl.cli import main
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report.files import SUMMARY
-from grpo_rl.run import claim
+from grpo_rl.run import claim, status
 from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
@@ -57,6 +56,10 @@ def live(run):
 def ask(run, capsys, *options):
     code = main(["status", str(run), *options])
     return code, capsys.readouterr().out.rstrip("\n")
+
+
+def test_files_have_the_names_that_runs_give_them():
+    assert (status.METRICS, status.SUMMARY, status.MODEL) == (METRICS_FILE, SUMMARY, claim.MODEL)
 
 
 def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would_obey(tmp_path, capsys):
@@ -101,11 +104,17 @@ def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
     )
 
 
-def test_another_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(run, capsys):
-    held = {"pid": os.getpid(), "host": socket.gethostname()}
-    for since, word in ((datetime.now(UTC), "Alive"), (datetime(2020, 1, 1, tzinfo=UTC), "Dead")):
-        (run / LOCK).write_text(json.dumps(held | {"since": since.isoformat(sep=" ", timespec="seconds")}))
-        assert ask(run, capsys)[1].startswith(word)
+def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run, capsys):
+    (run / LOCK).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026"}))
+    assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
+
+
+def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
+    lock = FolderLock(run)
+    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
+    code, said = ask(run, capsys)
+    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
+    lock.close()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
