@@ -54,7 +54,8 @@ class History:
                         self._first[name].append(value)
                     self._last[name].append(value)
             if (reward := self.mean("reward/mean")) > self.best.get("reward/mean", -math.inf):
-                medians = {name: self.median(name) for name in ("reward/std", "grad_norm", "entropy")}
+                names = "reward/std", "reward/zero_std_fraction", "grad_norm", "entropy"
+                medians = {name: self.median(name) for name in names}
                 self.best = {"step": row["step"], "reward/mean": reward, **medians}
         for name, better in (("eval/reward", max), ("eval/loss", min)):
             if math.isfinite(row.get(name, math.nan)):

@@ -44,19 +44,20 @@ class Rule:
 
 
 def _is_unstable(h: History) -> bool:
-    """True if the reward fell far below its best while the gradient, entropy or effective sample size went off course.
+    """True if the reward fell far below its best with another sign that the policy went off course.
 
     The fall is half of a response's standard deviation, and four standard errors of the two means of groups.
     """
     if not h.best:
         return False
     high, low = h.best[REWARD], h.mean(REWARD)
-    spread = max(h.best["reward/std"], h.median("reward/std"))
-    if not high - low > max(4 * math.sqrt(2 / (WINDOW * h.groups)), 0.5) * spread:
+    spreads = h.best["reward/std"], h.median("reward/std")
+    if not high - low > max(4 * math.hypot(*spreads) / math.sqrt(WINDOW * h.groups), 0.5 * max(spreads)):
         return False
     entropy = (h.best["entropy"], h.median("entropy"))
     signs = h.median("grad_norm") > 3 * h.best["grad_norm"], max(entropy) > 3 * min(entropy), h.median("ess") < 0.5
-    return max(h.values(REWARD)) < (high + low) / 2 and any(signs)
+    alike = h.best[ALIKE] < 0.5 and h.median(ALIKE) >= 0.8
+    return max(h.values(REWARD)) < (high + low) / 2 and (alike or any(signs))
 
 
 def _held_out_falls(h: History) -> bool:
@@ -82,7 +83,7 @@ RULES: dict[str, Rule] = {
     "unstable": Rule(
         REWARD, _is_unstable,
         "the reward fell from {best[reward/mean]:.3g} (step {best[step]}) to {now:.3g}, while the gradient's norm, the "
-        "entropy or the effective sample size went off course",
+        "entropy, the effective sample size or the share of zero-variance groups went off course",
         "a tenth of optimizer.lr|a higher policy.kl_coef|an earlier checkpoint", "training-is-unstable",
     ),
     "bad_steps": Rule(

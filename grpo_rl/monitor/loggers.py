@@ -80,7 +80,7 @@ def logger_class(name: str) -> type[MetricsLogger]:
 
 
 def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
+    """Refuses loggers that can't be imported, and settings that are no mapping or of loggers that are not chosen.
 
     Raises:
         ValueError: says which, and what to do.
@@ -94,6 +94,8 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
             f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has "
             f"{', '.join(known) or 'none'}"
         )
+    if wrong := [key for key, value in settings.items() if not isinstance(value, Mapping)]:
+        raise ValueError(f"logger.settings.{wrong[0]} is {type(settings[wrong[0]]).__name__}; it must be a mapping")
 
 
 def open_loggers(
@@ -126,18 +128,20 @@ def open_loggers(
             own = dict(common or {}) if name in BUILT_IN else {}
             own |= dict(of_wandb or {}) if name == "wandb" else {}
             own |= (settings or {}).get(settings_name(name), {})
+            what = "start"
             try:
                 with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
                     # The config goes to other machines, and is shown there.
                     logger = logger_class(name)(run_dir, masked(config), last_step, **own)
                     loggers.add(name, logger)
+                    what = "be given what the run folder holds"
                     if again or getattr(logger, "needs_history", False):
                         replay(logger, run_dir, rows)
-            except ValueError:
-                raise
             except Exception as error:  # whatever a library or a class of one's own raises
+                if what == "start" and isinstance(error, ValueError):
+                    raise
                 raise ValueError(
-                    f"the logger {name} can't start ({_described(error)}); mend it or take it out of logger.backend"
+                    f"the logger {name} can't {what} ({_described(error)}); mend it or take it out of logger.backend"
                 ) from error
     except BaseException:
         with suppress(Exception):  # the error that is raised is the one to see

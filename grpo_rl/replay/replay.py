@@ -68,7 +68,7 @@ def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) ->
     """The step under the run's own settings and under those of another loss, as plain numbers.
 
     ``run`` and ``other`` have the numbers of each. ``recorded_gap`` is the largest difference between a recorded loss
-    of an optimizer step and the same loss now: more than rounding says that the code has changed since.
+    of an optimizer step and the same loss now: more than rounding means that the code has changed since.
     ``changed_fraction`` is the share of trained tokens whose gradient differs by more than 1e-5 of itself, ``cosine``
     the similarity of the two gradients by the tokens' log-probabilities; None where one is zero. ``tokens`` are those
     that differ the most, with pairs of what the run's loss and the other made of them.

@@ -25,7 +25,7 @@ def replay_view(result: Mapping[str, Any], title: str, other: str, decode: Decod
     numbers = Table("", *columns, box=None, pad_edge=False, header_style="bold")
     sides = result["run"], result["other"]
     for name in sides[0] | sides[1]:
-        numbers.add_row(name, *(f"{side[name]:.4g}" if name in side else "" for side in sides))
+        numbers.add_row(name, *(_number(side[name]) if name in side else "" for side in sides))
     cosine = "one of the gradients is zero" if result["cosine"] is None else f"cosine similarity {result['cosine']:.4f}"
     parts = [Text(title, style="bold"), Text(), numbers, Text()]
     parts += [Text(f"The gradient of {result['changed_fraction']:.1%} of the trained tokens changes; {cosine}.")]
@@ -38,6 +38,15 @@ def replay_view(result: Mapping[str, Any], title: str, other: str, decode: Decod
     if result["tokens"]:
         parts += [Text(), _tokens(result["tokens"], decode)]
     return Group(*parts)
+
+
+def _number(value: float) -> str:
+    """A count in full, another number to four digits.
+
+    >>> _number(34567), _number(0.034567)
+    ('34,567', '0.03457')
+    """
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _tokens(tokens: Sequence[Mapping[str, Any]], decode: Decoder) -> Table:

@@ -24,14 +24,12 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     config, overrides = read_config(run_dir), read_overrides(run_dir)
     if not config and not overrides:
         return None
-    shown = masked(config)
+    shown, text = masked(config), (run_dir / CONFIG).read_text(encoding="utf-8") if config else ""
     return {
         "overrides": overrides,
         "settings": [[key, written(value)] for key, value in flat(shown).items()],
         # The text as it is keeps its comments; it can be shown where there is nothing to mask.
-        "text": (run_dir / CONFIG).read_text()
-        if config and shown == config
-        else yaml.safe_dump(shown, sort_keys=False),
+        "text": text if shown == config else yaml.safe_dump(shown, sort_keys=False),
         "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
     }
 

@@ -218,8 +218,12 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
         if unpaired_change(rows):
             notes.append("The interval takes the two evaluations as independent; the end of the run pairs their rows.")
         else:
-            why = "Without two evaluations of held-out rows, with standard errors, there is no gain to state"
-            notes.append(f"{why} (evaluate.rows); training reward is of the problems that each step happened to draw.")
+            why = "Without two evaluations of held-out reward, with standard errors, there is no gain to state"
+            if measured := _evaluations(rows):
+                why += "; held-out reward was {eval/reward:.3f} after step {step:.0f}".format_map(measured[-1])
+            else:
+                why += " (evaluate.rows)"
+            notes.append(f"{why}; training reward is of the problems that each step happened to draw.")
     return " ".join(notes)
 
 

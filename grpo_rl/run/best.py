@@ -12,8 +12,8 @@ class BestTracker:
     """Follows one score of each held-out row from evaluation to evaluation.
 
     The best evaluation is the one of the highest mean; of equal ones the first. As the highest of many it is flattered
-    by chance, so that its interval is one of a single comparison. The run is stopped once ``patience`` evaluations in a
-    row are no better than it. An evaluation of which fewer than two rows have a score is left out.
+    by chance. The run is stopped once ``patience`` evaluations in a row are no better than it. An evaluation of which
+    fewer than two rows have a score is left out.
 
     Args:
         patience: evaluations; 0: the run is never stopped.

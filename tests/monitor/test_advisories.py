@@ -199,6 +199,14 @@ SICK = {
         ),
         {}, FROM, "a tenth of optimizer.lr (now 5e-05)",
     ),
+    "unstable at once": (plant(**NO_REWARD), {"env__num_envs": 4}, FROM, "a tenth of optimizer.lr (now 5e-05)"),
+    "unstable, ever more groups alike": (
+        plant(
+            1, reward__mean=lambda step: max(0.7 - 0.5 * step / 29, 0.2), reward__std=at(0.45),
+            reward__zero_std_fraction=lambda step: min(0.1 + 0.75 * step / 29, 0.85),
+        ),
+        {}, None, "a tenth of optimizer.lr (now 5e-05)",
+    ),
     "bad_steps": (
         plant(optimizer__skipped_steps=lambda step: 1 + (step - FROM + 3) // 3),
         {}, FROM, "a tenth of optimizer.lr (now 5e-05)",

@@ -17,7 +17,7 @@ import pytest
 
 from grpo_rl import cli
 from grpo_rl.monitor.completions import logged_steps
-from grpo_rl.monitor.loggers import logger_class, open_loggers
+from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.testing import run_script
@@ -267,16 +267,22 @@ def test_what_can_not_be_sent_is_named(tmp_path, capsys):
     assert cli.main(["send", str(tmp_path), "env.repeats=3"]) == 2
 
 
+@pytest.mark.parametrize("settings", [{"wandb": {}}, {"Flaky": 3}])
+def test_settings_of_a_logger_that_it_can_not_take_are_refused_by_name(settings):
+    with pytest.raises(ValueError, match=rf"logger\.settings\.{next(iter(settings))} is "):
+        check_loggers(f"{HERE}:Flaky", settings)
+
+
 class NoHistory(Flaky):
     needs_history = True
 
     def log(self, step, metrics):
-        raise ConnectionError("no route to host")
+        raise ValueError("https://user:secret@host refuses it")
 
 
 def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(tmp_path):
     log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
-    with pytest.raises(ValueError, match=r"NoHistory can't start \(ConnectionError"):
+    with pytest.raises(ValueError, match=r"NoHistory can't be given what .* \(ValueError: https://\S*\*\*\*\S*host"):
         open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_rl.report.headline import headline, training_change
+from grpo_rl.report.headline import headline, note, training_change
 
 
 def steps(*rewards: float) -> list[dict[str, float]]:
@@ -59,3 +59,10 @@ def test_a_run_that_goes_on_compares_its_evaluations_so_far():
     assert headline(rows, {}) == (
         "So far, held-out reward rose from 0.400 to 1.000 (step 10): a gain of +0.600, 95 % interval +0.502 to +0.698."
     )
+
+
+def test_the_note_has_the_one_evaluation_where_no_gain_can_be_stated():
+    evaluated = {"step": 0, "eval/reward": 0.5, "eval/standard_error": 0.1}
+    assert "there is no gain to state (evaluate.rows);" in note(steps(0.1, 0.2), {}, "ended")
+    once = note([evaluated, *steps(0.1, 0.2)], {}, "ended")
+    assert "no gain to state; held-out reward was 0.500 after step 0;" in once and "evaluate.rows" not in once
