@@ -82,11 +82,20 @@ def findings_of(name: str, module: str, case: Case) -> Iterable[Finding]:
     return caught(name, lambda: getattr(importlib.import_module(module), name.replace(" ", "_"))(case))
 
 
-def _in_child(name: str, module: str, case: Case, deadline_s: float) -> list[Finding]:
-    """The findings of a check; where it takes longer, the stack of this process goes to stderr."""
+_under_way: Iterator[Finding] = iter(())
+"""Findings of the check under way in a child process."""
+
+
+def _in_child(check: tuple[str, str, Case] | None, deadline_s: float) -> Finding | None:
+    """The first finding of a check, or the next one of that under way; None behind the last.
+
+    Where it takes longer, the stack of this process goes to stderr.
+    """
+    global _under_way
     faulthandler.dump_traceback_later(deadline_s)
     try:
-        return list(findings_of(name, module, case))
+        _under_way = iter(findings_of(*check)) if check else _under_way
+        return next(_under_way, None)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -114,7 +123,7 @@ def all_findings(
 
 
 @contextmanager
-def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], list[Finding]]]:
+def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iterator[Finding]]]:
     """A context with a way to run checks: in a child process, and all of them within so many seconds.
 
     The process is killed where a check takes too long; the next check gets another one. The output of libraries there
@@ -124,16 +133,27 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], list
     with tempfile.NamedTemporaryFile(prefix="grpo_rl_doctor_", suffix=".log") as log:
         calls = IsolatedCalls(_in_child, workers=1, memory_gib=None, again=False, output=log)
 
-        def run(name: str, module: str, case: Case) -> list[Finding]:
+        def run(name: str, module: str, case: Case) -> Iterator[Finding]:
             left = end - time.monotonic()
             if left <= 0:
-                return [Finding("SKIP", name, f"the {deadline_s:g} s are over; --deadline-s gives more")]
+                yield Finding("SKIP", name, f"the {deadline_s:g} s are over; --deadline-s gives more")
+                return
             limit = left if name in SLOW else min(left, deadline_s / 2)
             log.truncate(log.seek(0))
-            calls.start()  # no part of the check's time
-            [found] = calls.map([(name, module, case, limit)], limit + STACK_S)
-            if isinstance(found, list):
-                return found
+            try:
+                calls.start()  # no part of the check's time
+                check, until = (name, module, case), time.monotonic() + limit
+                while True:
+                    left = max(0.01, until - time.monotonic())
+                    [found] = calls.map([(check, left)], left + STACK_S)
+                    if not isinstance(found, Finding):
+                        break
+                    yield found
+                    check = None
+            except (RuntimeError, OSError) as error:  # no process can be started
+                found = error
+            if found is None:
+                return
             said = Path(log.name).read_text(errors="replace")
             if isinstance(found, TimeoutError):
                 stack = FRAME.search(said.rpartition("(most recent call first)")[2])  # the main thread's is the last
@@ -142,7 +162,7 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], list
             else:
                 words = [line.strip() for line in said.splitlines() if line.strip()]
                 text = f"{found}{f'; its last words: {words[-1][:LONGEST]}' if words else ''}"
-            return [Finding("FIX", name, text)]
+            yield Finding("FIX", name, text)
 
         try:
             yield run

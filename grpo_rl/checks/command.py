@@ -50,7 +50,8 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     words += [f"inference_model.engine={options.engine}"] if options.engine else []
     has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
     words += [finding.override for finding in found if finding.override and has_prompt]
-    said = ", as far as can be told without weights" if options.quick else ""
+    loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
+    said = "" if loaded else ", as far as can be told without weights"
     print(f"\nOK{said}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 

@@ -60,7 +60,7 @@ def collectives(case: Case) -> Iterator[Finding]:
     """Has as many processes as will train sum a tensor, by gloo, and on GPUs by NCCL."""
     ranks = [] if case.cluster else [str(device) for device in plan_of(case).train]
     if len(ranks) < 2:
-        yield Finding("SKIP", "collectives", "the nodes' own line tells" if case.cluster else "one process trains")
+        yield Finding("SKIP", "collectives", "the nodes sum one, above" if case.cluster else "one process trains")
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

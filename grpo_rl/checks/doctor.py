@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.ray and (options.nodes or options.names):
         raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
+    if not 0 < options.deadline_s < math.inf:
+        raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
     named = [word.removeprefix(FOLDER).strip("'\"") for word in overrides if word.startswith(FOLDER)]
     folder = Path(named[-1]) if named else options.folder or Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -101,7 +104,8 @@ def _nodes(options: argparse.Namespace, case: Case) -> tuple[Case, list[Finding]
             gpus, cpus = int(sum(node.gpus for node in alive)), int(sum(node.cpus for node in alive))
             case = replace(case, cluster=(gpus, cpus))
             found = node_findings(alive, case, options.folder, options.deadline_s)
-            print(f"All {len(alive)} nodes answer, with the same packages; {gpus} GPUs in all.")
+            same = "" if any(finding.about == "node" for finding in found) else ", with the same packages"
+            print(f"All {len(alive)} nodes answer{same}; {gpus} GPUs in all.")
             return case, shown(found)
     except RayError as error:  # such as a token that is not the cluster's
         raise ValueError(f"Ray at {options.ray} refuses: {' '.join(str(error).split())}") from error

@@ -42,7 +42,9 @@ def _wandb(mode: str) -> Finding:
             reply = requests.post(f"{server}/graphql", json=query, auth=("api", key), timeout=SERVER_S)
             if reply.ok and (viewer := reply.json()["data"]["viewer"]):
                 return Finding("OK", "wandb", f"online as {viewer['username']} at {server}")
-            why = f"the key is refused at {server} ({reply.status_code} {reply.reason})"
+            status = f"{reply.status_code} {reply.reason}"
+            refused = reply.ok or reply.status_code in (401, 403)  # ok, and no viewer: the key is no one's
+            why = f"the key is refused at {server} ({status})" if refused else f"{server} answers {status}"
         except (requests.RequestException, LookupError, TypeError) as error:
             why = f"{server} can't be reached ({error})"
     return Finding("FIX", "wandb", f"online, and {why}: wandb login --relogin, or WANDB_API_KEY; or {REMEDY}")

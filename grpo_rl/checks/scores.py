@@ -30,7 +30,7 @@ SHOWN = 60
 def weights(case: Case) -> Iterator[Finding]:
     """The findings on the model with its weights, in one process: it samples, scores that, and gets a gradient."""
     if case.quick or case.cluster:
-        elsewhere = "each node has its own; `grpo-rl doctor` without --ray on one tells"
+        elsewhere = "each node has its own; run `grpo-rl doctor` without --ray on one"
         yield Finding("SKIP", "weights", "--quick reads none" if case.quick else elsewhere)
         return
     folder, settings = Path(source_of(case)), in_one_process(case.read, torch.cuda.device_count())

@@ -67,17 +67,16 @@ def in_one_process(settings: Settings, gpus: int) -> Settings:
     """
     train, engine = settings.train_model, settings.inference_model
     if train.parallel == "fsdp" or (settings.mode == "async" and (engine.tensor_parallel_size or 1) > 1):
-        text = "several devices hold the model together, and a trial has one process; a short run tells"
+        text = "several devices hold the model together, and a trial has one process; try a short run"
         raise Unfit(Finding("SKIP", "weights", text))
     if not train.parallel and settings.mode != "async":
         return settings
-    values: dict[str, object] = {
-        f"{role}_model.{key}": None for role in ("train", "ref", "inference") for key in ("num_devices", "devices")
-    }
-    values |= {"mode": "sync", "train_model.parallel": None, "ray.address": None, "ray.nodes": None}
+    values: dict[str, object] = {"mode": "sync", "train_model.parallel": None, "ray.address": None, "ray.nodes": None}
+    values |= {"train_model.num_devices": None, "train_model.devices": train.devices and train.devices[:1]}
     values |= {"inference_model.tensor_parallel_size": None, "inference_model.transfer": None}
-    if settings.mode == "async" and gpus > 1:
-        values |= {"inference_model.devices": [0], "train_model.devices": [1]}
+    if settings.mode == "async":
+        values |= {f"{role}_model.{key}": None for role in ("ref", "inference") for key in ("num_devices", "devices")}
+        values |= {"inference_model.devices": [0], "train_model.devices": [1]} if gpus > 1 else {}
     return settings.with_values(values)
 
 

@@ -83,14 +83,17 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
     _refuse_sft("plan", cfg.mode)
-    clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
-    likely = "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync"
-    if cfg.mode or len(clusters) > 1 or has_no_gpu():  # wrong words before the imports; GPUs here need torch
-        trial = cfg.copy()
-        trial.mode = cfg.mode or likely
-        Settings.read(trial)
-    cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(clusters[-1], cfg.ray.address)
-    cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
+    for name, share in (("train", options.train_share), ("sample", options.sample_share)):
+        if not 0 < share <= 1:
+            raise ValueError(f"--{name}-share {share:g}: a share of the rates is above 0 and at most 1")
+    where = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))][-1]
+    here = where.startswith("here")
+    if not cfg.mode and (not here or has_no_gpu()):
+        cfg.mode = "async" if not here and Cluster.parse(where).count > 1 else "sync"
+    if cfg.mode:  # wrong words before the imports; GPUs here need torch
+        Settings.read(cfg)
+    cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(where, cfg.ray.address)
+    cluster = Cluster.parse(where, cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
     import torch

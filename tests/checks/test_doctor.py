@@ -21,6 +21,7 @@ from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, all_findings, child_p
 from grpo_rl.checks.finding import Finding
 from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.envs.guards import isolation
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -263,12 +264,13 @@ def test_wandb_online_without_a_key_is_told_and_nobody_is_asked(look, no_key):
 
 def test_the_key_of_wandb_is_asked_of_its_server(look, no_key, monkeypatch):
     pytest.importorskip("wandb")
+    status = 401
 
     class Server(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             right = self.headers["Authorization"] == "Basic YXBpOmdvb2Q="  # base64 of api:good
-            self.send_response(200 if right else 401)
+            self.send_response(200 if right else status)
             self.end_headers()
             self.wfile.write(b'{"data": {"viewer": {"username": "kim"}}}' if right else b"{}")
 
@@ -284,6 +286,8 @@ def test_the_key_of_wandb_is_asked_of_its_server(look, no_key, monkeypatch):
         assert look("logger.backend=wandb", only=["loggers"])["wandb"] == ("OK", f"online as kim at {url}")
         monkeypatch.setenv("WANDB_API_KEY", "bad")
         assert "the key is refused" in to_fix(look("logger.backend=wandb", only=["loggers"]))["wandb"]
+        status = 503
+        assert f"{url} answers 503 Service" in to_fix(look("logger.backend=wandb", only=["loggers"]))["wandb"]
         server.shutdown()
     assert "can't be reached" in to_fix(look("logger.backend=wandb", only=["loggers"]))["wandb"]
 
@@ -364,6 +368,14 @@ def test_a_rank_that_fails_is_named_before_those_that_waited_for_it(look, cores,
     assert "GLOO_SOCKET_IFNAME" in told["collectives"]
 
 
+def test_a_trial_of_a_run_with_several_trainers_keeps_the_first_and_the_engines_device(tiny_run):
+    words = ["train_model.devices=[2,3]", "inference_model.devices=[0]", "train_model.parallel=ddp"]
+    cfg = compose_config("grpo_gsm8k", [*tiny_run, *words])
+    cfg.mode = "sync"
+    settings = trial.in_one_process(Settings.read(cfg), gpus=4)
+    assert (settings.train_model.devices, settings.inference_model.devices) == ((2,), (0,))
+
+
 # ---- one check never hides the others ----
 
 PLANTED = """
@@ -402,13 +414,22 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
         found = list(all_findings(checks, Case(None, tmp_path), run))
     told = [(finding.kind, finding.about) for finding in found]
     assert told[0] == ("OK", "fine") and told[-1] == ("OK", "fine")
-    assert told[1:-1] == [("FIX", "hangs"), ("FIX", "dies"), ("FIX", "killed"), ("FIX", "fails")]
-    first, hangs, dies, killed, fails, last = (finding.text for finding in found)
+    assert told[1] == ("OK", "first")  # found before the check hangs
+    assert told[2:-1] == [("FIX", "hangs"), ("FIX", "dies"), ("FIX", "killed"), ("FIX", "fails")]
+    first, _, hangs, dies, killed, fails, last = (finding.text for finding in found)
     assert hangs.startswith("no result within 10 s, at planted_checks.py:10 (hangs); if it is only slow, --deadline-s")
     assert "exit code 3" in dies and "last words: last words" in dies and "SIGKILL" in killed
     assert fails == "KeyError: 'key'"
     for pid in {first, last}:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_cant_be_started_is_named_by_each_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(isolation, "_WORKER", "print('no room'); raise SystemExit(3)")
+    with child_process(20.0) as run:
+        found = list(all_findings(dict.fromkeys(("a", "b"), ("planted_checks", ())), Case(None, tmp_path), run))
+    assert [(finding.kind, finding.about) for finding in found] == [("FIX", "a"), ("FIX", "b")]
+    assert "exit code 3; its last words: no room" in found[0].text
 
 
 @pytest.mark.nightly

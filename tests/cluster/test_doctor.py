@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from grpo_rl.checks import nodes  # noqa: E402
 from grpo_rl.checks.check import Case  # noqa: E402
+from grpo_rl.checks.finding import Finding  # noqa: E402
 from grpo_rl.cli import main  # noqa: E402
 from grpo_rl.cluster.nodes import Node, cluster, on_nodes  # noqa: E402
 from grpo_rl.cluster.nodes import nodes as nodes_of_cluster  # noqa: E402
@@ -67,17 +68,40 @@ def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes, tmp_p
 @pytest.mark.parametrize(
     ("there", "told"),
     [
-        ([0.1, -7.5], [("OK", "a: within 0.1 s"), ("FIX", "b: 7.5 s behind this machine's; start chrony")]),
-        ([TimeoutError("no answer within 5 s"), 0.5], [("FIX", "a: no answer within 5 s"), ("OK", "b: within 0.5 s")]),
+        (0.1, ("OK", "a: within 0.1")),
+        (-7.5, ("FIX", "a: 7.5 s behind this machine's; start chrony")),
+        (TimeoutError("no answer within 5 s"), ("FIX", "a: no answer within 5 s")),
     ],
 )
 def test_clocks_that_differ_are_told(monkeypatch, there, told):
-    alive = [Node(name, "10.0.0.1", name, {}) for name in "ab"]
-    now = [clock if isinstance(clock, Exception) else time.time() + clock for clock in there]
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: now)
-    found = list(nodes._clocks(alive, 5.0))
-    assert [(f.kind, f.text.startswith(text)) for f, (_, text) in zip(found, told, strict=True)] == [
-        (kind, True) for kind, _ in told
+    delays = iter([20.0, 0.0, 20.0])  # of the answers; the best is taken
+    now = [1e9]
+    monkeypatch.setattr(nodes.time, "time", lambda: now[0])
+
+    def answers(*_):
+        now[0] += (delay := next(delays))
+        return [there if isinstance(there, Exception) else now[0] - delay + there]
+
+    monkeypatch.setattr(nodes, "on_nodes", answers)
+    found = nodes._clock(Node("a", "10.0.0.1", "a", {}), 5.0)
+    assert found.kind == told[0] and found.text.startswith(told[1])
+
+
+def test_a_node_that_fails_is_named_and_the_others_are_told(monkeypatch, tmp_path):
+    alive = [Node(name, "10.0.0.1", name, {}) for name in "abc"]
+    its_own = Finding("OK", "open files", "enough")
+
+    def answers(alive, function, *_):
+        if function is not nodes._look:
+            return [OSError("gone")] * len(alive)
+        return [OSError("no such disk"), *[({p: "1" for p in nodes.PACKAGES}, True, [its_own])] * 2]
+
+    monkeypatch.setattr(nodes, "on_nodes", answers)
+    found = nodes.node_findings(alive, Case(None, tmp_path), None, 5.0)
+    assert [(f.kind, f.about, f.text) for f in found[:3]] == [
+        ("FIX", "node", "a: OSError: no such disk"),
+        ("OK", "open files", "b: enough"),
+        ("OK", "open files", "c: enough"),
     ]
 
 

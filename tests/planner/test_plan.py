@@ -362,6 +362,19 @@ def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
     assert {name: getattr(cluster.device, name) for name in device} == device
 
 
+@pytest.mark.parametrize("number", ["memory_gib=-5", "tflops=nan", "node=0", "link_gb_s=0", "network_gb_s=inf"])
+def test_a_number_of_a_cluster_is_finite_and_above_0(number):
+    with pytest.raises(ValueError, match=f"{number.partition('=')[0]} has to be finite and above 0"):
+        Cluster.parse(f"8xH100,{number}")
+
+
+@pytest.mark.parametrize("cluster", ["here", "h100"])
+def test_one_device_is_planned_in_turns_where_no_mode_is_given(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_rl.planner.commands.has_no_gpu", lambda: True)
+    words = ["plan", f"model.name={LLAMA_70B}", "inference_model.engine=transformers", f"cluster={cluster}"]
+    assert main(words) == 1  # it does not fit
+
+
 def test_between_nodes_the_network_is_the_narrow_place():
     device = Device("x", 1, 1, 1, link_gb_s=400, network_gb_s=50, node=8)
     assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]

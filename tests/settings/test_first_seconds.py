@@ -127,6 +127,8 @@ OF_COMMANDS = [
     (["report", "env.repeats=4"], "env.repeats=4 is not a run folder"),
     (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
     (["doctor", "--deadline-s", "soon"], "argument --deadline-s: invalid float value: 'soon'"),
+    (["doctor", "--deadline-s", "0"], "--deadline-s 0: give seconds above 0"),
+    (["plan", "--sample-share", "1.5"], "--sample-share 1.5: a share of the rates is above 0 and at most 1"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
     (["from-trl", "c.yaml", "env.repeats=4"], "from-trl takes no overrides"),
     (["export", "c.pt", "out", "env.repeats=4"], "export takes no overrides such as env.repeats=4"),
