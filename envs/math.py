@@ -154,7 +154,7 @@ def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
     answer = row.pop("answer", None)
     if answer not in (None, ""):
         row["answer"] = answer
-    # A row that has neither is told to lack "answer or solution".
+    # The error on a row that has neither names "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
     row = tables.with_texts(row, {given: str})
     tables.check_columns(row, {"problem": str | list, given: str}, where, present)

@@ -136,7 +136,7 @@ class _Exchange:
                 self.measures |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
                 self.measures |= {name: value for name, value in trace.metrics.items() if value is not None}
             self.reward = sum(trace.reward for trace in episode.traces)
-        # Foreign code: whatever it raises is told to the thread that waits.
+        # Foreign code: whatever it raises is passed to the thread that waits.
         except Exception as error:
             self._asked.put(error)
         else:

@@ -274,7 +274,7 @@ class _Worker:
         return ending(self.process.wait())
 
     def kill(self) -> str:
-        """As :meth:`end`, and closes the pipe: for the thread that reads it.
+        """Ends the process as :meth:`end` does, and closes the pipe: for the thread that reads it.
 
         Two threads that close one pipe close its file twice, and the second time it may be another's.
         """

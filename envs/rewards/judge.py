@@ -40,7 +40,7 @@ CONTROL = re.compile(
 TRIES = 2
 """The most requests to a judge that replies with no verdict; each has another mark."""
 SAFE = 0.9
-"""The share of the scorer's deadline that requests may take, so that the judge's own error is told."""
+"""The share of the scorer's deadline that requests may take, so that the judge's own error is reported."""
 LONGEST_REPLY = 4096
 """Characters of a reply beyond which it is no verdict."""
 MOST_TOKENS = 10**9

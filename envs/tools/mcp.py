@@ -33,7 +33,7 @@ ANSWER_S = 2.0
 END_S = 10.0
 """Seconds in which a server's process has to be gone, once it is ended."""
 SPARE_S = 0.5
-"""Seconds before a call's deadline at which its failure is told, so that it comes in time."""
+"""Seconds before a call's deadline at which its failure is reported, so that it comes in time."""
 KEYS = {"command", "env", "url", "timeout_s", "on_failure"}
 ON_FAILURE = ("tell", "drop")
 

@@ -315,7 +315,7 @@ async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResp
         return await handler(request)
     except ConnectionError:  # the client is gone
         raise
-    except Exception as error:  # untrusted requests: whatever breaks is told in the form that clients read
+    except Exception as error:  # untrusted requests: whatever breaks is sent in the form that clients read
         content, status = _told(error)
         response = web.json_response(content, status=status)
         if status in (408, 429):

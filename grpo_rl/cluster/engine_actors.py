@@ -76,7 +76,7 @@ class RayEngine(AsyncEngine, EngineControl):
         call = asyncio.ensure_future(self._actor.call.remote(method, *args))
         try:
             # The engine has deadlines of its own, and its actor may hang as well.
-            # A long response is told where the engine is silent, too.
+            # A long response is logged where the engine is silent, too.
             limit_s = 2 * self.deadline_s
             with waiting(f"{self.name} to answer {method}", "", limit_s, self.version, ENGINE_REMEDY) as wait:
                 while not (await asyncio.wait({call}, timeout=limit_s))[0]:
