@@ -139,6 +139,7 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
     shown = re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     for name, content in shown:
         (tmp_path / name).write_text(content)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)  # another test's of that name
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     of_task = ("env.path", "env.eval_path", "env.system_prompt", "env.reward", "train.total_dialog_turns")
