@@ -27,9 +27,9 @@ from transformers import (
 
 from grpo_rl.cli import main
 from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
-from grpo_rl.planner.experts import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.memory import (
+    NotPlannedError,
     Shape,
     Training,
     engine_memory,
