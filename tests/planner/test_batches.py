@@ -143,17 +143,6 @@ def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
             Settings.read(compose_config("grpo_gsm8k", [*others, f"{key}={value}"]))
 
 
-def test_a_cut_group_and_what_is_left_over_are_marked_in_the_drawing():
-    lines = drawn(plan_of("train.optim_batch_size=20")).splitlines()
-    prompts = [line.strip() for line in lines if line.strip().startswith("prompt ")]
-    assert prompts == [
-        "prompt 1  ■ ■ ■ ■ ■ ■ ■ ■  step 1",
-        "prompt 2  ■ ■ ■ ■ ■ ■ ■ ■  step 1",
-        "prompt 3  ■ ■ ■ ■|□ □ □ □  step 1 | left over: the group is cut",
-        "prompt 4  □ □ □ □ □ □ □ □  left over",
-    ]
-
-
 def test_lengths_can_be_given_and_must_fit_into_the_context():
     assert plan_of(prompt_tokens=10, response_tokens=20).group_tokens == 170
     assert not plan_of("train.micro_batch_tokens=2176").over_budget  # 128 + 8 x 256

@@ -87,13 +87,11 @@ LARGE = (
 )
 
 
-def test_a_70b_llama_has_as_many_parameters_as_its_card_says(shape):
+def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
+    # The card's number.
     assert PARAMETERS == 70_553_706_496
     assert (shape.parameters, shape.layer, shape.layers, shape.table) == (PARAMETERS, LAYER, 80, TABLE)
     assert shape.root == 2 * TABLE + 8192 and not shape.tied
-
-
-def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
     # fp32 masters 4, gradients 4, two moments 8; 70.55e9 * 16 / 64 = 17.64e9.
     assert sum(kept_state(shape, Training(), 64).values()) == PARAMETERS * 16 / 64
     # On one device the bf16 weights are there beside their masters.
@@ -109,6 +107,12 @@ def test_adapters_alone_have_gradients_masters_and_moments(model):
     assert shape.adapters == 80 * 16 * (8192 + 8192 + 8192 + 1024)
     state = kept_state(shape, Training(frozen_bytes=2.0), 8)
     assert sum(state.values()) == (2 * PARAMETERS + 16 * shape.adapters) / 8
+
+
+def split(train, inference, size):
+    """Overrides that divide devices."""
+    sizes = [f"inference_model.num_devices={inference}", f"inference_model.tensor_parallel_size={size}"]
+    return [*LARGE, f"train_model.num_devices={train}", *sizes]
 
 
 def test_a_layer_keeps_what_its_backward_pass_reads(shape):
@@ -221,11 +225,13 @@ def test_the_split_with_the_shortest_step_is_found(model):
     assert best.step_s == max(sample, rest)
 
 
+ONE = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
+
+
 def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the_trainer_all(model):
-    device = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
     overrides = [*LARGE, "inference_model.gpu_memory_utilization=0.17", "policy.kl_coef=0.1"]
-    awake = make_plan(scenario_of(model, device, *overrides, mode="sync"))
-    asleep = make_plan(scenario_of(model, device, *overrides, "inference_model.sleep=true", mode="sync"))
+    awake = make_plan(scenario_of(model, ONE, *overrides, mode="sync"))
+    asleep = make_plan(scenario_of(model, ONE, *overrides, "inference_model.sleep=true", mode="sync"))
     assert awake.roles[0].needed - asleep.roles[0].needed == pytest.approx(0.17 * 1700 * GIB)
     assert awake.missing.keys() == {"train"} and asleep.fits
     # 18 bytes a parameter, and the reference's 2, stay while it samples: 0.95 * 1700 GiB less 1314 GiB are 301.
@@ -263,9 +269,6 @@ def test_a_push_takes_as_long_as_the_way_between_trainers_and_engines(model):
     assert push(8, 8) == push(4, 5) == push(9, 0) == pytest.approx(2 * PARAMETERS / 50e9)
 
 
-ONE = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
-
-
 def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_both(model):
     def plan_of(share, mode="async"):
         overrides = [*LARGE, f"inference_model.gpu_memory_utilization={share}"]
@@ -291,10 +294,8 @@ def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_bot
 
 def test_seconds_of_training_are_operations_over_rates(model):
     device = "64xMine,memory_gib=80,tflops=1000,memory_gb_s=1e9,link_gb_s=1e9,network_gb_s=1e9"
-    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
-                 "inference_model.tensor_parallel_size=8", "train_model.gradient_checkpointing=false"]  # fmt: skip
-    asked = scenario_of(model, device, *overrides, prompt_tokens=256, response_tokens=1024)
-    plan = make_plan(asked)
+    overrides = [*split(32, 32, 8), "train_model.gradient_checkpointing=false"]
+    plan = make_plan(scenario_of(model, device, *overrides, prompt_tokens=256, response_tokens=1024))
     # Two groups of 256 + 16 * 1024 tokens on each of 32 ranks, 6 operations a parameter of the layers, the last norm
     # and, of responses, the head; attention: 12 a query's number and key that it sees, in 80 layers.
     prompt, responses = 256, 16 * 1024
@@ -305,19 +306,15 @@ def test_seconds_of_training_are_operations_over_rates(model):
 
 
 def test_a_slow_network_is_what_training_waits_for(model):
-    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
-                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
-    plan = make_plan(scenario_of(model, "64xH100,network_gb_s=1", *overrides))
+    plan = make_plan(scenario_of(model, "64xH100,network_gb_s=1", *split(32, 32, 8)))
     # Two micro-batches: gathered in bf16 twice, reduced in fp32, 31 parts of 32 from elsewhere.
     state = 2 * sum(kept_state(plan.scenario.shape, Training(), 32).values()) / 3350e9
     assert plan.seconds["train"] == pytest.approx(2 * 8 * PARAMETERS * 31 / 32 / 1e9 + state)
 
 
 def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
-    overrides = [*LARGE, "train_model.gradient_checkpointing=false", "train_model.num_devices=40",
-                 "inference_model.num_devices=24", "inference_model.tensor_parallel_size=8",
-                 "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
-    plan = make_plan(scenario_of(model, "64xH100", *overrides))
+    overrides = ["train_model.gradient_checkpointing=false", "inference_model.gpu_memory_utilization=0.9"]
+    plan = make_plan(scenario_of(model, "64xH100", *split(40, 24, 8), *overrides))
     assert set(plan.missing) == {"train"}
     assert plan.missing["train"] == pytest.approx(
         (plan.scenario.trainer(40, plan.scenario.micro_batch_tokens(40)).total - 0.95 * 79.6 * GIB) / GIB
@@ -332,8 +329,7 @@ def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
 
 
 def test_an_engine_that_is_too_small_is_told_a_larger_one(model):
-    overrides = [*LARGE, "train_model.num_devices=40", "inference_model.num_devices=24",
-                 "inference_model.tensor_parallel_size=1", "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
+    overrides = [*split(40, 24, 1), "inference_model.gpu_memory_utilization=0.9"]
     plan = make_plan(scenario_of(model, "64xH100", *overrides))
     # 141.1 GB of weights, the largest batch and a cache for 1280 tokens in 0.9 * 79.6 GiB.
     engine = plan.engine
