@@ -36,9 +36,8 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_moments,
 )
-from grpo_rl.planner.plan import Layout, make_plan, plan_layout
+from grpo_rl.planner.plan import Layout, make_plan, plan_layout, sample_s
 from grpo_rl.planner.scenario import Scenario
-from grpo_rl.planner.time import sample_s
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_pointwise
 from grpo_rl.policies.compiler import has_compiler
