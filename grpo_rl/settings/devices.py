@@ -316,12 +316,12 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
 def _remedy(roles: list[_Role], mode: str, alone: bool) -> str:
     """The setting to change when the groups need more than there is: that of the largest, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
-    verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
+    key = f"{role.section}.{'num_devices' if role.indices is None else 'devices'}"
     if (role.count or 0) > 1:
-        return f"{verb} {role.section}.{key}"
+        return f"lower {key}"
     if role.name == "inference" and mode == "async" and not alone:
         return "use sync mode, where inference can share the training device"
-    return f"leave {role.section}.{key} null to share the training device"
+    return f"leave {key} null to share the training device"
 
 
 def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: int | None) -> int:

@@ -55,20 +55,10 @@ def _check_data(settings: Sections) -> None:
         raise ValueError("env.eval_path needs env.corpus: the documents beside env.path do not answer its questions")
     if settings.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
-    _check_evaluate(settings)
-
-
-def _check_evaluate(settings: Sections) -> None:
-    evaluate = settings.evaluate
-    wants = {"samples": evaluate.samples, "tasks": evaluate.tasks, "keep_best": evaluate.keep_best}
-    wants["patience"] = evaluate.patience
-    if not evaluate.rows and (idle := [name for name, value in wants.items() if value]):
-        raise ValueError(f"evaluate.{idle[0]} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
-    if evaluate.patience and not evaluate.frequency:
-        raise ValueError(
-            f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
-        )
-    read_tasks(evaluate.tasks)
+    for name in ("samples", "tasks", "keep_best", "patience"):
+        if settings.evaluate[name] and not settings.evaluate.rows:
+            raise ValueError(f"evaluate.{name} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
+    read_tasks(settings.evaluate.tasks)
 
 
 def _check_sampling(settings: Sections) -> None:
@@ -87,8 +77,7 @@ def _check_mode(settings: Sections) -> None:
     own, other = ("async", "sync") if settings.mode == "async" else ("sync", "async")
     for key, setting in declarations(settings.env.dataset).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:
-            because = f": {setting.because}" if setting.because else ""
-            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}{because}; run {SCRIPTS[other]}")
+            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}; run {SCRIPTS[other]}")
     if own == "sync":
         return
     if settings.ray.address is None and (settings.ray.nodes or 1) > 1:

@@ -87,7 +87,7 @@ def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
         (config(8, inference=1), "sync", 8, "train 8 + inference 1 = 9 GPUs, 8 visible; lower train_model.num_devices"),
         (config(inference=1), "async", 1, "= 2 GPUs, 1 visible; leave inference_model.num_devices null"),
         (config(1, 1, 1, kl_coef=0.1), "async", 2, "= 3 GPUs, 2 visible; use sync mode"),
-        (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible; shorten train_model.devices"),
+        (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible; lower train_model.devices"),
         (config(train=8), "async", 8, "train 8 GPUs, 8 visible: none is left to sample"),
         (
             config(share=0.9),

@@ -221,7 +221,6 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
     wrong = [
         (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
         (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
-        (["evaluate.rows=4", "evaluate.patience=2", "evaluate.frequency=1"], "it follows a held-out reward"),
         (["env.path=none.jsonl"], "none.jsonl can't be read"),
         (["mode=async"], "this script is of mode=sft; run sota/grpo_async.py, or grpo-rl train --async"),
     ]
