@@ -69,15 +69,18 @@ def convert(
 def _of_type(name: str, value: Any) -> Any:
     """The value as Python makes TRL's type of it: YAML reads 1e-6, which has no point, as a text."""
     field = trl.RENAMED.get(name, name)
+    if value is None or field in trl.NUMBERS:
+        return _number(name, value)
     try:
-        if value is not None and field in trl.LISTS:
+        if field in trl.LISTS:
             return [trl.LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
-        if value is not None and field in trl.MAPPINGS:
-            numbers = trl.MAPPINGS[field] if field == "lr_scheduler_kwargs" else ()
-            return {key: _number(f"{name}.{key}", v) if key in numbers else v for key, v in dict(value).items()}
-        return _number(name, value) if field in trl.NUMBERS else value
+        value = dict(value) if field in trl.MAPPINGS else value
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    if field == "lr_scheduler_kwargs":
+        numbers = trl.MAPPINGS[field]
+        return {key: _number(f"{name}.{key}", each) if key in numbers else each for key, each in value.items()}
+    return value
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -194,11 +194,6 @@ class _Role:
         if not indices or len(set(indices)) != len(indices):
             given = f"{name}_model.devices={list(indices)}"
             raise ValueError(f"{given}; it is a list of different GPUs such as [0, 1], or null")
-        if count not in (None, len(indices)):
-            raise ValueError(
-                f"{name}_model.num_devices={count}, but {name}_model.devices={list(indices)} names {len(indices)}; "
-                "give one of the two"
-            )
         return cls(name, len(indices), tuple(indices))
 
 
