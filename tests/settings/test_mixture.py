@@ -30,9 +30,10 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
     assert all(of_task.env.repeats == 16 and of_task.env.score_timeout_s == 7 for of_task in own.values())
 
 
-def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
-    settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
-    own = settings_of_mixture(settings)
+def test_an_entry_has_its_own_of_what_the_tasks_share_and_a_curriculum_needs_no_plus():
+    mixture = "{gsm8k: 1, math: {weight: 1, score_timeout_s: 5, path: a.jsonl, curriculum: {low: 0.3}}}"
+    own = settings_of_mixture(read(f"env.mixture={mixture}", "env.curriculum={high: 0.8}"))
+    assert [(task.env.score_timeout_s, task.env.path) for task in own.values()] == [(60, None), (5, "a.jsonl")]
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
     for wrong, message in (
@@ -41,13 +42,6 @@ def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
     ):
         with pytest.raises(ValueError, match=f"env.curriculum{message}"):
             read(f"env.curriculum={{{wrong}}}")
-
-
-def test_an_entry_has_its_own_of_what_the_tasks_share():
-    settings = read("env.mixture={gsm8k: {weight: 1, score_timeout_s: 5, path: a.jsonl}, math: 1}")
-    own = settings_of_mixture(settings)
-    assert (own["gsm8k"].env.score_timeout_s, own["math"].env.score_timeout_s) == (5, 60)
-    assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
 
 
 @pytest.mark.parametrize(

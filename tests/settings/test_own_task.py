@@ -167,9 +167,8 @@ def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_cl
     assert (echo.name, made.name) == ("Echo", "Made")
     assert [row["word"] for row in echo.rows] == ["night", "day"]
     assert [row["word"] for row in made.rows] == ["test 0", "test 1", "test 2"]
-    differs = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl, env: {weight: 3, tags: [b]}}]"
-    given = settings("evaluate.rows=2", differs)
-    [echo] = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
+    given = settings("evaluate.rows=2", tasks.replace("}, {", ", env: {weight: 3, tags: [b]}}, {"))
+    echo, _ = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
     assert (echo.env.task.weight, echo.env.task.tags) == (3.0, ["b"]) and given.env["weight"] == 1.0
     with pytest.raises(ValueError, match="evaluate.tasks names Echo twice"):
         settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")
