@@ -125,8 +125,8 @@ def _check_loss(settings: Sections) -> None:
     masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
     if loss.ratio == "sequence" and (masks_tokens or loss.top_entropy_fraction < 1):
         raise ValueError(
-            "with loss.ratio=sequence neither loss.top_entropy_fraction nor loss.correction=mask leaves out single tokens; "
-            "use loss.ratio=sequence_token"
+            "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
+            "loss.ratio=sequence_token"
         )
     if loss.normalizer is not None and loss.aggregate != "constant":
         raise ValueError(f"loss.normalizer={loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null")
