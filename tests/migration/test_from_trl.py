@@ -29,8 +29,6 @@ from grpo_rl.training.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[2]
 
-LORA = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
-"""TRL's defaults of adapters."""
 PUBLISHED = Path(__file__).parent / "published"
 MORE = {
     "open_r1_math_1_5b.yaml": ["--rewards", "accuracy,format,tag_count", "--rows", "70000"],
@@ -120,11 +118,7 @@ def test_published_configs_keep_their_rewards_with_weights_and_dr_grpo_its_loss(
 
 def test_what_has_no_counterpart_is_the_files_first_comment(configs):
     text = (configs / "open_r1_codeforces_7b.yaml").read_text()
-    for line in (
-        "reward_funcs='cf_code': not here",
-        "push_to_hub=True: not taken",
-        "callbacks=['push_to_hub_revision']:",
-    ):
+    for line in ("reward_funcs='cf_code': not here", "push_to_hub=True: not", "callbacks=['push_to_hub_rev"):
         assert f"#   {line}" in text
     assert "attn_implementation" not in text  # needs no counterpart
 
@@ -147,7 +141,7 @@ CONVERTED_VALUES = [
     ({"dataset_train_split": "train_prefs"}, "env.split", "train_prefs"),
     ({"save_steps": 0.5, "max_steps": 10}, "train.checkpoint_frequency", 5),
     ({"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 50}, "evaluate.frequency", 5),
-    ({"use_peft": True}, "train_model.lora", LORA),
+    ({"use_peft": True}, "train_model.lora.alpha", 32),
     ({"bf16": False}, "train_model.dtype", "float32"),
     ({"model_init_kwargs": {"dtype": "torch.bfloat16"}, "bf16": False}, "train_model.dtype", "bfloat16"),
     ({"lr_scheduler_kwargs": {"min_lr": 1e-7}, "learning_rate": 1e-6}, "optimizer.min_lr_fraction", 0.1),
@@ -162,12 +156,6 @@ CONVERTED_VALUES = [
 def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
     found = select(convert(fields).config, key)
     assert found == (pytest.approx(value) if isinstance(value, float) else value)
-
-
-def test_a_dtype_and_arguments_of_the_model_that_have_no_counterpart_are_named():
-    made = convert({"dtype": "auto", "model_init_kwargs": {"revision": "abc", "torch_dtype": None}})
-    said = "\n".join(made.differences)
-    assert "dtype='auto': bfloat16 is used" in said and "model_init_kwargs={'revision': 'abc'}" in said
 
 
 @pytest.mark.parametrize(
@@ -207,12 +195,11 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
         ({"warmup_steps": 0.1, "max_steps": 20}, "warmup_steps=0.1: TRL's warm-up begins at a learning rate of 0"),
         ({"use_peft": True}, "lora_target_modules=None: peft's own choice by the type of model"),
         ({"use_peft": True, "lora_target_modules": ["q_proj"], "lora_task_type": "CAUSAL_LM"}, None),
+        ({"dtype": "auto"}, "dtype='auto': bfloat16 is used"),
+        ({"model_init_kwargs": {"revision": "abc", "torch_dtype": None}}, "model_init_kwargs={'revision': 'abc'}"),
         ({"tf32": False}, None),
         ({"vllm_importance_sampling_corection": False}, "vllm_importance_sampling_corection=False: not taken over"),
-        (
-            {"num_generation": 4},
-            "num_generation=4: not taken over, see docs/from_trl.md; did you mean num_generations?",
-        ),
+        ({"num_generation": 4}, "num_generation=4: not taken over, see docs/from_trl.md; did you mean num_gener"),
         ({"report_to": ["tensorboard", "comet_ml"]}, "report_to='comet_ml'"),
         ({"a\x1b[31mX\ny\ud800": 1}, "aX y=1: not taken over"),
         ({"hub_token": "hf_abc"}, "hub_token=***: not taken over"),
@@ -230,9 +217,8 @@ def test_warm_up_is_a_step_ahead_of_trls_and_as_long():
     weight = torch.nn.Parameter(torch.zeros(()))
     theirs = transformers.get_scheduler("linear", torch.optim.SGD([weight], lr=1.0), 3, 10).lr_lambdas[0]
     ours = [lr_factor(step, 3, 10, "linear") for step in range(10)]
-    assert ours[:2] == pytest.approx([theirs(1), theirs(2)]) and ours[3:] == pytest.approx(
-        [theirs(n) for n in range(3, 10)]
-    )
+    assert ours[:2] == pytest.approx([theirs(1), theirs(2)])
+    assert ours[3:] == pytest.approx([theirs(n) for n in range(3, 10)])
 
 
 def test_a_scripts_line_breaks_stay_in_the_comment(tmp_path):
