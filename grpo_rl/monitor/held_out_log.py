@@ -9,7 +9,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts, encodable
+from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts
 
 SCHEMA = pa.schema(
     [
@@ -50,26 +50,13 @@ class HeldOutLog:
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
-        rows = zip(
-            evaluation.prompts,
-            evaluation.completions,
-            gold,
-            evaluation.rewards,
-            evaluation.lengths,
-            evaluation.truncated,
-            strict=True,
-        )
-        table = [
-            {
-                "step": step,
-                "row": number,
-                "prompt": encodable(prompt),
-                "completion": encodable(completion),
-                "answer": None if answer is None else encodable(str(answer)),
-                "reward": None if math.isnan(reward) else reward,
-                "tokens": tokens,
-                "truncated": truncated,
-            }
-            for number, (prompt, completion, answer, reward, tokens, truncated) in enumerate(rows)
-        ]
-        self._parts.write(step, pa.Table.from_pylist(table, schema=SCHEMA))
+        columns = {
+            "prompt": evaluation.prompts,
+            "completion": evaluation.completions,
+            "answer": [None if answer is None else str(answer) for answer in gold],
+            "reward": [None if math.isnan(reward) else reward for reward in evaluation.rewards],
+            "tokens": evaluation.lengths,
+            "truncated": evaluation.truncated,
+        }
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        self._parts.write_rows(step, [{"row": number, **row} for number, row in enumerate(rows)], SCHEMA)

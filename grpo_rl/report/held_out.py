@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts
-from grpo_rl.report.sample import evenly, fitting, shortened
+from grpo_rl.report.sample import evenly, fitting, rounded, shortened
 from grpo_rl.storage.printable import printable
 
 ROWS, BYTES = 150, 500_000
@@ -74,12 +74,11 @@ def _gain(before: dict[str, Any], after: dict[str, Any] | None) -> float | None:
 
 def _response(row: dict[str, Any], most: int) -> dict[str, Any]:
     text, cut = shortened(row["completion"], most)
-    reward = None if row["reward"] is None else round(row["reward"], 4)
     return {
         "step": row["step"],
         "text": text,
         "cut": cut,
-        "reward": reward,
+        "reward": rounded(row["reward"]),
         "tokens": row["tokens"],
         "truncated": row["truncated"],
     }

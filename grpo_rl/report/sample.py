@@ -60,3 +60,8 @@ def fitting(texts: Sequence[str], budget: int) -> int:
             return share
         left -= length
     return whole
+
+
+def rounded(value: float | None) -> float | None:
+    """The value to four decimals; None where it is missing or not finite."""
+    return None if value is None or not math.isfinite(value) else round(value, 4)

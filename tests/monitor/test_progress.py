@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline
+from grpo_rl.monitor.progress import Progress
 from grpo_rl.storage.printable import printable
 
 ROOT = Path(__file__).parents[2]
@@ -120,14 +119,6 @@ def test_the_view_is_left_as_it_was_when_the_run_fails():
         raise RuntimeError
     frame = "\n".join(last_frame(screen))
     assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
-
-
-def test_a_sparkline_spans_least_to_greatest():
-    assert sparkline([-1.0, 6.0]) == "▁█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
-    assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
 
 
 @pytest.mark.nightly

@@ -19,9 +19,9 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.monitor.token_log import KEY, TokenLog, TokenPieces
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 
@@ -108,13 +108,6 @@ def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_
     assert rows[rows["group_id"] == 0][trainers].notna().all(axis=None)
 
 
-def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
-    a, b = group_of(0, [1, 1], [1, -1]), group_of(1, [1, 1], [1, -1])
-    rows = log_step(tmp_path, [a, b], updates=[[b], [a], [a], [b]])
-    visits = rows.groupby("group_id")[["epoch", "optimizer_step"]].apply(lambda x: sorted(set(map(tuple, x.values))))
-    assert visits.tolist() == [[(0, 1), (1, 2)], [(0, 0), (1, 3)]]
-
-
 def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
     full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)
@@ -148,13 +141,6 @@ def test_a_number_that_is_not_finite_comes_back_and_hides_no_other(tmp_path):
     (back,) = read_step(tmp_path, 1).groups
     assert torch.equal(back.ref_log_probs.nan_to_num(7.0), torch.tensor([-1.0, 7.0, -2.0]))
     assert torch.equal(back.log_probs.nan_to_num(7.0), torch.tensor([7.0, -1.0, -1.0]))
-
-
-def test_of_a_step_that_was_cut_short_what_optimizer_steps_took_is_stored(tmp_path):
-    first, second = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
-    log_step(tmp_path, None, updates=[[first], [second], [first]])
-    stored = read_step(tmp_path, 1)
-    assert [group.group_id for group in stored.groups] == [0, 1] and len(stored.updates) == 3
 
 
 def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import compare, serve
 from grpo_rl.report import page as pages
+from grpo_rl.report import serve
 from grpo_rl.report.files import signature
 
 pytestmark = pytest.mark.nightly
@@ -90,16 +90,6 @@ def test_the_page_fits_a_phone(browser, tmp_path, make_run, width):
     tab = Tab(context.new_page()).open(url_of(make_run(tmp_path)))
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     context.close()
-
-
-def test_a_comparison_shows_every_run(tab, tmp_path, make_run):
-    runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("a", 10), ("b", 20))]
-    page = pages.assemble(compare.SECTIONS, pages.build(compare.SECTIONS, runs, compare.SUMMARY))
-    (tmp_path / "c.html").write_text(page)
-    tab.open((tmp_path / "c.html").as_uri())
-    assert tab.page.locator("#comparison tbody tr").count() == 2
-    assert tab.card("Reward").locator(".legend button").all_inner_texts()[0].startswith("a ")
-    assert tab.complaints == []
 
 
 @contextmanager

@@ -53,9 +53,14 @@ def changes(port: int, have: dict[str, str]) -> dict:
     return json.loads(get(port, f"/data.json?have={words}")[1])
 
 
-def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkeypatch):
+@pytest.fixture
+def at_once(monkeypatch):
+    """Data are built whenever they may have changed."""
     monkeypatch.setattr(serve, "FRESH_S", 0.0)
     monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
+
+
+def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_once):
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
@@ -66,15 +71,6 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkey
         second = changes(port, have)
         assert set(second) == {"summary", "charts"}
         assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
-
-
-def test_a_folder_without_a_step_is_served_and_then_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "FRESH_S", 0.0)
-    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
-    with served(tmp_path) as port:
-        assert b"No training step was logged yet." in get(port, "/")[1]
-        MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-        assert "charts" in changes(port, {})
 
 
 def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
@@ -113,26 +109,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
                 assert half.recv(1) == b""
 
 
-def test_many_readers_share_one_build(tmp_path, make_run):
-    make_run(tmp_path, steps=1)
-    built = []
-
-    def build():
-        built.append(1)
-        return pages.build(pages.SECTIONS, tmp_path)
-
-    live = serve.LivePage(build, str, lambda: 0)
-    threads = [threading.Thread(target=live.changes, args=({},)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert built == [1]
-
-
-def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, monkeypatch):
-    monkeypatch.setattr(serve, "FRESH_S", 0.0)
-    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
+def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
@@ -141,16 +118,6 @@ def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make
         assert status == 503 and b"summary.json is not JSON" in content and "text/plain" in headers["Content-Type"]
         (tmp_path / "summary.json").write_text(whole)
         assert get(port, "/data.json")[0] == 200
-
-
-def test_a_defect_is_told_to_the_reader_instead_of_cutting_them_off():
-    live = serve.LivePage(lambda: {}[1], str, lambda: 0)
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        status, content, _ = get(server.server_address[1], "/")
-        thread.join()
-    assert (status, content) == (503, b"KeyError: 1")
 
 
 def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
@@ -170,14 +137,6 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
     clock[0] += 1.5
     live.page()
     assert len(built) == 2
-
-
-def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
-    live = serve.LivePage(dict, str, lambda: 0)
-    with serve.make_server(live) as server, pytest.raises(ValueError, match="leave --port out"):
-        serve.make_server(live, server.server_address[1])
-    with pytest.raises(ValueError, match="port 70000 can't be used .*0-65535.*leave --port out"):
-        serve.make_server(live, 70000)
 
 
 @pytest.mark.parametrize(
