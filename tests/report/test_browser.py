@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
-from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
-from grpo_rl.report import serve
-from grpo_rl.report.files import signature
 
 pytestmark = pytest.mark.nightly
 
@@ -92,25 +87,9 @@ def test_the_page_fits_a_phone(browser, tmp_path, make_run, width):
     context.close()
 
 
-@contextmanager
-def served(run_dir):
-    live = serve.LivePage(
-        partial(pages.build, pages.SECTIONS, run_dir),
-        partial(pages.assemble, pages.SECTIONS, live=True),
-        partial(signature, [run_dir]),
-    )
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
-    with served(tmp_path) as url:
+def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
+    with served(tmp_path) as port:
+        url = f"http://127.0.0.1:{port}/"
         tab.open(url)
         heading, live = tab.page.get_by_role("heading", level=1), tab.page.locator("#live")
         assert heading.inner_text() == "No training step was logged yet."

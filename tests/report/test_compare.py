@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 from pathlib import Path
 
-import pyarrow as pa
 import yaml
 
 from grpo_rl import cli
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.report import compare, demo, page
 
 
@@ -130,27 +127,11 @@ def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, 
     assert capsys.readouterr().out.split() == [str(tmp_path / "sweep" / "report.html"), "comparison.html"]
 
 
-def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, monkeypatch):
-    run = make_run(tmp_path / "run", steps=2)
-    config = {"env": {"path": "/root/x/train.jsonl"}, "a": {"api_key": "hunter2"}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (run / "overrides.yaml").write_text("- env.path=/root/x/train.jsonl\n")
-    summary = json.loads((run / "summary.json").read_text()) | {"command": "python /root/sota/grpo.py"}
-    (run / "summary.json").write_text(json.dumps(summary))
-    StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
-    monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
-    runpy.run_path(str(Path(__file__).parents[2] / "tools" / "record_demo.py"))["pack"](run, demo.RECORDED)
-    recorded = demo.unpack(tmp_path / "there")
-    texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
-    assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts
-    assert (recorded / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-    for folder in ("completions.parquet", "tokens.parquet"):
-        assert StepParts(recorded / folder).read(1).equals(StepParts(run / folder).read(1))
-
-
 def test_the_recorded_run_is_small_and_has_every_section_of_a_synchronous_run(tmp_path):
     assert demo.RECORDED.stat().st_size < 300_000
     found = page.build(page.SECTIONS, demo.unpack(tmp_path))
-    assert json.loads(found["summary"])["state"] == "ended"
+    for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
+        text = (tmp_path / demo.NAME / name).read_text()
+        assert not any(place in text for place in ("/tmp", "/root", "/home"))
     assert {section.id for section in page.SECTIONS} - found.keys() <= {"advisories"}  # nothing went wrong in it
     assert not any("left_out" in json.loads(text) for text in found.values())

@@ -10,35 +10,14 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import page as pages
 from grpo_rl.report import serve
-from grpo_rl.report.files import is_running, signature
-
-
-@contextmanager
-def served(run_dir):
-    """The port of a server of a run's live page."""
-    live = serve.LivePage(
-        partial(pages.build, pages.SECTIONS, run_dir),
-        partial(pages.assemble, pages.SECTIONS, live=True),
-        partial(signature, [run_dir]),
-    )
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+from grpo_rl.report.files import is_running
 
 
 def get(port: int, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
@@ -60,7 +39,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
 
 
-def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_once):
+def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
@@ -73,7 +52,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_onc
         assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
 
 
-def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
+def test_no_file_is_read_by_a_readers_name(tmp_path, make_run, served):
     make_run(tmp_path, steps=1)
     (tmp_path.parent / "secret").write_text("secret")
     with served(tmp_path) as port:
@@ -81,7 +60,7 @@ def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
             assert get(port, path)[0] == 404
 
 
-def test_another_name_for_this_machine_reads_nothing(tmp_path):
+def test_another_name_for_this_machine_reads_nothing(tmp_path, served):
     with served(tmp_path) as port:
         status, content, _ = get(port, "/", host="evil.example:80")
         assert status == 403 and b"<" not in content
@@ -89,7 +68,7 @@ def test_another_name_for_this_machine_reads_nothing(tmp_path):
         assert get(port, "/", host="localhost")[0] == 200  # port 80
 
 
-def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
+def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path, served):
     with served(tmp_path) as port:
         assert get(port, "/", method="POST")[0] == 501
         assert get(port, "/", method="HEAD")[:2] == (200, b"")
@@ -100,7 +79,7 @@ def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
                     socket.create_connection((address, port), timeout=1).close()
 
 
-def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
+def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
     monkeypatch.setattr(serve, "READ_S", 0.1)
     with served(tmp_path) as port:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: "):
@@ -109,7 +88,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
                 assert half.recv(1) == b""
 
 
-def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once):
+def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
