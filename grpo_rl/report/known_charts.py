@@ -14,7 +14,7 @@ EVALUATION = frozenset({
     "tied",
 })  # fmt: skip
 """Names under ``eval/`` beside the parts of the held-out reward, pass@k and maj@k."""
-APART = CLOCKS | {"time/evaluate_s", "memory/limit_gib"}
+APART = CLOCKS | {"time/evaluate_s"}
 """Metrics that no pattern takes."""
 
 
@@ -88,6 +88,20 @@ HELD_OUT = [
 ]  # fmt: skip
 """Charts of evaluations, a line a task, whose prefix stands for ``{}``."""
 STEPS = [
+    Chart("Reward", "Spread of the reward", _quantiles("total") | {"reward/std": "standard deviation"},
+          "How the responses of a step differ in their reward."),
+    Chart("Reward", "Measured beside the reward", {"measure/*": "*"},
+          "What the task logs and does not pay for, as means over responses."),
+    Chart("Reward", "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
+          "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True),
+    Chart("Responses", "Response length", {"response/mean_length": "mean", "response/max_length": "longest"},
+          "The tokens of a response, without the prompt.", 0),
+    Chart("Responses", "Cut-off and repetitive responses",
+          {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
+          "truncated: responses that reached the length limit. repeated: 4-grams that the response had before.", 0,
+          percent=True),
+    Chart("Responses", "Length and reward", {"response/length_correlation": "correlation"},
+          "Above zero the longer responses of a group earn more than the shorter ones."),
     Chart("Policy", "Entropy", {"entropy": "entropy"},
           "Nats a token: how open the policy's choice is. Near zero it has stopped exploring.", 0),
     Chart("Policy", "KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
@@ -152,7 +166,9 @@ STEPS = [
           {"limit_fraction": "whole step"}
           | {f"limit_fraction/{phase}": phase for phase in ("sample", "score", "train", "sync")},
           "The time that the machine would need at its measured best, over the time taken.", 0, percent=True),
-    Chart("Machine", "Memory", {"memory/*_gib": "*"}, "GiB of the training process, at its peak.", 0),
+    Chart("Machine", "Memory",
+          {"memory/peak_gib": "peak", "memory/engine_gib": "engine", "memory/peak_beside_engine_gib": "the rest"},
+          "GiB of the training process, at its peak.", 0),
     Chart("Machine", "Memory that there is", {"memory/limit_gib": "limit"},
           "GiB of the GPU, or of the machine or container without one.", 0),
 ]  # fmt: skip
@@ -160,8 +176,11 @@ STEPS = [
 
 def known_charts(names: Sequence[str]) -> Iterator[Chart]:
     """The charts that metrics of these names may belong to."""
-    for chart in (*DEMONSTRATIONS, *REWARD, *_reward_parts(names), *_held_out(names), *_responses(names), *STEPS):
+    for chart in (*DEMONSTRATIONS, *REWARD, *_reward_parts(names), *_held_out(names), *STEPS):
         yield replace(chart, series=_expanded(chart.series, names))
+    failed = {name: kind for name, kind in _below(names, "failed/").items() if f"mixture/{kind}" not in names}
+    help = "Responses whose scorer failed, by what went wrong, and groups that were lost with them."
+    yield Chart("Responses", "Failed scorers and groups", failed, help, 0)
 
 
 def _expanded(series: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -174,7 +193,7 @@ def _expanded(series: Mapping[str, str], names: Sequence[str]) -> dict[str, str]
             continue
         for name, rest in _below(names, before).items():
             if rest.endswith(after) and name not in APART:
-                found.setdefault(name, label.replace("*", rest.removesuffix(after).replace("_", " ")))
+                found.setdefault(name, label.replace("*", rest.removesuffix(after)))
     return found
 
 
@@ -190,20 +209,10 @@ def _reward_parts(names: Sequence[str]) -> Iterator[Chart]:
     parts = {name: part for name, part in _below(names, "reward/").items() if not is_reward_statistic(part)}
     parts.pop("reward/sampled_mean", None)
     yield Chart("Reward", "Reward parts", parts, "What the reward is made of, as means over responses.")
-    spread = _quantiles("total") | {"reward/std": "standard deviation"}
-    yield Chart("Reward", "Spread of the reward", spread, "How the responses of a step differ in their reward.")
     for part in dict.fromkeys(rest.rpartition("/")[0] for rest in _below(names, "reward_distribution/").values()):
         if part and part != "total":
             help = "How the responses of a step differ in this part."
             yield Chart("Reward", f"Spread of {part}", _quantiles(part), help)
-    yield Chart(
-        "Reward", "Measured beside the reward", _below(names, "measure/"),
-        "What the task logs and does not pay for, as means over responses.",
-    )  # fmt: skip
-    yield Chart(
-        "Reward", "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
-        "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True,
-    )  # fmt: skip
 
 
 def _held_out(names: Sequence[str]) -> Iterator[Chart]:
@@ -235,23 +244,3 @@ def _held_out(names: Sequence[str]) -> Iterator[Chart]:
 
 def _solved(found: Mapping[str, str]) -> dict[str, str]:
     return {name: rest for name, rest in found.items() if rest == "accuracy" or rest.startswith(("pass@", "maj@"))}
-
-
-def _responses(names: Sequence[str]) -> Iterator[Chart]:
-    lengths = {"response/mean_length": "mean", "response/max_length": "longest"}
-    yield Chart("Responses", "Response length", lengths, "The tokens of a response, without the prompt.", 0)
-    yield Chart(
-        "Responses", "Cut-off and repetitive responses",
-        {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
-        "truncated: responses that reached the length limit. repeated: 4-grams that the response had before.", 0,
-        percent=True,
-    )  # fmt: skip
-    yield Chart(
-        "Responses", "Length and reward", {"response/length_correlation": "correlation"},
-        "Above zero the longer responses of a group earn more than the shorter ones.",
-    )  # fmt: skip
-    yield Chart(
-        "Responses", "Failed scorers and groups",
-        {name: kind for name, kind in _below(names, "failed/").items() if f"mixture/{kind}" not in names},
-        "Responses whose scorer failed, by what went wrong, and groups that were lost with them.", 0,
-    )  # fmt: skip

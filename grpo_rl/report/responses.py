@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -83,26 +82,23 @@ def build(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _read_rewards(run_dir: Path) -> tuple[dict[int, Rewards], list[str]]:
+    """The rewards of each step that has any, and what can't be read."""
     parts = StepParts(run_dir / COMPLETIONS_FOLDER)
-    found, unread = {}, []
+    found: dict[int, Rewards] = {}
+    unread = []
     for step in parts.steps():
-        stat = parts.path(step).stat()
+        rewards: dict[int, list[float]] = {}
         try:
-            found[step] = _rewards(parts.folder, step, stat.st_size, stat.st_mtime_ns)
+            table = parts.read(step, ["group_id", "reward"])
+            for group_id, reward in zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True):
+                rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
         except ValueError as error:
             unread.append(str(error))
-    return {step: rewards for step, rewards in found.items() if rewards}, unread
-
-
-@lru_cache(maxsize=20_000)  # a page that is live is built again and again, and parts stay as they are
-def _rewards(folder: Path, step: int, _size: int, _modified: int) -> Rewards:
-    columns = StepParts(folder).read(step, ["group_id", "reward"]).to_pydict()
-    if not {"group_id", "reward"} <= columns.keys():
-        raise ValueError(f"{StepParts(folder).path(step)} has no group_id or reward; remove it to do without it")
-    rewards: dict[int, list[float]] = {}
-    for group_id, reward in zip(columns["group_id"], columns["reward"], strict=True):
-        rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
-    return rewards
+        except KeyError as error:
+            unread.append(f"{parts.path(step)}: {error}; remove it to do without it")
+        if rewards:
+            found[step] = rewards
+    return found, unread
 
 
 def _choose(run_dir: Path, steps: Mapping[int, Rewards], total: int) -> dict[int, dict[int, str]]:

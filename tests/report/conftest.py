@@ -19,7 +19,6 @@ from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
 from grpo_rl.report import serve
-from grpo_rl.report.files import signature
 
 NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
 """Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
@@ -39,11 +38,8 @@ def served():
 
 @contextmanager
 def _served(run_dir: Path) -> Iterator[int]:
-    live = serve.LivePage(
-        partial(pages.build, pages.SECTIONS, run_dir),
-        partial(pages.assemble, pages.SECTIONS, live=True),
-        partial(signature, [run_dir]),
-    )
+    build, assemble = partial(pages.build, pages.SECTIONS, run_dir), partial(pages.assemble, pages.SECTIONS, live=True)
+    live = serve.LivePage(build, assemble)
     with serve.make_server(live) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -108,7 +108,7 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
         return {"summary": str(len(built))}
 
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    live = serve.LivePage(build, str, lambda: clock[0])
+    live = serve.LivePage(build, str)
     live.page()
     clock[0] += 56.0  # 3 s are 5 % of 60 s: the next begins 57 s after this one's end
     live.page()
