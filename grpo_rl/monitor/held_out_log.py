@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -25,26 +25,17 @@ SCHEMA = pa.schema(
 )
 
 
-class Evaluated(Protocol):
-    """The outcome of an evaluation: `grpo_rl.training.evaluate.Evaluation`."""
-
-    rewards: list[float]
-    prompts: list[str]
-    completions: list[str]
-    lengths: list[int]
-    truncated: list[bool]
-
-
 class HeldOutLog:
     """Writes ``held_out.parquet/part-<step>.parquet``, a row a held-out row, in the order of ``evaluation.json``."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._parts = StepParts(Path(run_dir) / HELD_OUT_FOLDER)
 
-    def write(self, step: int, evaluation: Evaluated, gold: Sequence[object]) -> None:
+    def write(self, step: int, evaluation: Any, gold: Sequence[object]) -> None:
         """Writes the responses of an evaluation; null stands for the reward of a response that has none.
 
         Args:
+            evaluation: a `grpo_rl.training.evaluate.Evaluation`.
             gold: gold answers of the rows, None for a row without one.
 
         Raises:

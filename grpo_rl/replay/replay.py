@@ -158,16 +158,12 @@ def _with_old_log_probs(stored: StoredStep) -> list[Group]:
 def _check(groups: Sequence[Group], settings: Settings) -> None:
     """Refuses a loss that reads what is not stored."""
     if settings.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
-        raise ValueError(
-            "policy.kl_coef above 0 needs the reference's log-probabilities, and this run had no reference; train with "
-            "policy.kl_coef above 0, or replay with 0"
-        )
+        raise ValueError("policy.kl_coef above 0 needs a reference, and this run had no reference; replay with 0")
     lacking = sum(group.old_log_probs is None for group in groups)
     if needs_old_log_probs(settings) and lacking:
         raise ValueError(
-            "loss.correction, loss.kl_in=reward or loss.top_entropy_fraction need what the trainer said before the "
-            f"update, which this run did not compute for {lacking} of {len(groups)} groups; train with these settings "
-            "to have it stored"
+            "loss.correction, loss.kl_in=reward and loss.top_entropy_fraction need log-probabilities from before the "
+            f"update, which this run did not compute for {lacking} of {len(groups)} groups"
         )
 
 

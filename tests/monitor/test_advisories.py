@@ -126,9 +126,6 @@ NO_REWARD = {
 }
 SICK = {
     "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "sampling.max_new_tokens (now 256)"),
-    "cut_off later": (
-        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "sampling.max_new_tokens (now 256)"
-    ),
     "cut_off, so that nothing is learned": (
         plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "sampling.max_new_tokens (now 256)"
     ),
@@ -136,10 +133,6 @@ SICK = {
     "no_variance": (
         plant(1, reward__mean=at(0.5), reward__std=at(0.0), reward__zero_std_fraction=at(1.0), grad_norm=at(0.0)),
         {}, 1, "env.reward",
-    ),
-    "no_variance of most groups": (
-        plant(1, reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.94)),
-        {}, 1, "a higher train.max_resamples (now 0), such as 5",
     ),
     "no_variance since the reward rose": (
         plant(
@@ -194,7 +187,6 @@ SICK = {
         ),
         {}, FROM, "a tenth of optimizer.lr (now 5e-05)",
     ),
-    "unstable at once": (plant(**NO_REWARD), {"env__num_envs": 4}, FROM, "a tenth of optimizer.lr (now 5e-05)"),
     "unstable, ever more groups alike": (
         plant(
             1, reward__mean=lambda step: max(0.7 - 0.5 * step / 29, 0.2), reward__std=at(0.45),
@@ -212,10 +204,6 @@ SICK = {
     "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "train.max_staleness (now 2)"),
     "sampling_dominates": (
         plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "env.num_envs (now 16)"
-    ),
-    "sampling_dominates by a slow engine": (
-        plant(1, time__sample_s=noisy(60)), {"inference_model__engine": "transformers"}, 1,
-        "inference_model.engine=vllm (now transformers)",
     ),
     "small_micro_batches": (
         plant(1, train__micro_batches=at(40), train__micro_batch_tokens=noisy(300)),

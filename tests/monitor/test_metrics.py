@@ -40,17 +40,6 @@ def test_a_parts_mean_and_quantiles_are_over_the_responses_that_have_it():
     assert found == pytest.approx([0.1, 0.5, 0.9])  # linear between the two
 
 
-def test_quantiles_of_the_total_and_of_each_part_are_over_responses():
-    parts = {"correct": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])}
-    metrics = reward_metrics([group([1] * 5, [0.0, 10.0, 20.0, 30.0, 40.0], reward_parts=parts)])
-    found = {name: value for name, value in metrics.items() if name.startswith("reward_distribution/")}
-    # Linear between order statistics: at 0.1 x 4 = 0.4 of the way, at 2, and at 3.6.
-    assert found == pytest.approx(
-        {f"reward_distribution/total/p{p}": x for p, x in ((10, 4.0), (50, 20.0), (90, 36.0))}
-        | {f"reward_distribution/correct/p{p}": x for p, x in ((10, 0.4), (50, 2.0), (90, 3.6))}
-    )
-
-
 def test_length_and_reward_are_correlated_inside_groups():
     # Each group's longer response earns more by the same rate, though the group of longer responses earns less.
     groups = [group([10, 20], [5.0, 6.0]), group([100, 110], [0.0, 1.0])]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +18,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
-from grpo_rl.monitor.token_log import KEY, TokenLog, TokenPieces
+from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
@@ -149,15 +147,6 @@ def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
     assert rows[rows["group_id"] == 1]["epoch"].isna().all()
     stored = read_step(tmp_path, 1)
     assert torch.equal(stored.groups[1].response_ids, left.response_ids) and stored.updates[0].groups == [0]
-
-
-def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tmp_path):
-    group = group_of(0, [1, 1], [1, -1])
-    log_step(tmp_path, [group], updates=[[group], [group]])
-    about = json.loads(pq.read_schema(tmp_path / TOKENS_FOLDER / "part-00000001.parquet").metadata[KEY])
-    assert about["config"] == {"loss": {"mask_truncated": False}, "policy": {"kl_coef": 0.0}}
-    told = about["optimizer_steps"]
-    assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 
 
 def test_a_whole_run_is_read_at_once_and_a_step_that_is_not_stored_is_refused(tmp_path):

@@ -79,14 +79,6 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_fits_a_phone(browser, tmp_path, make_run, width):
-    context = browser.new_context(viewport={"width": width, "height": 700})
-    tab = Tab(context.new_page()).open(url_of(make_run(tmp_path)))
-    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    context.close()
-
-
 def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
     with served(tmp_path) as port:
         url = f"http://127.0.0.1:{port}/"

@@ -126,7 +126,6 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
         ({"pid": os.getpid(), "host": socket.gethostname()}, False),  # the run itself, which writes its page at its end
         ({"pid": 2**22 + 1, "host": socket.gethostname()}, False),  # above the greatest id of a process
         ({"pid": 1, "host": "elsewhere"}, None),
-        ([], False),
     ],
 )
 def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
