@@ -122,12 +122,11 @@ def is_running(run_dir: Path) -> bool | None:
     """
     try:
         holder = json.loads((run_dir / LOCK).read_bytes())
-        host, pid = holder["host"], holder["pid"]
+        if holder["host"] != socket.gethostname():
+            return None
+        return holder["pid"] != os.getpid() and holder["pid"] in psutil.pids()
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False  # there is none, or it is of another program
-    if host != socket.gethostname():
-        return None
-    return pid != os.getpid() and pid in psutil.pids()
 
 
 @cache  # one look into the packages' metadata takes longer than the rest of a small page
