@@ -71,7 +71,8 @@ def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypat
     for last_step, reward in ((-1, 0.25), (1, 0.75)):
         if last_step > 0:
             metrics.truncate(last_step)
-        loggers = open_loggers(name, tmp_path, {}, print, settings)
+        logger = {"backend": name, "project": "p", "name": None, "mode": "online", "settings": settings}
+        loggers = open_loggers(logger, tmp_path, {}, print)
         for step in range(max(last_step + 1, 0), 3):
             metrics.log(step, row := {"reward/mean": reward, "entropy": 0.5} if step else {"eval/reward": 0.0})
             loggers.log(step, row)

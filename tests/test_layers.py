@@ -278,7 +278,7 @@ def test_every_file_is_looked_at_once():
     [
         ("grpo_rl/data/group.py", "from grpo_rl.policies import head", "data imports policies, which is above it"),
         ("grpo_rl/engines/base.py", "if TYPE_CHECKING:\n    from ..collectors.sync import X", "engines imports coll"),
-        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli m"),
+        ("grpo_rl/replay/replay.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli m"),
         ("grpo_rl/losses/kl.py", "from grpo_rl.data.group import Group", "losses imports data.group; it may only data"),
         ("grpo_rl/losses/kl.py", "import transformers", "losses imports transformers; it may only"),
         ("sota/grpo.py", "from vllm import LLM", "imports vllm, which only grpo_rl/engines/vllm/ may"),

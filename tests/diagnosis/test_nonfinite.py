@@ -17,8 +17,8 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
