@@ -143,8 +143,8 @@ class GSM8K(Task):
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The final number of each response, without trailing zeros.
 
-        >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "No idea."])
-        ['7', '7', None]
+        >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "42 / 6 =", "No idea."])
+        ['7', '7', 'quotient 7', None]
         """
         return final_numbers(responses)
 
@@ -162,9 +162,15 @@ def is_right(response: str, answer: str) -> bool | None:
 
 
 def final_numbers(responses: Sequence[str]) -> list[str | None]:
-    """The final number of each response, equal ones written alike."""
-    numbers = map(extract_answer, responses)
-    return [None if number is None else written(number) for number in numbers]
+    """The final number of each response, equal ones written alike; a quotient is another answer than its value."""
+    return [_final_number(response) for response in responses]
+
+
+def _final_number(response: str) -> str | None:
+    if (number := extract_answer(response, quotients=False)) is not None:
+        return written(number)
+    quotient = extract_answer(response)
+    return None if quotient is None else f"quotient {written(quotient)}"
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:

@@ -23,7 +23,7 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Rows(list[dict]):
-    """Rows as a list, which knows where each stands and which columns it has there, for messages."""
+    """Rows as a list, which knows where each stands and which columns it has there."""
 
     def __init__(self, placed: Iterable[Placed]) -> None:
         placed = list(placed)
@@ -32,11 +32,7 @@ class Rows(list[dict]):
         self.columns = [columns for _, _, columns in placed]
 
     def checked(self, columns: Mapping[str, Kind]) -> Rows:
-        """The rows, each of which has these columns, with numbers as texts where a text is wanted.
-
-        Raises:
-            ValueError: see :func:`check_columns`.
-        """
+        """The rows with numbers as texts where a text is wanted; ValueError unless each row has these columns."""
         rows = self.map(lambda row, _: with_texts(row, columns))
         for where, row, present in rows.placed():
             check_columns(row, columns, where, present)
@@ -63,13 +59,10 @@ def load_rows(
     """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
     Args:
-        path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; a folder or pattern of them; a hub
-            name, ``owner/name`` or ``owner/name:subset``; or a source, with more to say.
+        path: a path of files, of a folder or of the hub, or a source, with more to say.
         split: of the hub's data, or of a folder with several; a file is one split.
-        columns: which to read, as far as they are there; others may be larger than memory. None reads all. Of CSV they
-            are read as texts.
-        chat: the columns of prompts and gold answers, where chat messages may stand in their place; see
-            :func:`asked_in_chat`.
+        columns: which to read, as far as they are there; None reads all. Of CSV they are read as texts.
+        chat: the columns of prompts and gold answers, where chat messages may stand; see :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
         reader: the task, for messages.
 
@@ -113,13 +106,10 @@ def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict
 
 def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:
     """The row under the task's names; the values that stood under these names before are left out."""
-    if not names:
-        return row
     for ours, theirs in names.items():
         if theirs not in row:
-            raise ValueError(
-                f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{column_hint(theirs, present, ours)}"
-            )
+            hint = column_hint(theirs, present, ours)
+            raise ValueError(f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{hint}")
     kept = {name: value for name, value in row.items() if name not in names and name not in names.values()}
     return kept | {ours: row[theirs] for ours, theirs in names.items()}
 
@@ -129,10 +119,6 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
 
     They stand in ``column`` itself, or where that is missing in one of :data:`CHAT`. If the last one is the
     assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
-
-    Args:
-        where: its place, for messages; nothing where the caller tells it.
-        gold: name of the column of gold answers.
 
     Raises:
         ValueError: no message of a user is left, or they are no messages.
@@ -154,27 +140,21 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
 
 
 def read_messages(value: Any, where: str) -> Messages:
-    """Chat messages with all that a template may show, but nulls; beside calls the content may be null.
-
-    Args:
-        where: their place, for messages.
+    """Chat messages with all that a template may show, but nulls; next to calls the content may be null.
 
     Raises:
         ValueError: they are no messages, or a call is none, or its arguments are no JSON object.
 
     >>> call = {"function": {"name": "add", "arguments": {"x": 1, "y": None}}}
     >>> read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], "line 1")
-    [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}], 'content': ''}]
+    [{'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}]}]
     """
     messages = []
     for message in value if isinstance(value, list) else ():
-        if isinstance(message, Mapping):
-            if calls := message.get("tool_calls"):
-                _check_calls(calls, where)
-            empty = {"content": ""} if calls and message.get("content") is None else {}
-            kept = {name: without_nulls(own) for name, own in message.items() if own is not None or name == "role"}
-            message = {**kept, **empty}
-        messages.append(message)
+        if isinstance(message, Mapping) and (calls := message.get("tool_calls")):
+            _check_calls(calls, where)
+            message = {**message, "content": ""} if message.get("content") is None else message
+        messages.append(without_nulls(message))
     if not (messages and all(map(is_message, messages))):
         raise ValueError(f"{where} is {value!r:.80}; messages have texts as role and content")
     return messages

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from grpo_rl.envs import tables
-from grpo_rl.envs.ifeval.sentences import punkt
+from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
