@@ -138,16 +138,13 @@ def test_a_response_follows_the_instruction_or_not(request, name, kwargs, respon
     if name in COUNT_SENTENCES:
         request.getfixturevalue("punkt")
     assert check([name], [kwargs], response, prompt="") == [verdict]
-
-
-def test_the_table_has_a_followed_and_an_unfollowed_response_for_each_of_the_25_types():
-    assert len(INSTRUCTIONS) == 25
-    for place in (2, 3):
-        assert {row[0] for row in TABLE if row[place]} == set(INSTRUCTIONS)
+    # What follows strictly follows loosely.
+    assert not verdict or check([name], [kwargs], response, prompt="", loose=True) == [True]
 
 
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
 def test_a_blank_response_follows_nothing(name):
+    assert all(any(row[at] for row in TABLE if row[0] == name) for at in (2, 3))  # the table has each verdict
     kwargs = next(row[1] for row in TABLE if row[0] == name)
     for blank in ("", " \n\t\n "):
         assert check([name], [kwargs], blank, prompt="") == [False]
@@ -176,14 +173,6 @@ LOOSE = [
 def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, response, verdict):
     assert check([name], [kwargs], response, prompt="") == [False]
     assert check([name], [kwargs], response, prompt="", loose=True) == [verdict]
-
-
-@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), TABLE)
-def test_what_follows_strictly_follows_loosely(request, name, kwargs, right, wrong):
-    if name in COUNT_SENTENCES:
-        request.getfixturevalue("punkt")
-    for response in right:
-        assert check([name], [kwargs], response, prompt="", loose=True) == [True]
 
 
 @pytest.mark.parametrize(
