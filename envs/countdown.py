@@ -76,7 +76,7 @@ class Countdown(Task):
         self._use_all = use_all
         for index, example in enumerate(examples or ()):
             where = f"env.examples[{index}]"
-            tables.check_columns(_checked(dict(example), where), {"response": str}, where)
+            tables.checked_row(_checked(dict(example), where), {"response": str}, where)
         shown = [(self._question(dict(example)), example["response"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows

@@ -87,7 +87,7 @@ class GSM8K(Task):
                 raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
         self._patterns = (reasoning_pattern, answer_pattern)
         for index, example in enumerate(examples or ()):
-            tables.check_columns(example, COLUMNS, f"env.examples[{index}]")
+            tables.checked_row(example, COLUMNS, f"env.examples[{index}]")
         self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in examples or ()])
         self.rows = rows
         check_gold(rows)

@@ -63,7 +63,7 @@ class Math(Task):
         check_weights(self._weights)
         self._deadline_s = deadline_s
         for index, example in enumerate(examples or ()):
-            tables.check_columns(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
+            tables.checked_row(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
         shown = [(example["problem"], example["solution"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows
@@ -156,9 +156,7 @@ def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
         row["answer"] = answer
     # The error on a row that has neither names "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
-    row = tables.with_texts(row, {given: str})
-    tables.check_columns(row, {"problem": str | list, given: str}, where, present)
-    return row
+    return tables.checked_row(row, {"problem": str | list, given: str}, where, present)
 
 
 MathEnv = TaskSpec(Math, load_rows, hub=HUB_SETS["train"][0])

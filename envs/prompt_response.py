@@ -97,18 +97,13 @@ class PromptResponse(Task):
                 raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
-        some = set().union(*rows) - columns
-        lacking = {name: place_of(rows, next(at for at, row in enumerate(rows) if name not in row)) for name in some}
         if completion_column and len(rows) and completion_column not in columns:
-            at = f"; {lacking[completion_column]} lacks it" if completion_column in lacking else ""
             raise ValueError(
                 f"env.completion_column={completion_column} is no column of all rows, which have "
-                f"{', '.join(sorted(columns))}{at}"
+                f"{', '.join(sorted(columns))}"
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
-        self._functions = [
-            (RewardFunction(name, sorted(columns), lacking), weight) for name, weight in _weighted(reward)
-        ]
+        self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
         self._columns, self._deadline_s = sorted(columns), 60.0
         self.reward_parts = tuple(function.name for function, _ in self._functions)
         if len(set(self.reward_parts)) < len(self.reward_parts):

@@ -75,8 +75,7 @@ class IFEval(Task):
         self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
-            tables.check_columns(row, COLUMNS, where := tables.place_of(rows, index))
-            _instructions(row, where)
+            _instructions(tables.checked_row(row, COLUMNS, where := tables.place_of(rows, index)), where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             punkt()
 
@@ -111,8 +110,7 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
         split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
 
     Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column, has an unknown
-            instruction or lacks one of its arguments.
+        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
     """
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
@@ -120,8 +118,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
     rows = rows.checked(COLUMNS)
-    for where, row, _ in rows.placed():
-        _instructions(row, where)
     return rows if source.path else Rows(placed for placed in rows.placed() if split_of(placed[1]["key"]) == split)
 
 
