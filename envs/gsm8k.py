@@ -13,7 +13,7 @@ from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer, written
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
+from grpo_rl.envs.task import GroupTask, Messages, Reward, asking, check_weights, opening
 
 COLUMNS = {"question": str, "answer": str}
 CHAT_COLUMNS = {"question": str | list, "answer": str}
@@ -33,7 +33,7 @@ REASONING_PATTERN = r"(?s)^\s*<reasoning>.+?</reasoning>"
 ANSWER_PATTERN = r"(?s)<answer>\s*[-+$]*(\d[\d.,]*|\.\d+)\s*</answer>\s*$"
 
 
-class GSM8K(Task):
+class GSM8K(GroupTask):
     """Grade-school problems; a response earns ``correctness``, ``reasoning_format`` and ``answer_format``.
 
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did
@@ -96,30 +96,8 @@ class GSM8K(Task):
         """System prompt, examples, and the question."""
         return asking(self._before, row["question"])
 
-    @property
-    def scores_group(self) -> bool:
-        """True if one call scores a group; a subclass that scores in its own way is asked for each response."""
-        return type(self).score is GSM8K.score
-
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward: whether the final number is right, and the two formats.
-
-        Raises:
-            TimeoutError: the search for a pattern took too long.
-
-        >>> task = GSM8K([])
-        >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
-        {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
-        """
-        return raised(self._scored([row], [response])[0])
-
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The rewards of a group, with one search for all its patterns, unless a subclass scores in its own way."""
-        if not self.scores_group:
-            return list(super().score_many(rows, responses))
-        return self._scored(rows, responses)
-
-    def _scored(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a group, with one search for all its patterns; a TimeoutError where that took too long."""
         formats = patterns.found(self._patterns, responses, (REASONING_PATTERN, ANSWER_PATTERN), self._budget_s)
         return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
 

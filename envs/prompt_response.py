@@ -22,14 +22,14 @@ from grpo_rl.envs.tables import (
     read_messages,
     read_tools,
 )
-from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
+from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, check_weights, raised
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
 """The name that this message has in a row apart from its prompt."""
 
 
-class PromptResponse(Task):
+class PromptResponse(GroupTask):
     """Prompts of a data set; a response earns what one or more reward functions say.
 
     "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
@@ -129,10 +129,6 @@ class PromptResponse(Task):
     def _messages(self, row: dict) -> Messages:
         asked = self._asked(row)
         return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward of a response alone, as a batch of one."""
-        return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The rewards of a batch: each function is called once.

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
@@ -115,12 +117,8 @@ class SearchQA(ToolTask):
         self._results, self._max_chars = results, max_result_chars
         self._index = index or SearchIndex(load_corpus(corpus))
 
+    @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """The reward: how well the last message agrees with the gold answer.
-
-        Raises:
-            Unjudgeable: nothing is left of the gold answer when it is normalised, so that an empty answer would match.
-        """
         gold = row["answer"]
         if not words.normalize_answer(gold):
             raise Unjudgeable(f"the gold answer {gold!r} has no word but articles; give another, or leave the row out")

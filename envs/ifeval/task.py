@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from typing_extensions import override
+
 from grpo_rl.envs import tables
 from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
@@ -83,16 +85,8 @@ class IFEval(Task):
         """System prompt, if any, and the row's prompt."""
         return asking(self._before, row["prompt"])
 
+    @override
     def score(self, row: dict, response: str) -> Reward:
-        """The reward for following the row's instructions.
-
-        >>> row = {"key": 1, "prompt": "Greet us without commas, in less than 3 words.", "kwargs": [{}, {
-        ...     "num_words": 3, "relation": "less than"}], "instruction_id_list": [
-        ...     "punctuation:no_comma", "length_constraints:number_words"]}
-        >>> task = IFEval([row], strict=1, all=2, loose=0.5)
-        >>> task.score(row, "Hello dear World").parts
-        {'strict': 0.5, 'all': 0.0, 'loose': 0.25}
-        """
         instructions = _instructions(row, "a row")
         followed = verdicts(instructions, response)
         earned = {"strict": fmean(followed), "all": float(all(followed))}
