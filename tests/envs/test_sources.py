@@ -164,14 +164,7 @@ def test_what_a_task_can_not_read_of_a_row_is_named_with_its_line(tmp_path, row,
         gsm8k.load_rows(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("scorer", "path", "settings", "holds_out"),
-    [
-        ("calculator", "arithmetic", {}, True),
-        ("calculator", "mine.jsonl", {}, False),
-        ("verifiers", None, {"held_out": 0.1}, True),
-        (None, "arithmetic", {}, False),
-    ],
-)
-def test_an_agents_data_has_held_out_rows_where_its_scorers_has(scorer, path, settings, holds_out):
-    assert AgentEnv.holds_out(path, {"scorer": scorer, "scorer_settings": settings}) is holds_out
+def test_an_agents_data_has_held_out_rows_where_its_scorers_has():
+    cases = [("calculator", "arithmetic", {}), ("verifiers", None, {"held_out": 0.1}), ("calculator", "mine.jsonl", {})]
+    found = [AgentEnv.holds_out(path, {"scorer": name, "scorer_settings": own}) for name, path, own in cases]
+    assert found == [True, True, False]
