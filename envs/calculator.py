@@ -149,9 +149,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
             otherwise as :func:`grpo_rl.envs.gsm8k.load_rows` takes it: a file, a shipped set, or None for the hub's.
         split: ``train`` or ``test``; a file is one split.
 
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
-
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'
     """

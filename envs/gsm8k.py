@@ -160,9 +160,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train", cha
         split: of the hub's data, ``train`` or ``test``; a file is one split.
         chat: whether questions may be chat messages.
 
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
-
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'
     """

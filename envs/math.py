@@ -127,9 +127,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     Args:
         path: see :func:`grpo_rl.envs.tables.load_rows`; None takes the hub's :data:`HUB_SETS`.
         split: ``train`` or ``test``; a file is one split.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
     """
     source = Source.of(path)
     if source.path is None and split not in HUB_SETS:

@@ -102,9 +102,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
         path: see :func:`grpo_rl.envs.tables.load_rows`, with these columns; None takes ``google/IFEval`` from
             the hub (or its cache).
         split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
     """
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
