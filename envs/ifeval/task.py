@@ -109,6 +109,8 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
     rows = rows.checked(COLUMNS)
+    for where, row, _ in rows.placed():  # of held-out rows no task is made
+        _instructions(row, where)
     return rows if source.path else Rows(placed for placed in rows.placed() if split_of(placed[1]["key"]) == split)
 
 

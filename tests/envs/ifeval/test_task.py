@@ -77,7 +77,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, rows, message):
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=message):
-        IFEval(load_rows(tmp_path / "rows.jsonl"))
+        load_rows(tmp_path / "rows.jsonl")
 
 
 # ---- NLTK's data ----
