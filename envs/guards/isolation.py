@@ -159,12 +159,11 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         for _ in range(2 if self._again else 1):
             if self.closed:
                 raise RuntimeError("closed while calls were under way")
-            left_s = min(deadline_s, until - time.monotonic())
-            if left_s <= 0:
+            if time.monotonic() >= until:
                 return TimeoutError("no time was left for it")
             worker = self._own_worker()
             try:
-                return worker.reply(message, left_s)
+                return worker.reply(message, min(deadline_s, max(0.0, until - time.monotonic())))
             except TimeoutError as error:
                 self._end(worker)
                 return error
