@@ -134,8 +134,9 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
         deadline_s, until = deadline_s or self.deadline_s, time.monotonic() + budget_s
         futures = [self._threads.submit(self._result, one, deadline_s, until) for one in arguments]
-        for future in futures if on_result else ():
-            future.add_done_callback(on_result)
+        if on_result:
+            for future in futures:
+                future.add_done_callback(on_result)
         try:
             return [future.result() for future in futures]
         finally:
