@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import langdetect
 import pytest
 
-from grpo_rl.envs.ifeval import IFEval, check, load_rows
+from grpo_rl.envs.ifeval import check, load_rows
 from grpo_rl.envs.ifeval.language import detect_language
 
 pytestmark = pytest.mark.slow
@@ -81,16 +81,6 @@ def test_the_totals_of_gpt_4_match(recorded, ours):
             verdicts = [pair[side][kind] for pair in pairs]
             assert (len(verdicts), sum(map(len, verdicts))) == (538, 828)
             assert (sum(map(all, verdicts)), sum(map(sum, verdicts))) == totals
-
-
-def test_the_task_pays_what_the_verdicts_say(recorded, ours, rows):
-    task = IFEval(list(rows.values()), strict=1, all=1, loose=1)
-    for answer, verdicts in list(zip(recorded, ours, strict=True))[::20]:
-        parts = task.score(rows[answer["key"]], answer["response"]).parts
-        count = len(verdicts["strict"])
-        assert parts["strict"] == pytest.approx(sum(verdicts["strict"]) / count)
-        assert parts["all"] == all(verdicts["strict"])
-        assert parts["loose"] == pytest.approx(sum(verdicts["loose"]) / count)
 
 
 # ---- the same on every call, thread and machine ----
