@@ -8,11 +8,12 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
-from grpo_rl.envs.base import ScoreGuard
+from grpo_rl.envs.base import Reward, ScoreGuard
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.rewards.combined import with_rewards
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -93,6 +94,15 @@ def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkey
 def test_a_wrong_setting_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         GSM8K(**{"rows": [ROW], **options})
+
+
+def test_a_class_that_inherits_and_scores_in_its_own_way_is_asked_for_each_response():
+    class Own(GSM8K):
+        def score(self, row, response):
+            return Reward(dict.fromkeys(self.reward_parts, float(len(response))))
+
+    for task in (Own([ROW]), with_rewards(Own([ROW]), {"length": 0.0})):
+        assert [reward.total for reward in ScoreGuard(task).score(ROW, ["a", "bb"], "row 0")] == [3.0, 6.0]
 
 
 def test_examples_are_earlier_turns():

@@ -55,12 +55,10 @@ def test_a_column_that_some_rows_lack_is_no_column():
     rows = [*ROWS, {"prompt": "Nod.", "completion": "."}]
     task = PromptResponse(rows, reward=lambda completion, **columns: [float("topic" in columns)] * len(completion))
     assert task.score(rows[0], "Hi.").total == 0.0
-    with pytest.raises(ValueError, match="asks for topic, which other rows have, and row 2 lacks; give it there, or"):
+    with pytest.raises(ValueError, match="asks for topic, and what it can get by name is completion.*of all rows"):
         PromptResponse(rows, reward=lambda completion, topic: [])
-    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows, .*; row 2 lacks it"):
+    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows"):
         PromptResponse(rows, completion_column="topic")
-    with pytest.raises(ValueError, match="asks for solution, and what it can get by name is"):
-        PromptResponse(rows, reward=lambda completion, solution: [])
 
 
 def test_a_function_written_for_trl_runs_as_it_is():
