@@ -49,18 +49,6 @@ def test_a_file_of_puzzles_is_read_with_the_names_that_others_use(tmp_path):
     assert load_rows(file) == [{"numbers": [1, 2], "target": 3}, {"numbers": [4], "target": 4}]
     # What a config says of generated puzzles is not about those of a file.
     assert load_rows(file, puzzles={"count": 3}) == load_rows(file)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ('{"target": 3}', r"rows\.jsonl, line 1: numbers is None"),
-        ('{"numbers": [1, "2"], "target": 3}', r"rows\.jsonl, line 1: numbers is \[1, '2'\]"),
-        ('{"numbers": [1, 2], "target": 1.5}', r"rows\.jsonl, line 1: target is 1\.5"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_place(tmp_path, row, message):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(row)
-    with pytest.raises(ValueError, match=message):
+    file.write_text('{"numbers": [1, "2"], "target": 3}')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: numbers is \[1, '2'\]"):
         load_rows(file)

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
-import torch
-from torchrl.envs.utils import check_env_specs
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
-from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
+from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
@@ -51,6 +47,8 @@ def test_the_three_rewards_are_paid_apart():
         ("", (0.0, 0.0, 0.0)),
     ]:
         assert tuple(task.score(ROW, response).parts.values()) == expected, response
+    with pytest.raises(ValueError, match="answer of row 1 has no number: 'none'"):
+        GSM8K([ROW, {"question": "How many?", "answer": "none"}])
 
 
 @pytest.mark.slow
@@ -83,18 +81,6 @@ def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkey
     assert "^(x+x+)+y" in told[0] and r"\d$" not in told[0] and f"'{'x' * 40}'" in told[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
-        ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
-    ],
-)
-def test_a_wrong_setting_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        GSM8K(**{"rows": [ROW], **options})
-
-
 def test_examples_are_earlier_turns():
     task = GSM8K([ROW], system_prompt="Be brief.", examples=[{"question": "1 + 1?", "answer": "#### 2"}])
     assert task.prompt(ROW) == [
@@ -104,23 +90,6 @@ def test_examples_are_earlier_turns():
         {"role": "user", "content": "What is 50 - 8?"},
     ]
     assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
-
-
-def test_the_environment_scores_what_a_policy_samples(tmp_path, tokenizer):
-    (path := tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n\n{json.dumps(ROW)}\n")
-    env = GSM8KEnv(2, 2, tokenizer, path=path, system_prompt=None)
-    check_env_specs(env)
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), [IN_FORM, "41", "42.", "<answer>42</answer>"], strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=1, policy=policy)
-    assert rollout[keys.REWARD].flatten().tolist() == [3.0, 0.0, 2.0, 2.5]
-    # Both rows ask the same question: what makes two groups of them is the id.
-    assert rollout[keys.GROUP_ID].flatten().unique().numel() == 2
-    assert env.query(0) == "What is 50 - 8?" and env.gold(0) == "42"
 
 
 @pytest.mark.parametrize(

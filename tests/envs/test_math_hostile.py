@@ -99,26 +99,12 @@ _KINDS: tuple[Callable[[Random], str], ...] = (_nesting, _megabytes, _unicode, _
 GOLDS = ("\\frac{\\sqrt{3}}{4}", "42", "(-\\infty, 2) \\cup (3, \\infty)", "x^2+2x+1", "\\{1,2\\}", "\\text{even}")
 
 
-def judged(texts: list[str]) -> list[Reward | Exception]:
-    rows = [{"problem": "?", "answer": GOLDS[at % len(GOLDS)]} for at in range(len(texts))]
-    return Math([]).score_many(rows, texts)
-
-
-def failed(texts, results):
-    return [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)]
-
-
 @pytest.mark.slow
-def test_no_hostile_text_hangs_or_crashes_the_judge():
-    texts = hostile_texts(600)
-    results = judged(texts)
-    assert failed(texts, results) == []
-
-
-@pytest.mark.alone
-def test_10_000_hostile_texts_are_judged_in_a_minute():
-    texts = hostile_texts(10_000, seed=1)
+@pytest.mark.parametrize(("count", "seed"), [(600, 0), pytest.param(10_000, 1, marks=pytest.mark.alone)])
+def test_no_hostile_text_hangs_or_crashes_the_judge(count, seed):
+    texts = hostile_texts(count, seed)
+    rows = [{"problem": "?", "answer": GOLDS[at % len(GOLDS)]} for at in range(count)]
     start = time.monotonic()
-    results = judged(texts)
+    results = Math([]).score_many(rows, texts)
     assert time.monotonic() - start < 60
-    assert failed(texts, results) == []
+    assert [text[:200] for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)] == []

@@ -57,8 +57,6 @@ def test_a_column_that_some_rows_lack_is_no_column():
     assert task.score(rows[0], "Hi.").total == 0.0
     with pytest.raises(ValueError, match="asks for topic, which other rows have, and row 2 lacks; give it there, or"):
         PromptResponse(rows, reward=lambda completion, topic: [])
-    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows, .*; row 2 lacks it"):
-        PromptResponse(rows, completion_column="topic")
     with pytest.raises(ValueError, match="asks for solution, and what it can get by name is"):
         PromptResponse(rows, reward=lambda completion, solution: [])
 
@@ -110,8 +108,6 @@ def test_what_is_no_number_costs_its_response_only():
     good, nan = task.score_many([ROWS[0]] * 2, ["x" * 20, "nan"])
     assert good == Reward({"reward_len": 0.0, "odd": 1.0})
     assert isinstance(nan, RewardFunctionError) and str(nan).startswith("odd returned nan")
-    with pytest.raises(RewardFunctionError, match="odd returned nan"):
-        task.score(ROWS[0], "nan")
 
 
 KINDS = [{"prompt": "1 + 1?", "kind": "math"}, {"prompt": "print", "kind": "code"}, {"prompt": "Hi", "kind": "chat"}]
@@ -137,8 +133,6 @@ def test_none_of_one_function_is_no_part_of_the_sum_and_of_all_is_not_judged():
         [Reward({"math": 4.0}), Reward({"math": 2.0})], [Reward({"code": -1.0}), Reward({"code": -0.5})],
     ]  # fmt: skip
     assert [result.kind for result in guard.score(KINDS[2], ["x"], "row 2")] == ["unjudgeable"]
-    with pytest.raises(Unjudgeable, match="math, code returned None"):
-        task.score(KINDS[2], "x")
 
 
 def test_added_rewards_judge_what_no_function_judges():
@@ -183,21 +177,8 @@ def test_a_message_that_says_more_than_its_content_is_the_demonstration():
     row = {"prompt": "1 + 1?", "completion": CALLS[1:2]}
     task = PromptResponse([row], completion_column="completion")
     assert task.demonstration(row) == KEPT_CALLS[1] and '"name": "add"' in task.gold(row)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": [CALLS[0], {"role": "assistant", "content": None}, CALLS[0]]}, "row 0: prompt is .*have texts as"),
-        (
-            {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]},
-            "row 0: prompt: the arguments '\\[1\\]' of a call are no JSON object",
-        ),
-        ({"prompt": "Hi", "tools": [{"type": "function"}]}, "row 0: tools is .*has no name"),
-    ],
-)
-def test_a_call_or_tool_that_no_template_could_show_is_refused_with_its_row(row, message):
-    with pytest.raises(ValueError, match=message):
+    row = {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]}
+    with pytest.raises(ValueError, match=r"row 0: prompt: the arguments '\[1\]' of a call"):
         PromptResponse([row], reward=LENGTH)
 
 
