@@ -133,21 +133,19 @@ def test_results_come_one_message_a_call():
     assert reply_to_calls("Shout: a\nand then\nCount_words:", TOOLS, "tool") == [
         {"role": "tool", "content": "A"}, {"role": "tool", "content": error},
     ]  # fmt: skip
+    # In one where turns alternate.
+    assert reply_to_calls("Shout: a\nCount_words: b b", TOOLS, "user") == [{"role": "user", "content": "A\n2"}]
 
 
-def test_results_come_in_one_message_where_turns_alternate():
-    reply = reply_to_calls("Shout: a\nCount_words: b b", TOOLS, "user")
-    assert reply == [{"role": "user", "content": "A\n2"}]
-
-
-@pytest.mark.parametrize("text", ["7", "", "Shout: a\n<answer>A</answer>", "<answer></answer>\nShout: a"])
-def test_a_message_that_answers_or_calls_nothing_is_the_last(text):
-    assert is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool") is None
-
-
-@pytest.mark.parametrize("text", ["Shout: a\n<answer>A", "shout(a)", "</answer>\nShout: a <answer>"])
-def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
-    assert not is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool")
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("7", True), ("", True), ("Shout: a\n<answer>A</answer>", True), ("<answer></answer>\nShout: a", True),
+        ("Shout: a\n<answer>A", False), ("shout(a)", False), ("</answer>\nShout: a <answer>", False),
+    ],
+)  # fmt: skip
+def test_a_message_that_answers_or_calls_nothing_is_the_last(text, last):
+    assert is_final(text, TOOLS) is last and (reply_to_calls(text, TOOLS, "tool") is None) is last
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,9 @@ import time
 
 import pytest
 
-from grpo_rl.envs.task import Reward
-from grpo_rl.envs.tools import functions
-from grpo_rl.envs.tools.functions import FunctionTask, run_calls
+from grpo_rl.envs.tools.functions import run_calls
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
-
-
-class Tools(FunctionTask):
-    reward_parts, tools, rows = ("right",), (lambda: 1,), ()
-
-    def prompt(self, row):
-        return [{"role": "user", "content": "?"}]
-
-    def score(self, row, response):
-        return Reward({"right": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -43,26 +31,10 @@ def test_arguments_are_refused_where_the_schema_refuses_them(parameters, argumen
     assert result["content"] == told
 
 
-def test_the_first_error_of_a_tool_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(functions, "_logged", set())
-    call = {"id": "call00000", "function": {"name": "f", "arguments": "{}"}}
-
-    def run(name, given):
-        raise NameError("no x")
-
-    for _ in range(2):
-        run_calls([call], [{"function": {"name": "f"}}], run)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the tool f raised NameError: no x (told to the policy; further ones are not logged)"
-    ]
-
-
 def test_each_call_has_the_deadline_of_its_tool():
-    schemas = [{"function": {"name": name, "parameters": {}}} for name in ("slow", "late")]
-    calls = [
-        {"id": s["function"]["name"], "function": {"name": s["function"]["name"], "arguments": "{}"}} for s in schemas
-    ]
     deadlines = {"slow": 5.0, "late": 0.1}
+    schemas = [{"function": {"name": name, "parameters": {}}} for name in deadlines]
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in deadlines]
 
     def run(name, given):
         time.sleep(0.4)
