@@ -93,9 +93,8 @@ def test_a_server_that_hangs_or_dies_is_named_and_restarted(task, name, argument
         monkeypatch.setattr(task._of["add"], "timeout_s", 1.0)
     starts, begun = task._of["add"].starts, time.monotonic()
     (told,) = results(task, (name, arguments))
-    assert (
-        told.startswith(f"Error: RuntimeError: the MCP server {sys.executable} {why}") and time.monotonic() - begun < 50
-    )
+    assert told.startswith(f"Error: RuntimeError: the MCP server {sys.executable} {why}")
+    assert time.monotonic() - begun < 50
     monkeypatch.undo()
     assert results(task, ("add", {"a": 1, "b": 1})) == ["2"]
     assert task._of["add"].starts == starts + again
@@ -113,11 +112,9 @@ def test_no_secret_of_a_server_reaches_the_policy_or_the_terminal(capfd):
 
 
 def test_what_a_server_says_where_it_does_not_start_is_told_and_not_printed(capfd):
+    entry = {"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted-key"}}
     with pytest.raises(ValueError, match=r"env.mcp: sh told no tools: .*; it said …no such module abc \*\*\*$"):
-        with_mcp(
-            GSM8K([ROW]),
-            [{"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted-key"}}],
-        )
+        with_mcp(GSM8K([ROW]), [entry])
     assert capfd.readouterr() == ("", "")
 
 
@@ -163,14 +160,6 @@ def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
     task._of["add"].close()
 
 
-def test_servers_are_ended_where_two_tools_have_one_name(monkeypatch):
-    ended = []
-    monkeypatch.setattr(Server, "close", lambda self, **given: ended.append(self) or close(self, **given))
-    with pytest.raises(ValueError, match="two tools have the name act, add, freeze, pid"):
-        with_mcp(GSM8K([ROW]), [COMMAND, COMMAND])
-    assert len(set(ended)) == 2 and not any(server._thread.is_alive() for server in ended)
-
-
 def test_on_failure_drop_takes_the_conversation_out():
     task = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "on_failure": "drop"}])
     with pytest.raises(Dropped, match="the MCP server .* failed"):
@@ -179,11 +168,8 @@ def test_on_failure_drop_takes_the_conversation_out():
 
 
 def test_a_server_that_starts_slowly_drops_the_conversation_in_time_and_is_called_no_more_for_it(monkeypatch):
-    server, called, wait = (
-        Server({"command": f"sh -c 'sleep 0.5; exec {COMMAND}'", "on_failure": "drop"}),
-        [],
-        Server._wait,
-    )
+    server = Server({"command": f"sh -c 'sleep 0.5; exec {COMMAND}'", "on_failure": "drop"})
+    called, wait = [], Server._wait
     monkeypatch.setattr(Server, "_wait", lambda self, work, s: called.append(work.__name__) or wait(self, work, s))
     calls = [{"id": "x", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}]
     schemas = [{"function": {"name": "add"}}]
@@ -215,21 +201,11 @@ def test_a_start_that_hangs_is_ended_by_a_later_call_and_begun_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        ("http://example.com/mcp", "is not on this machine"),
-        ("http://127.0.0.1.example.com/mcp", "is not on this machine"),
-        ("http://10.0.0.1/mcp", "is not on this machine"),
-        ("HTTP://example.com/mcp", "is not on this machine"),
-        ({"command": "x", "url": "http://localhost"}, "command, url"),
-        ({"command": "x", "timeout_s": 0}, "timeout_s=0"),
-        ({"url": "http://localhost", "env": {"A": "b"}}, "env"),
-        ("no-such-command-here", "there is no program no-such-command-here"),
-    ],
+    "host", ["http://example.com", "http://127.0.0.1.example.com", "http://10.0.0.1", "HTTP://a.b"]
 )
-def test_an_entry_that_makes_no_sense_or_leads_outside_is_refused(entry, why):
-    with pytest.raises(ValueError, match=why):
-        Server(entry)
+def test_an_address_outside_is_refused(host):
+    with pytest.raises(ValueError, match="is not on this machine"):
+        Server(f"{host}/mcp")
 
 
 def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
@@ -289,26 +265,6 @@ def test_an_environment_that_can_not_be_built_ends_its_servers(tokenizer, monkey
     gc.collect()
     servers[0]._thread.join(10.0)
     assert len(servers) == 1 and not servers[0]._thread.is_alive()
-
-
-def test_a_server_that_hangs_while_it_starts_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(mcp, "START_S", 3.0)
-    pid = tmp_path / "pid"
-    server = Server(shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"]))
-    with pytest.raises(ValueError, match="told no tools"):
-        server.schemas()
-    assert ended(int(pid.read_text()))
-
-
-def test_a_call_that_fails_late_leaves_the_server_that_was_started_after_it():
-    server = Server(COMMAND)
-    old = server._connected()
-    with pytest.raises(RuntimeError, match="restarted"):
-        server.call("act", {"how": "die"})
-    assert server.call("add", {"a": 1, "b": 1}) == "2"
-    server._end(old)
-    assert server.call("add", {"a": 1, "b": 2}) == "3" and server.starts == 2
-    server.close()
 
 
 def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):

@@ -43,11 +43,6 @@ class Served:
                 time.sleep(0.05)
         raise AssertionError(f"the server did not start: {self.process.poll()}")
 
-    def restart(self):
-        """Starts the server again once it has died."""
-        self.process.wait(30)
-        self.start()
-
     def end(self):
         if self.process is not None:
             self.process.kill()
@@ -76,23 +71,15 @@ def connected(server):
         one._of["add"].close()
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("size", [300_000, 10_000_000])
-def test_results_arrive_cut_and_without_control_characters(connected, size):
-    task = connected()
-    large, control, raised = results(task, *(("act", {"how": how}) for how in (str(size), "control", "raise")))
-    assert large == "x" * 4000 + f"\n[the first 4000 of {size} characters]"
-    assert control == "a[31mbc\nd"
-    assert raised.startswith("Error: ") and "nothing there" in raised
-    assert results(task, ADD) == ["2"]
-
-
-def test_a_tool_that_hangs_is_told_and_others_are_answered_meanwhile(connected):
+def test_results_arrive_cut_and_without_control_characters_also_while_a_tool_hangs(connected):
     task, begun = connected(timeout_s=4.0), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(results, task, ("act", {"how": "hang"}))
-        assert results(task, ADD) == ["2"]
+        large, control, raised = results(task, *(("act", {"how": how}) for how in ("300000", "control", "raise")))
         assert "gave no result within 4 s" in slow.result()[0]
+    assert large == "x" * 4000 + "\n[the first 4000 of 300000 characters]"
+    assert control == "a[31mbc\nd"
+    assert raised.startswith("Error: ") and "nothing there" in raised
     assert results(task, ADD) == ["2"] and time.monotonic() - begun < 50
 
 
@@ -105,7 +92,8 @@ def test_a_server_that_dies_and_is_started_again_is_connected_to_again(server, c
             results(task, ("act", {"how": "die"}))
     else:
         assert "failed: " in results(task, ("act", {"how": "die"}))[0]
-    server.restart()
+    server.process.wait(30)
+    server.start()
     assert results(task, ADD) == ["2"]
 
 
