@@ -394,15 +394,7 @@ def test_what_is_not_there_or_makes_no_sense_is_refused_with_its_field(fields):
 
 
 def test_sampling_is_the_runs_in_training_and_the_requests_otherwise():
-    asked = {
-        "temperature": 0.1,
-        "top_p": 0.5,
-        "max_tokens": 50,
-        "stop": "#",
-        "seed": 4,
-        "model": "gpt-4o",
-        "user": "me",
-    }
+    asked = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 50, "stop": "#", "seed": 4, "model": "gpt-4o", "user": "u"}
     trained, free = read(**asked), read(is_trained=False, **asked)
     assert trained.sampling == Sampling(max_new_tokens=20, temperature=0.8, stop=("#",), seed=4)
     assert free.sampling == Sampling(max_new_tokens=20, temperature=0.1, top_p=0.5, stop=("#",), seed=4)

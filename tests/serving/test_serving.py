@@ -52,17 +52,19 @@ def served(folder, engine, monkeypatch):
 def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
-    engine = ScriptedEngine(lambda prompt, g: ids, max_model_len=100)
+    engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), set()
+    generate = engine.generate
+    engine.generate = lambda prompts, n, sampling: seen.add(sampling.temperature) or generate(prompts, n, sampling)
     monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
     with served(folder, engine, monkeypatch) as (url, printed):
         for key in ("a", "b", "c"):
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
-                answer = client.chat.completions.create(model="tiny", messages=asked)
+                answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
                 asked += [answer.choices[0].message, {"role": "user", "content": "q"}]
-                client.chat.completions.create(model="tiny", messages=asked)
+                client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
     last = printed.getvalue().splitlines()[-1]
-    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens"
+    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens" and seen == {0.2}
 
 
 def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
