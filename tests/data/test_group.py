@@ -12,7 +12,6 @@ from tensordict import lazy_stack
 from torchrl.objectives import llm as torchrl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from grpo_rl.data import keys
 from grpo_rl.data.batching import MicroBatching, micro_batches
 from grpo_rl.data.group import Group
 from grpo_rl.data.kept import Kept
@@ -54,16 +53,6 @@ def test_to_tensordict_and_back_is_the_same_group():
     assert part.kept_ids.tolist() == [3, 4, 1, 9, 8, 7] and part.kept_counts.tolist() == [2, 0, 1, 3, 0]
     assert cut.with_only([1]).with_advantages(torch.ones(1)).kept_ids.tolist() == [2]
     assert group.with_only([1]).kept is None
-
-
-def test_the_tensordict_has_torchrls_keys_and_shapes():
-    td = random_group(prompt=4, lengths=[3, 2]).with_advantages(torch.tensor([1.0, -1.0])).to_tensordict()
-    assert td.batch_size == (2,)
-    assert [row[keys.TOKENS_FULL].shape[0] for row in td.unbind(0)] == [7, 6]
-    first = td[0]
-    assert first[keys.ASSISTANT_MASK].tolist() == [False] * 4 + [True] * 3
-    assert first[keys.LOG_PROBS_FULL].isnan().tolist() == [True] * 4 + [False] * 3
-    assert first[keys.ADVANTAGE].tolist() == [[1.0]] and first[keys.REWARD].shape == (1, 1)
 
 
 def llama() -> PreTrainedModel:

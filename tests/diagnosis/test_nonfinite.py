@@ -89,12 +89,31 @@ def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, val
     assert all(x.isfinite().all() for x in step.policy.model.parameters())
 
 
-def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model):
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"])
+def test_what_no_log_probability_shows_is_found_in_the_layer_nearest_to_the_loss(model, path):
+    backward = "attn" in path
+
+    def poison(output, marked):
+        if not backward:  # a prompt's second token has no way to a response behind the last attention
+            return output.masked_fill(marked, math.nan)
+        output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
+
     step = Step(model)
-    # Behind the last attention the second token of a prompt has no way to a response, but to the gradient it has.
-    step.plant("model.layers.1.mlp.down_proj", lambda out, marked: out.masked_fill(marked, math.nan))
-    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no response"
+    step.plant(path, poison)
+    found = f"group 2: the loss is finite, and {'the gradient of ' * backward}the output of {path}"
     assert found in step.take().trouble
+
+
+def test_a_wrong_number_of_the_sampler_is_named_by_its_own_name(model):
+    for change, found in [
+        (lambda x: x.index_fill(0, torch.tensor([4]), math.nan),  # the second token of the second response
+         "sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"),
+        (lambda x: x - 100,  # e^100 is not in fp32
+         "loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"),
+    ]:  # fmt: skip
+        step = Step(model)
+        step.batch[1] = replace(step.batch[1], log_probs=change(step.batch[1].log_probs))
+        assert f"group 1: {found}" in step.take().trouble
 
 
 @pytest.mark.nightly
@@ -113,34 +132,6 @@ def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model)
 
     step.policy.model.get_submodule("model.layers.0.mlp").register_forward_hook(full)
     assert step.explain() == "Where it comes from could not be traced: out of memory."
-
-
-def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
-    step = Step(model)
-
-    def poison(output, marked):
-        output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
-
-    step.plant("model.layers.0.self_attn.o_proj", poison)
-    trouble = step.take().trouble
-    assert "group 2: the loss is finite, and the gradient of the output of model.layers.0.self_attn.o_proj" in trouble
-
-
-def test_a_number_that_was_wrong_before_it_was_scored_is_named_by_its_own_name(model):
-    step = Step(model)
-    log_probs = step.batch[1].log_probs.clone()
-    log_probs[4] = math.nan  # responses of 3 and 4 tokens: the second token of the second
-    step.batch[1] = replace(step.batch[1], log_probs=log_probs)
-    found = "group 1: sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"
-    assert found in step.take().trouble
-
-
-def test_a_ratio_that_overflows_is_told_with_the_log_ratios(model):
-    step = Step(model)
-    step.batch[0] = replace(step.batch[0], log_probs=step.batch[0].log_probs - 100)  # e^100 is not in fp32
-    trouble = step.take().trouble
-    found = "group 0: loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"
-    assert found in trouble
 
 
 def test_weights_that_are_broken_already_are_said_to_be(model):

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
-from grpo_rl.envs.guards.isolation import IsolatedCalls
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -63,22 +60,6 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert [getattr(result, "total", None) for result in results] == [2.5, None, 3.0, 0.5]
     assert guard.failed == {"timeout": 1} and len(told) == 1
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
-
-
-@pytest.mark.alone
-def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
-    monkeypatch.setattr(patterns, "_workers", lambda _: workers)
-    task = GSM8K([ROW], reasoning_pattern=r"^(x+x+)+y", answer_pattern=r"\d$")
-    guard, told = ScoreGuard(task, deadline_s=12.0, max_failed_fraction=1.0), []
-    guard.tell = told.append
-    responses = [*["42"] * 4, *["x" * 40] * 4, *["42"] * 4]
-    with IsolatedCalls(patterns.search, workers=1, deadline_s=5.0) as workers:
-        start = time.monotonic()
-        results = guard.score(ROW, responses, "row 3")
-    assert time.monotonic() - start < 12  # four of 5 s each are 20 s
-    assert [getattr(result, "total", None) for result in results] == [*[2.5] * 4, *[None] * 4, *[2.5] * 4]
-    assert guard.failed == {"timeout": 4}
-    assert "^(x+x+)+y" in told[0] and r"\d$" not in told[0] and f"'{'x' * 40}'" in told[0]
 
 
 def test_examples_are_earlier_turns():
