@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from grpo_rl.envs.base import Unjudgeable
-from grpo_rl.envs.calculator import CALCULATOR, Calculator, load_rows
+from grpo_rl.envs.calculator import Calculator, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
@@ -74,21 +74,6 @@ def test_each_call_is_answered_until_the_policy_answers():
     assert (
         reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "\n<answer>50</answer>") is None
     )
-
-
-@pytest.mark.parametrize("form", ["line", "json"])
-@pytest.mark.parametrize("role", ["tool", "user"])
-def test_the_prompt_shows_calls_and_what_the_calculator_says_to_them(form, role):
-    task = Calculator([ROW], form=form, tool_role=role)
-    system, *examples, question = task.prompt(ROW)
-    assert question == {"role": "user", "content": ROW["question"]}
-    assert CALCULATOR.written(form) in system["content"] and "{call}" not in system["content"]
-    for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
-        assert asked["role"] == "user"
-        assert task.reply(ROW, [call]) == [result] and result["role"] == role
-        assert answer == {"role": "assistant", "content": f"<answer>{result['content']}</answer>"}
-    assert len(examples) == 8
-    assert Calculator([ROW], system_prompt=None, examples=()).prompt(ROW) == [question]
 
 
 def test_the_examples_in_the_prompt_earn_nothing():

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from grpo_rl.envs.base import Unjudgeable
+from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.grading.words import exact_match, f1
 from grpo_rl.envs.search_qa import SearchQA, load_rows
@@ -122,20 +123,22 @@ def test_what_is_wrong_with_a_search_is_said():
 
 @pytest.mark.parametrize("form", ["line", "json"])
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_the_prompt_shows_searches_and_results_as_they_are(form, role):
-    task = SearchQA([ROW], SearchIndex(DOCUMENTS), form=form, tool_role=role)
-    system, *examples, question = task.prompt(ROW)
-    assert question == {"role": "user", "content": ROW["question"]}
+@pytest.mark.parametrize("of", [Calculator, lambda rows, **how: SearchQA(rows, SearchIndex(DOCUMENTS), **how)])
+def test_the_prompt_shows_calls_and_results_as_they_are(of, form, role):
+    row = {"question": "?", "answer": "#### 7", "documents": []}
+    task = of([row], form=form, tool_role=role)
+    system, *examples, question = task.prompt(row)
+    assert question == {"role": "user", "content": "?"} and len(examples) == 8
     assert task._tool.written(form) in system["content"] and "{call}" not in system["content"]
     for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
-        assert asked["role"] == "user" and [call.tool for call in find_calls(call["content"], [task._tool])] == [
-            task._tool
-        ]
-        assert result["role"] == role
-        assert all(line.startswith(("Title: ", "Text: ")) for line in result["content"].splitlines())
-        assert last_answer(answer["content"])
-    assert len(examples) == 8
-    assert SearchQA([ROW], SearchIndex(DOCUMENTS), system_prompt=None, examples=()).prompt(ROW) == [question]
+        assert asked["role"] == "user" and result["role"] == role
+        assert [found.tool for found in find_calls(call["content"], [task._tool])] == [task._tool]
+        if of is Calculator:
+            assert task.reply(row, [call]) == [result] and last_answer(answer["content"]) == result["content"]
+        else:
+            assert all(line.startswith(("Title: ", "Text: ")) for line in result["content"].splitlines())
+            assert last_answer(answer["content"])
+    assert of([row], system_prompt=None, examples=()).prompt(row) == [question]
 
 
 # ---- the data and the environment ----

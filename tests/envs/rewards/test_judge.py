@@ -138,17 +138,17 @@ def test_a_request_that_fails_for_now_is_repeated_and_counted(server):
 
 
 def test_the_key_is_sent_and_is_in_no_message(server, monkeypatch):
-    def judge(key):
+    def of_key(key):
         monkeypatch.setenv("JUDGES_OWN", key)
         return make(server, auth_variable="JUDGES_OWN")
 
     server.replies = [(401, {}), "you sent sk-secret", "you sent sk-secret"]
-    (refused,), (echoed,) = ask(judge("sk-secret"), "42"), ask(judge("sk-secret\r\n"), "42")
+    (refused,), (echoed,) = ask(of_key("sk-secret"), "42"), ask(of_key("sk-secret\r\n"), "42")
     assert set(server.keys) == {"Bearer sk-secret"} and "refuses: HTTP 401" in str(refused)
     assert isinstance(echoed, NoVerdict) and "you sent [key]" in str(echoed)
-    (failed,) = ask(judge("sk-se\ncret"), "42")
+    (failed,) = ask(of_key("sk-se\ncret"), "42")
     with pytest.raises(ValueError, match="no printable ASCII") as unprintable:
-        judge("sk-se\ncret").check()
+        of_key("sk-se\ncret").check()
     with pytest.raises(ValueError, match="auth_variable is no name of an environment variable") as no_name:
         make(server, auth_variable="sk-secret")
     with pytest.raises(ValueError, match="that environment variable is not set") as unset:

@@ -1,18 +1,18 @@
-"""Tools of MCP servers: real processes over stdio, which hang, die, and return what no model should read."""
+"""Tools of MCP servers: real processes over stdio and HTTP, which hang, die, and return what no model should read."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import shlex
-import socketserver
+import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import SystemRandom
 
 import pytest
 
@@ -256,24 +256,90 @@ def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, 
     assert server.starts == 1
 
 
-def test_a_url_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
-    """Both are counting listeners that hang up: the one at the URL has to be reached, the proxy not."""
-    reached = []
+# ---- over HTTP ----
 
-    class HangsUp(socketserver.BaseRequestHandler):
-        def handle(self):
-            reached.append(self.server.name)
+ADD = ("add", {"a": 1, "b": 1})
 
-    with contextlib.ExitStack() as stack:
-        ports = {}
-        for name in ("server", "proxy"):
-            listener = stack.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), HangsUp))
-            listener.name, ports[name] = name, listener.server_address[1]
-            threading.Thread(target=listener.serve_forever, daemon=True).start()
-            stack.callback(listener.shutdown)
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{ports['proxy']}")
-        monkeypatch.setenv("no_proxy", "")
-        monkeypatch.setenv("NO_PROXY", "")
-        with pytest.raises(ValueError, match="told no tools"):
-            Server(f"http://127.0.0.1:{ports['server']}/mcp").schemas()
-    assert set(reached) == {"server"}
+
+class Served:
+    """A server's process on a free port."""
+
+    def __init__(self):
+        # Below those that the kernel hands out: no other process is given it before the server takes it.
+        self.port = SystemRandom().randrange(10_000, 32_000)
+        self.url, self.process = f"http://127.0.0.1:{self.port}/mcp", None
+
+    def start(self):
+        command = [*shlex.split(COMMAND), str(self.port)]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while self.process.poll() is None and time.monotonic() < until:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError(f"the server did not start: {self.process.poll()}")
+
+    def end(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    served = Served()
+    served.start()
+    yield served
+    served.end()
+
+
+@pytest.fixture
+def connected(server):
+    """Makes tasks with the tools of the server."""
+    made = []
+
+    def task(**entry):
+        made.append(with_mcp(GSM8K([ROW]), [{"url": server.url, "timeout_s": 20.0} | entry]))
+        return made[-1]
+
+    yield task
+    for one in made:
+        one._of["add"].close()
+
+
+def test_results_arrive_cut_and_without_control_characters_also_while_a_tool_hangs(connected):
+    task, begun = connected(timeout_s=4.0), time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(results, task, ("act", {"how": "hang"}))
+        large, control, raised = results(task, *(("act", {"how": how}) for how in ("300000", "control", "raise")))
+        assert "gave no result within 4 s" in slow.result()[0]
+    assert large == "x" * 4000 + "\n[the first 4000 of 300000 characters]"
+    assert control == "a[31mbc\nd"
+    assert raised.startswith("Error: ") and "nothing there" in raised
+    assert results(task, ADD) == ["2"] and time.monotonic() - begun < 50
+
+
+@pytest.mark.nightly
+def test_a_server_that_freezes_is_told_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
+    task = connected(timeout_s=1.0)
+    told = f"the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again"
+    assert results(task, ("freeze", {})) == [f"Error: RuntimeError: {told}"]
+    server.end()
+    server.start()
+    assert results(task, ADD) == ["2"]
+
+
+@pytest.mark.nightly
+def test_a_server_that_dies_and_is_started_again_is_connected_to_again(server, connected):
+    task = connected()
+    assert "failed: " in results(task, ("act", {"how": "die"}))[0]
+    server.process.wait(30)
+    server.start()
+    assert results(task, ADD) == ["2"]
+
+
+def test_a_url_of_this_machine_is_not_asked_through_a_proxy(connected, monkeypatch):
+    for name, value in (("http_proxy", "http://127.0.0.1:9"), ("no_proxy", ""), ("NO_PROXY", "")):
+        monkeypatch.setenv(name, value)
+    assert results(connected(), ADD) == ["2"]
