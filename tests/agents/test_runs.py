@@ -86,8 +86,8 @@ def overrides(tmp_path_factory):
 def test_a_model_is_evaluated_through_an_agent_by_a_command(monkeypatch, overrides, tmp_path):
     folder, given = overrides
     monkeypatch.syspath_prepend(folder)
-    own = [word for word in given if word.startswith("env.") and not word.startswith(("env.dataset", "env.eval_path"))]
-    own = [word for word in own if not word.startswith(("env.num_envs", "env.path"))]
+    others = ("env.dataset", "env.eval_path", "env.num_envs", "env.path")
+    own = [word for word in given if word.startswith("env.") and not word.startswith(others)]
     words = ["tasks=[agent]", f"path.agent={folder / 'rows.jsonl'}", "samples=2", f"out={tmp_path / 'out'}"]
     words += ["engine=transformers", "max_model_len=128", "max_new_tokens=6", *own]
     assert main(["eval", str(folder / "model"), *words]) == 0
