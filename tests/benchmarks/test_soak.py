@@ -69,9 +69,6 @@ def test_noise_and_a_step_at_the_beginning_are_no_creep_and_a_slow_leak_in_noise
     }
     samples = [{name: float(curve[i]) for name, curve in curves.items()} for i in range(len(at))]
     found = {finding.name: finding for finding in judged(at, samples, 1800.0)}
-    assert {name for name, finding in found.items() if finding.creeps} == {
-        "a leak",
-        "one in ten minutes",
-    }
+    assert {name for name, finding in found.items() if finding.creeps} == {"a leak", "one in ten minutes"}
     assert found["seen more often"].an_hour.low > 0, "it would have been taken for one"
     assert found["a leak"].an_hour.low < 60 < found["a leak"].an_hour.high
