@@ -15,7 +15,6 @@ from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.envs.tools.functions import FunctionTask
 from tests.envs.chat_templates import tokenizer_of
 from tests.envs.tools.plain_parser import PlainParser
 
@@ -143,39 +142,13 @@ def test_the_reward_of_a_mixture_tells_whether_it_is_right_and_gives_that_of_the
     assert task.own("gsm8k", task.named("gsm8k", reward)) == reward
 
 
-class Shouts(FunctionTask):
-    """Pays for the loud word, which a function gives."""
-
-    reward_parts = ("loud",)
-
-    def __init__(self, *words: str) -> None:
-        self.rows = [{"word": word} for word in words]
-        self.tools = (self.shout,)
-
-    @staticmethod
-    def shout(word: str) -> str:
-        """Shouts.
-
-        Args:
-            word: the word
-        """
-        return word.upper()
-
-    def prompt(self, row):
-        return [{"role": "user", "content": f"Shout {row['word']}."}]
-
-    def score(self, row, response):
-        return Reward({"loud": float(response == row["word"].upper())})
-
-
-CALLS = {
-    "calculator": ('{"name": "calculator", "arguments": {"expression": "6*7"}}', "42", "<answer>42</answer>"),
-    "shout": ('{"name": "shout", "arguments": {"word": "boo"}}', "BOO", "BOO"),
-}
+SHOWN = '"name": "calculator"'
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
+REWARDS = {"says": 1.0, "calculator": 3.0}
 
 
 class Policy(ScriptedEngine):
-    """Calls the tool that its prompt shows, and then says what it heard; without a tool it says "x"."""
+    """Calls the calculator if its prompt shows it, and then says what it heard; without a tool it says "x"."""
 
     def __init__(self, tokenizer):
         super().__init__(self.respond)
@@ -183,20 +156,14 @@ class Policy(ScriptedEngine):
 
     def respond(self, prompt, g):
         text = self.tokenizer.decode(prompt)
-        said = "x"
-        if shown := [name for name in CALLS if f'"name": "{name}"' in text]:
-            call, result, last = CALLS[shown[0]]
-            heard = f"<tool_response>\n{result}\n" in text
-            said = last if heard else f"<tool_call>\n{call}\n</tool_call>"
-        return [*self.tokenizer(said)["input_ids"], self.tokenizer.eos_token_id]
+        called = "<answer>42</answer>" if "<tool_response>\n42\n" in text else CALL
+        return [*self.tokenizer(called if SHOWN in text else "x")["input_ids"], self.tokenizer.eos_token_id]
 
 
 def with_tools():
     tokenizer = tokenizer_of("qwen3")
-    calculator = Calculator(
-        [{"question": "6 * 7?", "answer": "#### 42"}], form="function", examples=(), system_prompt=None
-    )
-    tasks = {"says": Says("x"), "calculator": calculator, "shouts": Shouts("boo")}
+    rows = [{"question": "6 * 7?", "answer": "#### 42"}]
+    tasks = {"says": Says("x"), "calculator": Calculator(rows, form="function", examples=(), system_prompt=None)}
     envs = {name: LLMEnv(task, tokenizer, 2, 2, tool_parser=PlainParser) for name, task in tasks.items()}
     env = MixtureEnv(envs, dict.fromkeys(tasks, 1.0), 12, 2)
     env.check_prompts()
@@ -206,17 +173,12 @@ def with_tools():
 def test_each_task_has_its_own_tools():
     env, tokenizer = with_tools()
     groups = SyncCollector(env, Policy(tokenizer), Sampling(max_new_tokens=500), total_dialog_turns=24).collect(2)
-    own = {"says": [], "calculator": ["calculator"], "shouts": ["shout"]}
-    rewards = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
-    seen = set()
-    for group in groups:
-        row = env.task.rows[group.row]
-        text = tokenizer.decode(group.prompt_ids)
-        assert [name for name in CALLS if f'"name": "{name}"' in text] == own[row["task"]]
+    rows = [env.task.rows[group.row] for group in groups]
+    assert {row["task"] for row in rows} == {"says", "calculator"}
+    for group, row in zip(groups, rows, strict=True):
+        assert (SHOWN in tokenizer.decode(group.prompt_ids)) is (row["task"] == "calculator")
         assert group.prompt_ids.tolist() == env.encode(row)
-        assert group.rewards.tolist() == [rewards[row["task"]]] * 2, row
-        seen.add(row["task"])
-    assert seen == set(own)
+        assert group.rewards.tolist() == [REWARDS[row["task"]]] * 2, row
 
 
 def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
@@ -225,10 +187,8 @@ def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
     rewards = torch.zeros(24)
     for _ in range(2):
         for row in state.unbind(0):
-            said = policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0)
-            row[keys.TOKENS_RESPONSE] = torch.tensor(said)
+            row[keys.TOKENS_RESPONSE] = torch.tensor(policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0))
         state = env.step(state)["next"]
         rewards += torch.stack([row["reward"] for row in state.unbind(0)]).flatten()
-    expected = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
     tasks = [env.task.rows[int(row[keys.ROW])]["task"] for row in state.unbind(0)]
-    assert rewards.tolist() == [expected[task] for task in tasks]
+    assert rewards.tolist() == [REWARDS[task] for task in tasks]
