@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
@@ -23,3 +26,18 @@ class LoopControl(EngineControl):
     @override
     def submit(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args), self._loop)
+
+
+@contextmanager
+def served(engine: AsyncEngine) -> Iterator[LoopControl]:
+    """The engine on an event loop in a thread, as a trainer has it; closed at the end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    control = LoopControl(engine, loop)
+    try:
+        yield control
+    finally:
+        control.submit("close").result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()

@@ -606,10 +606,14 @@ def test_weights_of_sampler_against_trainer_equal_verls(how, level):
         torch.testing.assert_close(batch.padded(got) * mask, expected * mask, rtol=1e-12, atol=0)
 
 
+@pytest.fixture
+def nanstd():
+    return pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_z_scores_equal_trls_and_verls(group_size):
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_z_scores_equal_trls_and_verls(nanstd, group_size):
     rewards = random_rewards(group_size)
     rewards[0] = 0.5
     got = group_advantages(rewards)
@@ -635,8 +639,7 @@ def test_other_advantages_of_a_group_equal_verls(kind, name, settings):
     assert_verls(getattr(verl_core(), name), rewards, group_advantages(rewards, kind), **settings)
 
 
-def test_the_std_of_a_collections_rewards_equals_trls():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_the_std_of_a_collections_rewards_equals_trls(nanstd):
     for seed in BATCHES:
         rewards = random_rewards(4, seed=seed)
         (got,) = batch_advantages([rewards], "batch_std")
@@ -656,8 +659,7 @@ def test_the_batchs_z_score_equals_verls_where_every_response_has_as_many_tokens
 
 
 @pytest.mark.slow
-def test_normalised_parts_of_the_reward_equal_trls_and_verls():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_normalised_parts_of_the_reward_equal_trls_and_verls(nanstd):
     for seed in BATCHES:
         parts = {"a": random_rewards(4, seed=seed), "b": random_rewards(4, seed=seed + 10**6)}
         (got,) = batch_advantages([sum(parts.values())], "multi_reward", parts=[parts], weights={"b": 0.5})
@@ -675,8 +677,7 @@ def normalised_by_trl(parts: dict, nanstd) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, (sums - sums.nanmean()) / (nanstd(sums.flatten()) + 1e-4)
 
 
-def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_by_trl():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_by_trl(nanstd):
     for seed in BATCHES:
         a, b = random_rewards(4, seed=seed), random_rewards(4, seed=seed + 10**6)
         lacks = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed))
