@@ -191,6 +191,21 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
+def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> SimpleNamespace:
+    """What TRL's losses read of a trainer, in one process."""
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
+        accelerator=SimpleNamespace(
+            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
+            pad_across_processes=lambda x, **_: x,
+        ),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **settings,
+    )  # fmt: skip
+
+
 def trl(batch: Batch, settings: dict, kl_coef: float):
     """The same by ``GRPOTrainer._compute_loss``, and its metrics."""
     GRPOTrainer = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError).GRPOTrainer
@@ -199,17 +214,13 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
     mask = batch.padded(batch.trained(settings).long())
     cispo = settings["surrogate"] == "cispo"  # whose epsilon_high is the bound itself
     by_mean = {"sequence_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}[settings["aggregate"]]
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
-        accelerator=SimpleNamespace(
-            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
-            pad_across_processes=lambda x, **_: x,
-        ),
+    trainer = trls_trainer(
+        batch,
+        log_prob,
         args=SimpleNamespace(
             delta=settings["dual_clip"], use_bias_correction_kl=settings["kl"] == "k3_is", steps_per_generation=1,
             sapo_temperature_pos=settings["tau_pos"], sapo_temperature_neg=settings["tau_neg"],
         ),
-        model=SimpleNamespace(training=True),
         loss_type=by_mean if settings["surrogate"] == "clipped" else settings["surrogate"],
         importance_sampling_level=settings["ratio"],
         beta=kl_coef,
@@ -221,9 +232,7 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
         off_policy_mask_threshold=None,
         use_vllm=settings["correction"] != "none",
         vllm_importance_sampling_correction=True,
-        aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     trainer.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, trainer)
     inputs = {
@@ -446,15 +455,7 @@ def trl_rloo(batch: Batch) -> torch.Tensor:
     log_prob = batch.log_prob.clone().requires_grad_()
     ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
     mask = batch.padded(batch.trainable.to(log_prob.dtype))
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
-        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
-        model=SimpleNamespace(training=True),
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        aux_loss_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-    )
+    trainer = trls_trainer(batch, log_prob, epsilon_low=0.2, epsilon_high=0.2)
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": torch.ones_like(ids[:, :1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ class Proxy:
 
     __module__ = "werkzeug.local"
 
-    def __getattr__(self, name):
+    @property
+    def __dict__(self):
         raise RuntimeError("working outside of request context")
 
 
@@ -131,3 +133,27 @@ def test_attention_on_a_cpu_with_amx_takes_the_avx512_kernel(monkeypatch):
     assert cpu_attn._get_attn_isa.__wrapped__(torch.bfloat16, 32) == "amx"  # vLLM's own choice
     assert cpu_attn._get_attn_isa(torch.bfloat16, 32) == "vec"
     assert cpu_attn._get_attn_isa(torch.bfloat16, 16) == "vec16"
+
+
+@pytest.mark.parametrize(("max_num_seqs", "graphs"), [(1, 1), (100, 16), (1000, 82), (1024, 83)])
+def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(monkeypatch, max_num_seqs, graphs):
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from grpo_rl.engines.vllm import common
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(common, "text_part_arguments", lambda model: {})  # there is no folder
+    given = common.VLLMBase("model", 1024, gpu_memory_utilization=0.4, max_num_seqs=max_num_seqs)._arguments
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        scheduler_config=SimpleNamespace(**{x: given[x] for x in ("max_num_seqs", "max_num_batched_tokens")}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=CompilationConfig(**given["compilation_config"]),
+        performance_mode="balanced",
+        uniform_decode_query_len=1,
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert len(sizes) == graphs
+    assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == max_num_seqs

@@ -28,4 +28,4 @@ def test_vllms_models_get_the_stand_in_and_not_the_hidden_package(tmp_path, monk
     with pytest.raises(ImportError):
         importlib.import_module("torchvision.transforms")
     for name in grpo_rl.CUDA_BUILDS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        sys.modules.pop(name, None)
