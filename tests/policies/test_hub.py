@@ -134,14 +134,10 @@ def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refus
         check_finite(tmp_path)
 
 
-class Thread(threading.Thread):
-    """One of two ranks in a process, as far as they agree."""
+class Rank(threading.local):
+    """One of two ranks, each a thread, as far as they agree."""
 
     size, in_step, table, barrier = 2, False, {}, threading.Barrier(2, timeout=60)
-
-    def __init__(self, rank, work):
-        super().__init__()
-        self.rank, self.work, self.told = rank, work, None
 
     def gather(self, mine):
         self.table[self.rank] = mine
@@ -149,9 +145,6 @@ class Thread(threading.Thread):
         everyones = [self.table[rank] for rank in range(2)]
         self.barrier.wait()
         return everyones
-
-    def run(self):
-        self.work(self)
 
 
 @pytest.mark.parametrize("failing", ["weights", "tokenizer"])
@@ -162,26 +155,24 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
         save_file({"a": torch.tensor(float("nan"))}, folder / "model.safetensors")
 
     def check(*_):
-        if threading.current_thread().rank == 1:
+        if peers.rank == 1:
             raise OSError("no tokenizer on this machine")
 
     monkeypatch.setattr(build, "_check_reference", check)
     cfg = Settings.read(compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"]))
-    cpu = (torch.device("cpu"),)
+    cpu, peers = (torch.device("cpu"),), Rank()
 
     def work(rank):
-        policy = SimpleNamespace(peers=rank, model=torch.nn.Module())
+        peers.rank = rank
+        policy = SimpleNamespace(peers=peers, model=torch.nn.Module())
         message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
         with pytest.raises((ValueError, OSError), match=message) as told:
             build.make_reference(cfg, tiny_model, Devices(cpu, cpu, cpu), policy)
-        rank.told = str(told.value)
+        return str(told.value)
 
-    ranks = [Thread(rank, work) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert ranks[0].told and ranks[0].told == ranks[1].told
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(work, range(2))
+    assert first == second
 
 
 @pytest.mark.slow
