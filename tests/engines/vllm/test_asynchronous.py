@@ -32,11 +32,8 @@ class Served:
     """An engine on an event loop in a thread, as a trainer has it."""
 
     def __init__(self, control):
-        self.engine, self.loop = control._engine, control._loop
+        self.engine, self.loop, self.start = control._engine, control._loop, control._loop.start
         self.transport = SharedMemoryTransport([control], bucket_bytes=1 << 16, deadline_s=self.engine.deadline_s)
-
-    def start(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def wait_for_tokens(self, count):
         """Waits until every response under way has so many tokens."""
@@ -111,7 +108,7 @@ class Overtaken(LoopControl):
             await asyncio.sleep(0.05)
             await self._engine.update_weights(*args)
 
-        return asyncio.run_coroutine_threadsafe(late(), self._loop)
+        return self._loop.start(late())
 
 
 @pytest.mark.nightly
