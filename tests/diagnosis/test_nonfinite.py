@@ -15,6 +15,7 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches

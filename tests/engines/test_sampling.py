@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import StopString, text_decoder
 from grpo_rl.testing import save_tiny_model
+from tests.engines.test_contract import engine_of
 
 pytestmark = pytest.mark.slow
 
@@ -34,17 +35,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def engine(request, folder):
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm.engine import VLLMEngine
-
-        made = VLLMEngine(folder, max_model_len=256, sampling=Sampling(top_k=3, stop=PAIRS))
-    else:
-        from grpo_rl.engines.transformers import TransformersEngine
-
-        made = TransformersEngine(folder, max_model_len=256)
-    yield made
-    made.close()
+    with engine_of(request.param, folder, 256, sampling=Sampling(top_k=3, stop=PAIRS)) as made:
+        yield made
 
 
 def defined(logits, sampling):
@@ -90,11 +82,14 @@ def test_every_token_comes_with_the_set_that_it_was_drawn_from(engine, folder, c
     assert sum(alike) / len(alike) > 0.93 and sum(gaps) / len(gaps) < 0.05
 
 
-def test_where_nothing_is_cut_off_there_are_no_kept_sets(engine):
+def test_where_nothing_is_cut_off_there_are_no_kept_sets(engine, folder):
     (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4))
     assert sample.kept is None
     (greedy,) = engine.generate([PROMPTS[0]], 1, Sampling(temperature=0.0, top_k=2, max_new_tokens=4))
     assert greedy.kept is None and (greedy.log_probs < -1e-3).any(), "of the whole distribution, at temperature 1"
+    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4, top_k=vocabulary))
+    assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
 
 
 def test_requests_that_cut_and_others_may_be_under_way_together(engine):
@@ -133,12 +128,6 @@ def test_every_end_of_sequence_id_of_the_generation_config_ends_a_response_or_no
     for sample in engine.generate(PROMPTS, 8, replace(hot, ignore_eos=True)):
         assert sample.offsets.diff().eq(200).all() and sample.truncated.all()
         assert any(id in sample.response_ids for id in ENDS)
-
-
-def test_where_top_k_is_the_whole_vocabulary_kept_sets_are_empty(engine, folder):
-    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
-    (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4, top_k=vocabulary))
-    assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
 
 
 def test_an_engine_on_a_gpu_that_returns_kept_sets_is_asked_in_the_terms_it_takes():
@@ -182,8 +171,3 @@ def test_a_stop_string_may_begin_within_a_token_and_end_within_another_or_be_a_s
     assert [stop.completed_by(i) for i in ids[:5]] == [False, False, False, False, True]
     special = StopString(text_decoder(folder), [5, 6], ["<end>"])
     assert [special.completed_by(token) for token in (7, 0)] == [False, True]
-
-
-def test_a_stop_string_and_a_least_length_are_refused_together():
-    with pytest.raises(ValueError, match="use one of them"):
-        Sampling(stop=("x",), min_new_tokens=2, max_new_tokens=4)
