@@ -55,11 +55,11 @@ def harbour(launch_s=0.0, fails=None):
 
     async def launch(number):
         nonlocal count
-        count += 1
+        this, count = count, count + 1
         await asyncio.sleep(launch_s)
-        if error := (fails or {}).get(count - 1):
+        if error := (fails or {}).get(this):
             raise error
-        engines.append(Engine(number, count - 1))
+        engines.append(Engine(number, this))
         return engines[-1]
 
     return launch, engines

@@ -29,6 +29,7 @@ from grpo_rl.cli import main
 from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.memory import (
+    Experts,
     NotPlannedError,
     Shape,
     Training,
@@ -369,7 +370,7 @@ def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned():
     model = mixture(num_hidden_layers=2)
     vars(model.config)["num_experts_per_tok"] = None
     with pytest.raises(NotPlannedError, match="how many experts a token visits"):
-        Shape.of(model)
+        Experts.of(model)
 
 
 # Qwen3-30B-A3B: 8 of 128 experts, each three matrices 2048 x 768; 32 heads of 128, 4 of keys and values; 48 layers.
