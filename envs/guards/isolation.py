@@ -1,4 +1,4 @@
-"""IsolatedCalls: calls of a function in processes that can be killed, each with a deadline and a memory limit.
+"""Child: a process that is killed with all that it has started; IsolatedCalls: a function called in such processes.
 
 A worker is a fresh interpreter that imports the function's module and nothing else. The processes of multiprocessing,
 which pebble's and concurrent.futures' pools are made of, run the main script again instead: `python sota/grpo.py` would
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,6 @@ from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
 from grpo_rl.by_name import one_line, raised_at
-from grpo_rl.envs.guards.child import Child, ending
 from grpo_rl.envs.guards.parent import end_with_parent
 
 START_TIMEOUT_S = 120.0
@@ -36,6 +36,49 @@ _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_rl.envs.guards import isolation; "
     "isolation.serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+
+
+class Child:
+    """A process that leads a group of its own: Ctrl-C spares it, and a kill takes its children too.
+
+    Args:
+        command: and ``options``, as `subprocess.Popen` has them.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._lock, self._killed = threading.Lock(), False
+        self.process = subprocess.Popen(command, start_new_session=True, **options)
+
+    def ends(self, until: float) -> bool:
+        """True if the process ends before ``until``, by the monotonic clock."""
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> int:
+        """Kills the group, and returns the exit code of the process; any thread may call it, and again."""
+        with self._lock:
+            if not self._killed:  # a second time, the group's number may be another's
+                kill_group(self.process.pid)
+            self._killed = True
+        return self.process.wait()
+
+
+def kill_group(leader: int) -> None:
+    """Kills a process that leads a group of its own, with all that it has started there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def ending(code: int) -> str:
+    """The end of a process in words.
+
+    >>> ending(-9), ending(3)
+    ('SIGKILL', 'exit code 3')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 class WorkerDied(RuntimeError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from grpo_rl.envs.guards.child import Child
+from grpo_rl.envs.guards.isolation import Child
 from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
 from grpo_rl.envs.sandbox.seccomp import filter_of
 

@@ -17,9 +17,8 @@ from typing_extensions import override
 from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name, one_line
-from grpo_rl.envs.guards.child import ending, kill_group
 from grpo_rl.envs.guards.guard import in_thread
-from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.isolation import IsolatedCalls, ending, kill_group
 from grpo_rl.envs.guards.parent import ending_with_parent
 from grpo_rl.loopback import LOOPBACK
 from grpo_rl.storage.masking import may_be_secret
