@@ -89,6 +89,9 @@ WHOLE_CONFIG = {
 MAX_LINES, MAX_IMPORTED = 400, 12
 """Limits of a file: lines, and modules of ours that it imports; those of assembly/ may import more."""
 
+MOST_FILES, MOST_LOADED_LINES = 220, 32_800
+"""Limits of what ``sota/grpo.py`` loads, whatever its settings."""
+
 
 def python_files(root: Path) -> list[Path]:
     """Every source file once: the links grpo_rl/envs, grpo_rl/config and grpo_rl/sota are not followed."""
@@ -203,6 +206,26 @@ def forbidden(own: str, other: str) -> str | None:
     return None
 
 
+def loaded(root: Path, script: str) -> set[Path]:
+    """Our files that a script loads: by its imports, local ones included, and without those for type checkers."""
+    files = {module_of(path, root): path for path in python_files(root)}
+    todo, seen = [script], set()
+    while todo:
+        module = todo.pop()
+        if module in seen or module not in files:
+            continue
+        seen.add(module)
+        tree = ast.parse(files[module].read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = [ast.Pass()]
+        for source, name in imported(tree, module, files[module].name == "__init__.py"):
+            if source.partition(".")[0] == "grpo_rl":
+                parts = [*source.split(".")[1:], name]
+                todo += [".".join(parts[:length]) for length in range(len(parts) + 1)]
+    return {files[module] for module in seen}
+
+
 def is_a_sentence(text: str | None) -> bool:
     """True if the first paragraph is one sentence."""
     first = (text or "").partition("\n\n")[0]
@@ -211,6 +234,13 @@ def is_a_sentence(text: str | None) -> bool:
 
 def test_imports_point_one_way():
     assert violations(ROOT) == []
+
+
+def test_a_run_loads_few_files():
+    files = loaded(ROOT, "sota.grpo")
+    assert {ROOT / "grpo_rl/run/run.py", ROOT / "envs/base.py"} <= files and ROOT / "grpo_rl/cli.py" not in files
+    assert len(files) <= MOST_FILES
+    assert sum(len(path.read_text().splitlines()) for path in files) <= MOST_LOADED_LINES
 
 
 @pytest.mark.parametrize(

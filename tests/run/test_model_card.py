@@ -70,8 +70,8 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
     monkeypatch.setattr("grpo_rl.envs.sources.LOADED", {})
     monkeypatch.setattr("grpo_rl.run.origin.LOADED", sources.LOADED)
     for source in ("openai/gsm8k:main", "DigitalLearningGmbH/MATH-lighteval", "hf:org/rows"):
-        sources.read(sources.Source(source), "train")
-    sources.read(sources.Source("hf:org/rows", revision="dev"), "train")
+        sources.read(sources.Source(source), "train", list)
+    sources.read(sources.Source("hf:org/rows", revision="dev"), "train", list)
     model = tmp_path / "models--org--M" / "snapshots" / ours
     model.mkdir(parents=True)
     for name, content in (("config.json", "{}"), ("model.safetensors", "")):

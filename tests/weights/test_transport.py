@@ -502,3 +502,34 @@ def test_a_push_that_fails_leaves_the_engine_new_and_none_of_its_tensors_held():
     assert sent._proofs is not during
     with sent.paused() as is_new:
         assert is_new
+
+
+def test_a_push_leaves_the_engine_a_core_and_takes_it_back_however_it_ends():
+    class Notes(Reads):
+        def update_weights(self, bucket):
+            seen.append(torch.get_num_threads())
+            super().update_weights(bucket)
+            if len(seen) > 1:
+                raise RuntimeError("no room")
+
+    before, seen = torch.get_num_threads(), []
+    transport = SharedMemoryTransport([Notes()], 1 << 12)
+    try:
+        torch._C.set_num_threads(3)
+        transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 1)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(WeightDeliveryError, match="no room"):
+            transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 2)
+        assert seen == [2, 2] and torch.get_num_threads() == 3
+    finally:
+        torch._C.set_num_threads(before)
+        transport.close()
+
+
+def test_engines_of_different_kinds_are_refused():
+    other = Reads()
+    other.dtype = torch.float32
+    with pytest.raises(ValueError, match="2 of "):
+        SharedMemoryTransport([Reads(), other])
+    with pytest.raises(ValueError, match="these are 0"):
+        SharedMemoryTransport([])
