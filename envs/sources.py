@@ -152,7 +152,7 @@ def _of_json(file: Path, choose: Choose) -> list[Placed]:
         # Not splitlines(), which also breaks at characters that a JSON string may hold.
         lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
         found = [(where, _parsed(line, where)) for where, line in lines if line.strip()]
-    rows = []
+    rows: list[Placed] = []
     for where, row in found:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
