@@ -33,7 +33,8 @@ def spoken():
                 hint = "Right." if number == secret else "No."
                 answer = {"observation": {"hint": hint}, "reward": float(number == secret), "done": number == secret}
             else:
-                told = {"message": "Invalid message", "errors": [{"loc": ["number"], "msg": "no"}]}
+                told = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
+                told |= {"errors": [{"loc": ["number"], "msg": "no"}]}
                 connection.send(json.dumps({"type": "error", "data": told}))
                 continue
             connection.send(json.dumps({"type": "observation", "data": answer}))
