@@ -111,6 +111,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
     from grpo_rl.assembly import training as build
     from grpo_rl.assembly.sync import make_engine
+    from grpo_rl.collectors.engine_policy import EnginePolicy
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
@@ -156,7 +157,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     compute_advantages = build.make_advantages(cfg)
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
-    collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
+    collector = SyncCollector(env, EnginePolicy(engine, sampling), total_dialog_turns=sys.maxsize)
     skips = micro_batching(cfg).skip_zero_advantage
     best = None
     try:

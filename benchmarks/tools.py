@@ -38,6 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
@@ -241,7 +242,8 @@ def measured(decoder: Decoder, collect: Callable[[], list]) -> dict[str, float]:
 def synchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
     """Measures one collection, from its first to its last conversation's end."""
     env, decoder = make(work, tokenizer, slow, work.conversations // work.repeats)
-    collector = SyncCollector(env, decoder, Sampling(max_new_tokens=work.tokens[1]), sys.maxsize)
+    policy = EnginePolicy(decoder, Sampling(max_new_tokens=work.tokens[1]))
+    collector = SyncCollector(env, policy, sys.maxsize)
     return measured(decoder, lambda: collector.collect(work.repeats))
 
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -311,7 +312,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
 
     ids = [tokenizer(text)["input_ids"] for text in responses]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect(4)
+    groups = SyncCollector(make_env(), EnginePolicy(engine, Sampling(max_new_tokens=512)), 8).collect(4)
     assert [group.size for group in groups] == [4, 4], "a group is not complete"
     assert groups[0].group_id != groups[1].group_id
     sampled = {tuple([*response, tokenizer.eos_token_id]) for response in ids}

@@ -6,8 +6,10 @@ import copy
 import queue
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -182,6 +184,19 @@ class ScoreGuard:
                 left_behind.set()
         return results
 
+    def replies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The result of each call or its exception, all made at the same time; a thread that is late is left behind."""
+        results: list[Any] = [TimeoutError(f"no reply within {self.deadline_s:g} s")] * len(calls)
+        done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for i, call in enumerate(calls):
+            in_thread(lambda i=i, call=call: done.put((i, outcome(call))))
+        end = time.monotonic() + self.deadline_s
+        with waiting("the task's reply", deadline_s=self.deadline_s), suppress(queue.Empty):
+            for _ in calls:
+                i, result = done.get(timeout=max(0.0, end - time.monotonic()))
+                results[i] = result
+        return results
+
     def _waiting(self, where: str, deadline_s: float) -> Wait:
         return waiting(f"the scorer {self._name_of_task}", where, deadline_s, remedy=REMEDY)
 
@@ -254,13 +269,17 @@ def _run(
     for arguments in calls:
         if left_behind.is_set():
             return
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            result = error
-        except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            result = RuntimeError(one_line(error))
-        done.put(result)
+        done.put(outcome(function, *arguments))
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, or the exception that it raised."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+    except BaseException as error:  # a scorer or tool that calls sys.exit() ends itself, not the run
+        return RuntimeError(one_line(error))
 
 
 def _to_stderr(text: str) -> None:

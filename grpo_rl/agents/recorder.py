@@ -106,7 +106,7 @@ class Recorded:
         prompt_ids: of the first call.
         ids: all tokens behind it; the other lists have an entry for each.
         trainable: which tokens the policy sampled, and no earlier sequence of the session holds.
-        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.multi_turn.Trajectory`.
+        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.groups.Trajectory`.
         routes: experts of all tokens, the prompt's too, from the last call, which read them all.
         truncated: the last response reached a token limit.
         messages: the conversation.

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
@@ -86,9 +87,8 @@ def make_collector(
     longest, agents = settings.inference_model.max_model_len, None
     if agent is not None:
         agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
-    return SyncCollector(
-        env, engine, sampling, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents
-    )
+    policy = EnginePolicy(engine, sampling)
+    return SyncCollector(env, policy, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

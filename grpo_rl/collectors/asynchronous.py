@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 from typing_extensions import override
 
 from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.base import Collector, Sampled
-from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
-from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
+from grpo_rl.collectors.engine_policy import act
+from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
+from grpo_rl.collectors.rollouts import Respond, at_own_pace, gathered, note, play, step, step_in_thread
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
@@ -194,8 +197,7 @@ class AsyncCollector(Collector):
         return self._env.next_prompts(1)[0]
 
     async def _sample(self, prompt: Prompt) -> Group:
-        work = self._play if self._env.max_turns > 1 else self._respond
-        work = self._sessions if self._agents else work
+        work = self._sessions if self._agents else self._rollouts
         group = await self._engines.call(lambda engine: work(engine, prompt), self._group_size)
         if group is None:
             raise Dropped("unrewarded")
@@ -204,39 +206,29 @@ class AsyncCollector(Collector):
             raise Dropped("alike")  # the metric's name
         return group
 
-    async def _respond(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        name = f"group-{prompt.group_id}-{self._scheduler.resampled}"
-        with self._timed(engine, prompt):
-            samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
-        results = await self._in_turn(lambda: self._env.score(prompt.row, samples.responses))
-        self._env.note(prompt.row, results)
-        return rewarded(group_of_samples(prompt, samples), results)
+    async def _rollouts(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
+        """The rollouts of a group, on one engine, which holds what was said in its cache."""
+        env, name = self._env, f"group-{prompt.group_id}-{self._scheduler.resampled}"
+        together = at_own_pace(env.reset(prompts=[prompt], repeats=self._group_size).unbind(0))
+        stepping = self._step_in_turn if len(together) == 1 else step_in_thread
+        names = [name] if len(together) == 1 else [f"{name}-{i}" for i in range(len(together))]
+        with self._timed(engine, prompt) as ended:
 
-    async def _play(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        """All conversations of a group, on one engine, which holds what was said in its cache."""
-        env, ids = self._env, prompt.ids.tolist()
-        row = env.task.rows[prompt.row]
-        played = [begin(env, row, f"row {prompt.row}", ids) for _ in range(self._group_size)]
+            def responding(name: str) -> Respond:
+                call = itertools.count()
 
-        async def play(i: int) -> None:
-            turn = itertools.count()
+                async def sample(ids: Sequence[int], n: int, sampling: Sampling) -> Samples:
+                    samples = await engine.generate(f"{name}-{next(call)}", ids, n, sampling)
+                    ended()
+                    return samples
 
-            def ask(ids: Sequence[int], sampling: Sampling) -> Awaitable[Samples]:
-                name = f"group-{prompt.group_id}-{self._scheduler.resampled}-{i}-{next(turn)}"
-                return engine.generate(name, ids, 1, sampling)
+                return lambda rows: act(rows, sample, self._sampling, engine.max_model_len)
 
-            await converse(env, played[i], ask, self._sampling, engine.max_model_len)
-
-        conversations = [asyncio.ensure_future(play(i)) for i in range(self._group_size)]
-        try:
-            with self._timed(engine, prompt):
-                await asyncio.gather(*conversations)
-        finally:
-            for conversation in conversations:
-                conversation.cancel()
-        results = await self._in_turn(lambda: judge(env, played))
-        env.note(prompt.row, results)
-        return rewarded(group_of_trajectories(prompt, played), results)
+            rollouts = await gathered(
+                play(env, rows, responding(name), stepping) for name, rows in zip(names, together, strict=True)
+            )
+        note(env, rollouts)
+        return group_of_rollouts(rollouts)
 
     async def _sessions(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
         """The sessions of a group, on one engine, which holds what was said in its cache."""
@@ -251,14 +243,21 @@ class AsyncCollector(Collector):
             return await agents.play(prompt, self._group_size, sample)
 
     @contextmanager
-    def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[None]:
-        """Notes when the engine samples the group, also if it does not get to the end."""
-        begun_s, version = time.perf_counter(), self.staleness.version
-        try:
-            yield
-        finally:
-            self._sampled.append(Sampled(engine.name, prompt.group_id, version, begun_s, time.perf_counter()))
+    def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[Callable[[], None]]:
+        """Notes when the engine samples the group, also if it does not get to the end; gives what notes a response."""
+        begun_s, version, ended_s = time.perf_counter(), self.staleness.version, None
 
-    async def _in_turn(self, work: Callable[[], Any]) -> Any:
+        def ended() -> None:
+            nonlocal ended_s
+            ended_s = time.perf_counter()
+
+        try:
+            yield ended
+        finally:
+            self._sampled.append(
+                Sampled(engine.name, prompt.group_id, version, begun_s, ended_s or time.perf_counter())
+            )
+
+    async def _step_in_turn(self, env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         with waiting("its group's turn at the scorer, and rewards", deadline_s=math.inf):
-            return await asyncio.get_running_loop().run_in_executor(self._scorers, work)
+            return await asyncio.get_running_loop().run_in_executor(self._scorers, step, env, rows)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_rl.collectors.agents import SteppedGroups
 from grpo_rl.collectors.base import Sampled
-from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
-from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
+from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
+from grpo_rl.collectors.rollouts import Policy, note, play_all
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
+from grpo_rl.envs.base import LLMEnv, ScoreError
 
 
 class SyncCollector:
@@ -27,8 +26,7 @@ class SyncCollector:
 
     Args:
         env: environment that gives prompts and scores responses.
-        engine: engine that samples.
-        sampling: settings of sampling; if the task replies, they hold for each turn.
+        policy: samples, as `EnginePolicy` does; any that writes what `grpo_rl.data.keys` says of the policy.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         collected: responses sampled before, when a run is resumed.
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
@@ -39,19 +37,18 @@ class SyncCollector:
     def __init__(
         self,
         env: LLMEnv,
-        engine: Sampler,
-        sampling: Sampling,
+        policy: Policy,
         total_dialog_turns: int,
         collected: int = 0,
         max_resamples: int = 0,
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: SteppedGroups | None = None,
     ) -> None:
-        self._env, self._engine, self._sampling = env, engine, sampling
+        self._env, self._policy = env, policy
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
         self.collected, self._agents = collected, agents
         self.sample_s = 0.0
-        """Seconds that the engine took for the last collection."""
+        """Seconds that the policy took for the last collection."""
         self.dropped_groups = 0
         """Groups left out so far, as fewer than two of their responses had a reward."""
         self.filtered_groups = 0
@@ -119,42 +116,19 @@ class SyncCollector:
                 f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures: "
                 + "; ".join(self._env.guard.failures()[1].values())
             )
-        prompts = self._env.next_prompts(count)
         if self._agents:
             start = time.perf_counter()
-            groups = [group for group in self._agents.play(prompts, group_size) if group]
+            groups = self._agents.play(self._env.next_prompts(count), group_size)
             self.sample_s += time.perf_counter() - start
         else:
-            sample = self._play if self._env.max_turns > 1 else self._respond
-            played = sample(prompts, group_size)
-            for group, results in played:
-                self._env.note(group.row, results)
-            groups = [group for judged in played if (group := rewarded(*judged))]
-        self.collected += len(prompts) * group_size
-        self.dropped_groups += len(prompts) - len(groups)
-        return groups
-
-    def _respond(self, prompts: Sequence[Prompt], group_size: int) -> list[tuple[Group, list[Reward | Failure]]]:
-        """A group of one turn for each prompt, and its rewards beside it."""
-        start = time.perf_counter()
-        samples = self._engine.generate([p.ids.tolist() for p in prompts], group_size, self._sampling)
-        self.sample_s += time.perf_counter() - start
-        return [
-            (group_of_samples(prompt, sample), self._env.score(prompt.row, sample.responses))
-            for prompt, sample in zip(prompts, samples, strict=True)
-        ]
-
-    def _play(self, prompts: Sequence[Prompt], group_size: int) -> list[tuple[Group, list[Reward | Failure]]]:
-        """A group of conversations about each prompt, and their rewards beside it."""
-        start = time.perf_counter()
-        env = self._env
-        played = [
-            [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(group_size)]
-            for prompt in prompts
-        ]
-        play(env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
-        self.sample_s += time.perf_counter() - start
-        return [
-            (group_of_trajectories(prompt, group), judge(env, group))
-            for prompt, group in zip(prompts, played, strict=True)
-        ]
+            rows = list(self._env.reset(prompts=count, repeats=group_size).unbind(0))
+            rollouts, sample_s = play_all(self._env, self._policy, rows)
+            self.sample_s += sample_s
+            by_prompt = [rollouts[at : at + group_size] for at in range(0, len(rollouts), group_size)]
+            for group in by_prompt:
+                note(self._env, group)
+            groups = [group_of_rollouts(group) for group in by_prompt]
+        self.collected += len(groups) * group_size
+        kept = [group for group in groups if group]
+        self.dropped_groups += len(groups) - len(kept)
+        return kept

@@ -26,6 +26,7 @@ from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
@@ -124,7 +125,9 @@ def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limi
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    with closing(SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))) as collector:
+    with closing(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), total, agents=SteppedGroups(groups, engine))
+    ) as collector:
         return collector.collect(repeats), env, engine, collector
 
 
@@ -254,7 +257,9 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
+    with closing(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
+    ) as collector:
         collector.collect(3)
         collector.collect(3)
         (note,) = collector.events()
@@ -395,7 +400,9 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
     engine, task = Engine(tokenizer), Length([{}])
     env, groups = groups_of(tokenizer, Scripted(script), task)
-    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
+    with closing(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
+    ) as collector:
         before = collector.collect(3)
         counts = collector.metrics()
         evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))

@@ -162,7 +162,7 @@ def test_groups_of_an_engine_that_died_are_sampled_again(tokenizer, loop):
     collector, engine, weights = made(tokenizer, loop, engine=Engine(tokenizer, dies_at=[0]))
     out = collections(collector, weights)
     assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
-    assert engine.asked.count("group-0-0") == 1 and "group-0-1" in engine.asked
+    assert engine.asked.count("group-0-0-0") == 1 and "group-0-1-0" in engine.asked
 
 
 def test_it_tells_when_which_engine_sampled_each_group_once(tokenizer, loop):
@@ -253,7 +253,7 @@ def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_sampled(to
     assert sorted(group.group_id for group in [*handed_out, *out]) == list(range(10))
     kept = {group.group_id: group for group in out}[waiting[0]["prompt"]["group_id"]]
     assert kept.versions.unique().tolist() == [0] and kept.rewards.tolist() == [0.0, 1.0, 2.0]
-    assert not any(f"group-{saved['prompt']['group_id']}-0" in engine.asked for saved in waiting), (
+    assert not any(f"group-{saved['prompt']['group_id']}-0-0" in engine.asked for saved in waiting), (
         "nothing is asked twice"
     )
     assert second.metrics()["groups/started"] == second.metrics()["groups/trained"] == 10

@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoTokenizer
 
-from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
+from grpo_rl.collectors.engine_policy import EnginePolicy, write
+from grpo_rl.collectors.groups import Trajectory, group_of_trajectories
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data import keys
 from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import LLMEnv, Prompt, Reward, ScoreError, Task
-from grpo_rl.envs.chat import Dialog
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.testing import save_tiny_model
 
 SAMPLING = Sampling(max_new_tokens=8)
@@ -79,7 +81,7 @@ def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, f
         return response
 
     engine = Recording(script, max_model_len=max_model_len)
-    return SyncCollector(env, engine, SAMPLING, total_dialog_turns=1000), engine, env
+    return SyncCollector(env, EnginePolicy(engine, SAMPLING), total_dialog_turns=1000), engine, env
 
 
 def text(tokenizer, ids):
@@ -166,7 +168,7 @@ def test_turns_of_a_batch_do_not_depend_on_whose_reply_is_first(tokenizer):
     engine.in_rounds = True
     batches: list[int] = []
     generate = engine.generate
-    engine.generate = lambda prompts, *more: (batches.append(len(prompts)), generate(prompts, *more))[1]
+    engine.generate = lambda prompts, n, *more: (batches.append(len(prompts) * n), generate(prompts, n, *more))[1]
     (group,) = collect.collect(3)
     assert group.rewards.tolist() == [1.0] * 3 and batches == [3, 3]
     assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[3:]] == [True, False, False]
@@ -195,7 +197,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
     try:
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
         # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
-        groups = SyncCollector(env, engine, Sampling(max_new_tokens=40), total_dialog_turns=6).collect(3)
+        groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=40)), total_dialog_turns=6).collect(3)
         assert not engine._llm.llm_engine.has_unfinished_requests()
     finally:
         engine.close()
@@ -231,29 +233,31 @@ def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before
         own[-1] = NO_ROUTE
         return replace(one, routes=own, prompt_routes=torch.tensor(prompt_routes, dtype=torch.int8).view(-1, 1, 1))
 
-    first, second = (Trajectory({}, "row 0", [1, 2], Dialog([])) for _ in range(2))
-    first.add_turn(samples([5, 6], [0, 1]), "")
-    first.add_reply([8])
-    first.add_turn(samples([9, 9], [0, 1, 2, 3, 4]), "")
-    second.add_turn(samples([5, 6], [0, 1]), "")
-    second.add_reply([8])  # which the policy never read
-    group = group_of_trajectories(Prompt(0, 0, "?", torch.tensor([1, 2])), [first, second])
+    def turn(prompt, ids, prompt_routes):
+        row = TensorDict({keys.TOKENS_PROMPT: torch.tensor(prompt), "next": TensorDict({})})
+        write([row], samples(ids, prompt_routes), 100)
+        return row
+
+    first = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1]), turn([1, 2, 5, 6, 8], [9, 9], [0, 1, 2, 3, 4])])
+    second = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1])])
+    second.read(torch.tensor([8]))  # which the policy never read
+    group = group_of_trajectories(0, 0, torch.tensor([1, 2]), [first, second])
     assert group.prompt_routes.flatten().tolist() == [0, 1]
     assert group.routes.flatten().tolist() == [2, 3, 4, 7, NO_ROUTE, 7, NO_ROUTE, NO_ROUTE]
 
 
 def test_a_reply_has_no_kept_sets_between_those_of_two_turns():
     def conversation(*turns):
-        trajectory = Trajectory({}, "row 0", [1], Dialog([]))
+        trajectory = Trajectory()
         for turn in turns:
-            trajectory.add_turn(turn, "…")
-            trajectory.add_reply([8, 9])
+            trajectory.sampled(turn.response_ids, turn.log_probs, turn.versions, turn.kept)
+            trajectory.read(torch.tensor([8, 9]))
         return trajectory
 
     cut = Samples.from_lists([[5, 6]], [[-0.5, -0.1]], [False], 3, [[[5, 7], [6]]])
     whole = Samples.from_lists([[4]], [[-1.0]], [False], 3)
-    prompt = Prompt(0, 0, "?", torch.tensor([1]))
-    group = group_of_trajectories(prompt, [conversation(cut, cut), conversation(whole)])
+    prompt = 0, 0, torch.tensor([1])
+    group = group_of_trajectories(*prompt, [conversation(cut, cut), conversation(whole)])
     assert group.kept_ids.tolist() == [5, 7, 6, 5, 7, 6]
     assert group.kept_counts.tolist() == [2, 1, 0, 0, 2, 1, 0, 0] + [0, 0, 0]
-    assert group_of_trajectories(prompt, [conversation(whole)] * 2).kept is None
+    assert group_of_trajectories(*prompt, [conversation(whole)] * 2).kept is None

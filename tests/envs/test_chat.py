@@ -14,6 +14,7 @@ from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, enc
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
+from tests.envs.scoring import scored
 
 REPLY = [{"role": "tool", "content": "12"}]
 
@@ -179,7 +180,7 @@ def test_a_format_reward_sees_the_tags_of_a_thought_that_are_special_tokens(fami
     end = FAMILIES[family][2]
     env = LLMEnv(Format([{"prompt": "?"}]), tokenizer, num_envs=1, repeats=2)
     ids = tokenizer(f"<think>2 + 3</think>5{end}", add_special_tokens=False)["input_ids"]
-    assert [reward.total for reward in env.score(0, [ids, ids[1:]])] == [1.0, 0.0]
+    assert [reward.total for reward in scored(env, 0, [ids, ids[1:]])] == [1.0, 0.0]
 
 
 class Format(Task):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -36,7 +37,7 @@ def make(tokenizer, task, curriculum, num_envs=4, **settings):
 
 def collector(env, tokenizer):
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer(str(g))["input_ids"], tokenizer.eos_token_id])
-    return SyncCollector(env, engine, Sampling(max_new_tokens=4), 10_000)
+    return SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=4)), 10_000)
 
 
 def levels(env, groups):

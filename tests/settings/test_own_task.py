@@ -15,6 +15,7 @@ from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.scoring import scored
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +134,7 @@ def test_a_dataclass_is_a_task_and_its_fields_are_settings(folder, tokenizer):
 def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, tokenizer):
     env = make_env(settings("env.weight=0.5", "env.tags=[x]"), tokenizer)
     assert env.task.tags == ["x"] and env.task.rows == [{"word": "night"}, {"word": "day"}]
-    assert [reward.total for reward in env.score(0, [tokenizer(text).input_ids for text in ("night", "day")])] == [
+    assert [reward.total for reward in scored(env, 0, [tokenizer(text).input_ids for text in ("night", "day")])] == [
         0.5,
         0,
     ]
@@ -142,7 +143,7 @@ def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, token
 @pytest.mark.nightly
 def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tokenizer):
     env = make_env(settings("env.isolated=true"), tokenizer)
-    assert env.score(0, [tokenizer("night").input_ids])[0].total == 1.0
+    assert scored(env, 0, [tokenizer("night").input_ids])[0].total == 1.0
 
 
 def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):

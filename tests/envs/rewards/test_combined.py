@@ -7,6 +7,7 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.registry import REWARDS, Known
 from grpo_rl.envs.task import Messages, Reward, Task
+from tests.envs.scoring import scored
 
 ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
 RIGHT, WRONG = "42", "41"
@@ -131,6 +132,6 @@ def test_an_environment_takes_it_as_any_task(tokenizer):
     config = {"length": 1.0, "soft_overlong_punishment": {"max_len": 4, "cache": 2}}
     env = LLMEnv(with_rewards(GSM8K(ROWS), config, token_counter(tokenizer)), tokenizer, 1, 3)
     ids = [tokenizer(text)["input_ids"] for text in ("42", "042", "00042")]
-    rewards = env.score(0, [*ids])
+    rewards = scored(env, 0, [*ids])
     assert [reward.parts["length"] for reward in rewards] == pytest.approx([0.5, 0.5 - 1 / 3, -0.5])
     assert [reward.parts["soft_overlong_punishment"] for reward in rewards] == [0.0, -0.5, -1.0]

@@ -243,7 +243,7 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     assert env.max_turns == settings.env.max_turns > 1
     assert '"name": "freeze"' in env.decode(env.encode(ROW))
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
-    text, calls = env.read_turn(env.tokenizer(said)["input_ids"])
+    text, calls = env.read_turn(said, {})
     (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
     assert result["content"] == "2"
     env.task._of["add"].close()
