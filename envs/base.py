@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.data import Bounded, Categorical, Composite, NonTensor, StackedComposite, Unbounded
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +23,7 @@ from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.specs import DONE, row_specs
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
@@ -34,7 +35,7 @@ __all__ = [
 
 _KEPT = (keys.QUERY, keys.GROUP_ID, keys.ROW)
 """Entries of a row that no step changes."""
-_DONE = ("done", "terminated", "truncated")
+_YES, _NO = torch.tensor([True]), torch.tensor([False])
 
 
 class LLMEnv(EnvBase):
@@ -122,7 +123,8 @@ class LLMEnv(EnvBase):
         self.max_turns = max_turns if plays_turns(task) else 1
         self.guard = ScoreGuard(task, score_timeout_s, max_failed_fraction)
         self._reading = threading.Lock()
-        self._make_specs()
+        specs = row_specs(num_envs * repeats, len(tokenizer), task.reward_parts)
+        self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs  # pyrefly: ignore[bad-assignment]
 
     @cached_property
     def held_out_guard(self) -> ScoreGuard:
@@ -254,32 +256,6 @@ class LLMEnv(EnvBase):
 
     # ---- TorchRL ----
 
-    def _make_specs(self) -> None:
-        batch: Any = self.batch_size
-        prompt = Unbounded((-1,), dtype=torch.long)
-        response = Bounded(0, len(self.tokenizer) - 1, (-1,), dtype=torch.long)
-        self.observation_spec = self._ragged(  # pyrefly: ignore[bad-assignment]
-            {
-                keys.QUERY: NonTensor(shape=(), example_data="a question"),
-                keys.HISTORY: NonTensor(shape=(), example_data=Dialog([])),
-                keys.TOKENS_PROMPT[0]: Composite({keys.TOKENS_PROMPT[1]: prompt}),
-                keys.GROUP_ID: Unbounded((1,), dtype=torch.long),
-                keys.ROW: Unbounded((1,), dtype=torch.long),
-                keys.FAILED: Categorical(2, (1,), dtype=torch.bool),
-            }
-        )
-        self.action_spec = self._ragged({keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: response})})  # pyrefly: ignore[bad-assignment]
-        parts = Composite({name: Unbounded((*batch, 1)) for name in self.task.reward_parts}, shape=batch)
-        self.reward_spec = Composite(  # pyrefly: ignore[bad-assignment]
-            {keys.REWARD[-1]: Unbounded((*batch, 1)), keys.REWARD_PARTS[0]: parts}, shape=batch
-        )
-        flag = Categorical(2, (*batch, 1), dtype=torch.bool)
-        self.done_spec = Composite({name: flag.clone() for name in _DONE}, shape=batch)  # pyrefly: ignore[bad-assignment]
-
-    def _ragged(self, row: dict) -> StackedComposite:
-        """The spec of a lazily stacked batch, whose rows differ in length: one dense spec would ask to stack them."""
-        return StackedComposite(*[Composite(row)] * self.batch_size[0], dim=0)
-
     def fake_tensordict(self) -> TensorDictBase:
         """Zeros in the form of one step of a rollout; their rows are stacked as those of ``reset`` and ``step``."""
         return lazy_stack(list(super().fake_tensordict().unbind(0)))
@@ -320,7 +296,6 @@ class LLMEnv(EnvBase):
                 (Prompt(i, i, "", torch.tensor(self.encode(row))), row, f"held-out row {i}")
                 for i, row in enumerate(rows)
             ]
-        no = torch.tensor([False])
         beginnings = []
         for prompt, row, where in begun:
             beginning = TensorDict(
@@ -330,8 +305,7 @@ class LLMEnv(EnvBase):
                     keys.TOKENS_PROMPT: prompt.ids,
                     keys.GROUP_ID: torch.tensor([prompt.group_id]),
                     keys.ROW: torch.tensor([prompt.row]),
-                    keys.FAILED: no,
-                    **dict.fromkeys(_DONE, no),
+                    **{name: _NO.clone() for name in (keys.FAILED, *DONE)},
                 }
             )
             # Shallow copies: the rows of a group share their tensors, and each gets a place for its own response.
@@ -339,11 +313,17 @@ class LLMEnv(EnvBase):
         return lazy_stack(beginnings)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = list(tensordict.unbind(0))
+        return lazy_stack(self.step_rows(list(tensordict.unbind(0))))
+
+    def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """What each row's step leads to: ``step`` without the stacking of rows, and what TorchRL does around it."""
         # A conversation that is over waits for the others; it had its reward.
         open_rows = [i for i, row in enumerate(rows) if not row[keys.HISTORY].over]
         texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])
-        dialogs = {i: _said(rows[i], self.read_turn, text) for i, text in zip(open_rows, texts, strict=True)}
+        dialogs: dict[int, Dialog] = {}
+        for i, text in zip(open_rows, texts, strict=True):
+            before = rows[i][keys.HISTORY]
+            dialogs[i] = before.said(*self.read_turn(text, before.row))
         cut = {i for i in open_rows if bool(rows[i].get(keys.TRUNCATED, False))}
         # A turn that was cut has no end: a reply would go into the middle of a sentence.
         asked = [i for i in open_rows if i not in cut and dialogs[i].turns < dialogs[i].max_turns]
@@ -357,9 +337,9 @@ class LLMEnv(EnvBase):
             elif reply is not None:
                 cut.add(i)  # the policy never reads the reply
         self._judge(rows, dialogs, [i for i in open_rows if i not in prompts])
-        return lazy_stack(
-            [self._next(row, dialogs.get(i, row[keys.HISTORY]), i in cut, prompts.get(i)) for i, row in enumerate(rows)]
-        )
+        return [
+            self._next(row, dialogs.get(i, row[keys.HISTORY]), i in cut, prompts.get(i)) for i, row in enumerate(rows)
+        ]
 
     def _reply(self, row: TensorDictBase, dialog: Dialog) -> tuple[Messages, Tensor] | None:
         """The task's reply, and the ids of the conversation with it; None where the conversation is over."""
@@ -410,7 +390,7 @@ class LLMEnv(EnvBase):
                 **{
                     keys.REWARD_PARTS + (name,): torch.tensor([parts.get(name, 0.0)]) for name in self.task.reward_parts
                 },
-                **{name: torch.tensor([flag]) for name, flag in flags.items()},
+                **{name: (_YES if flag else _NO).clone() for name, flag in flags.items()},
             }
         )
 
@@ -418,9 +398,3 @@ class LLMEnv(EnvBase):
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""
         if seed is not None:
             self.start_epoch(seed, 0)
-
-
-def _said(row: TensorDictBase, read: Callable[[str, dict], tuple[str, list[dict[str, Any]]]], text: str) -> Dialog:
-    """A row's conversation with the turn that the policy has just had."""
-    dialog = row[keys.HISTORY]
-    return dialog.said(*read(text, dialog.row))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import queue
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -258,9 +259,27 @@ class ScoreGuard:
         return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
 
 
+_idle: deque[queue.SimpleQueue[Any]] = deque()
+"""What threads wait for that have nothing to do."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def in_thread(function: Callable[..., object], *arguments: object) -> None:
-    """Calls the function in a thread that does not keep the process from ending."""
-    threading.Thread(target=function, args=arguments, daemon=True).start()
+    """Calls the function in a thread that does not keep the process from ending; it is used again afterwards."""
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), daemon=True).start()
+    calls.put((function, arguments))
+
+
+def _work(calls: queue.SimpleQueue[Any]) -> None:
+    while True:
+        function, arguments = calls.get()
+        function(*arguments)
+        del function, arguments
+        _idle.append(calls)
 
 
 def _run(

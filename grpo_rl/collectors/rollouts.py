@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from itertools import groupby
@@ -16,12 +17,10 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
-from grpo_rl.agents.stepping import SteppedEngine
-from grpo_rl.collectors.engine_policy import IF_THERE_ARE_ANY, WRITTEN, EnginePolicy, act
+from grpo_rl.collectors.engine_policy import IF_THERE_ARE_ANY, WRITTEN, EnginePolicy, turn_sampling, write
 from grpo_rl.collectors.groups import verdict_of
 from grpo_rl.data import keys
-from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.guards.guard import in_thread, outcome
 
 Rollout = list[TensorDictBase]
@@ -32,10 +31,13 @@ Step = Callable[[EnvBase, Sequence[TensorDictBase]], Awaitable[list[TensorDictBa
 
 def step(env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
     """The rows with what the environment made of their responses under ``next``."""
-    batch = lazy_stack(list(rows))
-    # `EnvBase.step` takes the whole batch of the environment alone, and adds nothing to this but checks.
-    stepped = env.step(batch) if env.batch_size == batch.batch_size else batch.set("next", env._step(batch))
-    return list(stepped.unbind(0))
+    if isinstance(env, LLMEnv):
+        after = env.step_rows(rows)
+    else:  # `EnvBase.step` takes the whole batch of the environment alone, and adds nothing to this but checks
+        after = list(env._step(lazy_stack(list(rows))).unbind(0))
+    for row, led_to in zip(rows, after, strict=True):
+        row.set("next", led_to)
+    return list(rows)
 
 
 def is_done(row: TensorDictBase) -> bool:
@@ -44,8 +46,9 @@ def is_done(row: TensorDictBase) -> bool:
 
 
 def following(row: TensorDictBase) -> TensorDictBase:
-    """The row of the next step: what was new under ``next`` in the place of what it was before."""
-    return row.exclude("next", *WRITTEN, *IF_THERE_ARE_ANY).update(row["next"])
+    """The row of the next step: what the step led to, and what no step changes."""
+    after = row["next"]
+    return after if keys.GROUP_ID in after.keys() else row.exclude("next", *WRITTEN, *IF_THERE_ARE_ANY).update(after)
 
 
 def note(env: EnvBase, rollouts: Sequence[Rollout]) -> None:
@@ -150,20 +153,49 @@ def play_all(env: EnvBase, policy: Policy, rows: Sequence[TensorDictBase]) -> tu
     """
     if not isinstance(policy, EnginePolicy) or policy.in_rounds or not any(map(takes_turns, rows)):
         return in_rounds(env, policy, rows)
-    engine, sampling = SteppedEngine(policy.engine), policy.sampling
-
-    async def sample(prompt: Sequence[int], _: int, settings: Sampling) -> Samples:
-        return await engine.sample(prompt, settings)
-
-    async def respond(members: Sequence[TensorDictBase]) -> None:
-        # Each by itself: the engine is stepped with single responses.
-        await asyncio.gather(*(act([row], sample, sampling, policy.engine.max_model_len) for row in members))
-
-    async def all_rows() -> list[Rollout]:
-        return await gathered(play(env, members, respond, step_in_thread) for members in at_own_pace(rows))
-
-    loop, begun_s = LoopThread(), time.perf_counter()
+    begun_s = time.perf_counter()
     try:
-        return engine.run(loop.start(all_rows())), time.perf_counter() - begun_s
+        return _at_own_pace(env, policy, list(rows)), time.perf_counter() - begun_s
     finally:
-        loop.close()
+        policy.engine.abort()
+
+
+def _at_own_pace(env: EnvBase, policy: EnginePolicy, rows: list[TensorDictBase]) -> list[Rollout]:
+    """The rollouts of the rows: those that have a response are stepped in threads while the engine samples others."""
+    engine, longest = policy.engine, policy.engine.max_model_len
+    rollouts: list[Rollout] = [[] for _ in rows]
+    number = {id(row): i for i, row in enumerate(rows)}
+    groups = [[number[id(row)] for row in group] for group in at_own_pace(rows)]
+    together = {i: members for members in groups for i in members}
+    in_engine: set[int] = set()
+    stepped: queue.SimpleQueue[tuple[list[int], Any]] = queue.SimpleQueue()
+    in_threads = 0
+
+    def submit(i: int) -> None:
+        prompt = rows[i][keys.TOKENS_PROMPT].tolist()
+        engine.submit(i, prompt, turn_sampling(len(prompt), policy.sampling, longest))
+        in_engine.add(i)
+
+    def step_them(members: list[int]) -> None:
+        stepped.put((members, outcome(step, env, [rows[i] for i in members])))
+
+    for i in range(len(rows)):
+        submit(i)
+    while in_engine or in_threads:
+        for i, samples in engine.step() if in_engine else ():
+            write([rows[i]], samples, longest)
+            in_engine.discard(i)
+            if in_engine.isdisjoint(together[i]):
+                in_thread(step_them, together[i])
+                in_threads += 1
+        while in_threads and not (in_engine and stepped.empty()):
+            members, found = stepped.get()  # whatever it waits for has a deadline
+            in_threads -= 1
+            if isinstance(found, Exception):
+                raise found
+            for i, row in zip(members, found, strict=True):
+                rollouts[i].append(row)
+                if not is_done(row):
+                    rows[i] = following(row)
+                    submit(i)
+    return rollouts
