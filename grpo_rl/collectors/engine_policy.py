@@ -50,11 +50,11 @@ class EnginePolicy(TensorDictModuleBase):
         Kept sets and the experts of each token, of prompt and response, come with them where the engine gives any.
         """
         rows = list(tensordict.unbind(0))
-        done = [row for row in rows if bool(row.get("done", False))]
-        for row in done:
+        is_done = [bool(row.get("done", False)) for row in rows]
+        for row in (row for row, done in zip(rows, is_done, strict=True) if done):
             write([row], _NOTHING, self.engine.max_model_len)
         calls: dict[tuple[int, Sampling], list[tuple[tuple[int, ...], list[TensorDictBase]]]] = {}
-        for (_, prompt), members in by_prompt(row for row in rows if row not in done).items():
+        for (_, prompt), members in by_prompt(row for row, done in zip(rows, is_done, strict=True) if not done).items():
             sampling = turn_sampling(len(prompt), self.sampling, self.engine.max_model_len)
             calls.setdefault((len(members), sampling), []).append((prompt, members))
         for (size, sampling), asked in calls.items():
