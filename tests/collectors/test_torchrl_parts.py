@@ -86,7 +86,7 @@ def test_a_rollout_of_torchrls_gives_the_groups_of_our_collector(tokenizer, task
     steps = rows_of(rollout)
     theirs = [group_of_rollouts(steps[:3]), group_of_rollouts(steps[3:])]
     assert all(map(same, ours, theirs))
-    assert {len(row) for row in steps} == ({1} if type(task) is OneTurn else {1, 2, 3})
+    assert {len(row) for row in steps} == ({1} if type(task) is OneTurn else {1, 2})
 
 
 def test_torchrls_collector_gives_the_groups_of_ours(tokenizer):
