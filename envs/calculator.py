@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.sources import Source
@@ -85,12 +87,8 @@ class Calculator(ToolTask):
         super().__init__(rows, CALCULATOR, weights, form, tool_role, system_prompt, solved)
         gsm8k.check_gold(rows)
 
+    @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """The reward: whether the number is right, the calculator helped, and the last message has the format.
-
-        Raises:
-            Unjudgeable: the row's answer has no number.
-        """
         said, _, final = self._turns(messages)
         right = gsm8k.is_right(final, row["answer"])
         if right is None:
@@ -150,9 +148,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
         path: ``arithmetic`` for :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out;
             otherwise as :func:`grpo_rl.envs.gsm8k.load_rows` takes it: a file, a shipped set, or None for the hub's.
         split: ``train`` or ``test``; a file is one split.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
 
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'

@@ -16,7 +16,7 @@ from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, prog
 from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, asking, check_weights, opening, raised
+from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
 SYSTEM_PROMPT = (
     "Solve the task in Python. Write the whole program into one block that begins with ```python and ends with ```."
@@ -33,7 +33,7 @@ _SPENT = 0.9
 """The part of the time for a group in which programs may run: what follows needs some of it."""
 
 
-class Code(Task):
+class Code(GroupTask):
     r"""Tasks to write a program; a response earns ``tests``, ``all_passed`` and ``answer_format``.
 
     "Read two integers, and print their sum." A response whose program does so earns 1.6:
@@ -91,20 +91,12 @@ class Code(Task):
             question = f"{question}\n\nThe program is tested by calls such as {call}."
         return asking(self._before, question)
 
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward: the share of tests that its program passes, whether it passes all, and whether there is one.
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a group; equal programs run once, others side by side.
 
         A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
-        A program that waits takes no sibling's share of the group's time.
-
-        Raises:
-            TimeoutError: programs of the group left no time for it.
-            Unjudgeable: the row's tests fail for any program.
+        A program that waits takes no sibling's share of the group's time; one that this leaves no time has no reward.
         """
-        return raised(self.score_many([row], [response])[0])
-
-    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The rewards of a group, as :meth:`score` gives them; equal programs run once, others side by side."""
         until = time.monotonic() + self._budget_s * _SPENT
         tests = {id(row): read_tests(row, self._max_tests) for row in rows}
         programs = [(id(row), program_of(response)) for row, response in zip(rows, responses, strict=True)]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from grpo_rl.envs import tables
 from grpo_rl.envs.generated.puzzles import Puzzles
 from grpo_rl.envs.grading.expressions import check, evaluated
@@ -76,7 +78,7 @@ class Countdown(Task):
         self._use_all = use_all
         for index, example in enumerate(examples or ()):
             where = f"env.examples[{index}]"
-            tables.check_columns(_checked(dict(example), where), {"response": str}, where)
+            tables.checked_row(_checked(dict(example), where), {"response": str}, where)
         shown = [(self._question(dict(example)), example["response"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows
@@ -99,13 +101,8 @@ class Countdown(Task):
     def _is_right(self, row: dict, expression: str) -> bool:
         return check(row["numbers"], row["target"], expression, use_all=self._use_all)
 
+    @override
     def score(self, row: dict, response: str) -> Reward:
-        """The reward: whether the expression is right, and whether it can be evaluated at all.
-
-        >>> row = {"numbers": [3, 7, 50], "target": 47}
-        >>> Countdown([row]).score(row, "<think>50 is near.</think><answer>50 - 3</answer>").parts
-        {'correctness': 1.0, 'answer_format': 0.1}
-        """
         expression = last_answer(response) or ""
         has_value = evaluated(expression) is not None
         return Reward(self._paid({"correctness": self._is_right(row, expression), "answer_format": has_value}))

@@ -13,7 +13,7 @@ from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer, written
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
+from grpo_rl.envs.task import GroupTask, Messages, Reward, asking, check_weights, opening
 
 COLUMNS = {"question": str, "answer": str}
 CHAT_COLUMNS = {"question": str | list, "answer": str}
@@ -33,7 +33,7 @@ REASONING_PATTERN = r"(?s)^\s*<reasoning>.+?</reasoning>"
 ANSWER_PATTERN = r"(?s)<answer>\s*[-+$]*(\d[\d.,]*|\.\d+)\s*</answer>\s*$"
 
 
-class GSM8K(Task):
+class GSM8K(GroupTask):
     """Grade-school problems; a response earns ``correctness``, ``reasoning_format`` and ``answer_format``.
 
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did
@@ -87,7 +87,7 @@ class GSM8K(Task):
                 raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
         self._patterns = (reasoning_pattern, answer_pattern)
         for index, example in enumerate(examples or ()):
-            tables.check_columns(example, COLUMNS, f"env.examples[{index}]")
+            tables.checked_row(example, COLUMNS, f"env.examples[{index}]")
         self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in examples or ()])
         self.rows = rows
         check_gold(rows)
@@ -96,30 +96,8 @@ class GSM8K(Task):
         """System prompt, examples, and the question."""
         return asking(self._before, row["question"])
 
-    @property
-    def scores_group(self) -> bool:
-        """True if one call scores a group; a subclass that scores in its own way is asked for each response."""
-        return type(self).score is GSM8K.score
-
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward: whether the final number is right, and the two formats.
-
-        Raises:
-            TimeoutError: the search for a pattern took too long.
-
-        >>> task = GSM8K([])
-        >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
-        {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
-        """
-        return raised(self._scored([row], [response])[0])
-
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The rewards of a group, with one search for all its patterns, unless a subclass scores in its own way."""
-        if not self.scores_group:
-            return list(super().score_many(rows, responses))
-        return self._scored(rows, responses)
-
-    def _scored(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a group, with one search for all its patterns; a TimeoutError where that took too long."""
         formats = patterns.found(self._patterns, responses, (REASONING_PATTERN, ANSWER_PATTERN), self._budget_s)
         return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
 
@@ -143,8 +121,8 @@ class GSM8K(Task):
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The final number of each response, without trailing zeros.
 
-        >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "No idea."])
-        ['7', '7', None]
+        >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "42 / 6 =", "No idea."])
+        ['7', '7', 'quotient 7', None]
         """
         return final_numbers(responses)
 
@@ -162,9 +140,15 @@ def is_right(response: str, answer: str) -> bool | None:
 
 
 def final_numbers(responses: Sequence[str]) -> list[str | None]:
-    """The final number of each response, equal ones written alike."""
-    numbers = map(extract_answer, responses)
-    return [None if number is None else written(number) for number in numbers]
+    """The final number of each response, equal ones written alike; a quotient is another answer than its value."""
+    return [_final_number(response) for response in responses]
+
+
+def _final_number(response: str) -> str | None:
+    if (number := extract_answer(response, quotients=False)) is not None:
+        return written(number)
+    quotient = extract_answer(response)
+    return None if quotient is None else f"quotient {written(quotient)}"
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:
@@ -175,9 +159,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train", cha
             the hub (or its cache).
         split: of the hub's data, ``train`` or ``test``; a file is one split.
         chat: whether questions may be chat messages.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
 
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'

@@ -11,7 +11,7 @@ from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, un
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import Rows
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, asking, check_weights, opening, raised
+from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
 HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("HuggingFaceH4/MATH-500", "test")}
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
@@ -22,7 +22,7 @@ COLUMNS = ("problem", "answer", "solution")
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 
 
-class Math(Task):
+class Math(GroupTask):
     r"""Problems with a boxed answer; a response earns ``correctness`` and ``answer_format``.
 
     "Compute $\sin 45^\circ$." A response whose boxed answer is right, however written, earns 1.1:
@@ -63,7 +63,7 @@ class Math(Task):
         check_weights(self._weights)
         self._deadline_s = deadline_s
         for index, example in enumerate(examples or ()):
-            tables.check_columns(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
+            tables.checked_row(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
         shown = [(example["problem"], example["solution"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows
@@ -77,22 +77,12 @@ class Math(Task):
         """System prompt, examples, and the problem."""
         return asking(self._before, row["problem"])
 
-    def score(self, row: dict, response: str) -> Reward:
-        r"""The reward: whether the boxed answer is right, and whether there is one.
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a group; the workers make all comparisons at once.
 
         A response whose comparison does not end in time, nor when nothing else is under way, is wrong, and has the
         measure ``timed_out``. One whose process was killed, as by a machine short of memory, has no reward.
-
-        Raises:
-            Unjudgeable: the row has no gold answer that can be parsed.
-
-        >>> Math([]).score({"problem": "1/4 + 1/4?", "answer": r"\frac{1}{2}"}, r"That is $\boxed{0.5}$.").parts
-        {'correctness': 1.0, 'answer_format': 0.1}
         """
-        return raised(self.score_many([row], [response])[0])
-
-    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The rewards of a group, as :meth:`score` gives them; the workers make all comparisons at once."""
         golds = [self.gold(row) or "" for row in rows]
         judged = verdicts(golds, responses, self._deadline_s, self._budget_s)
         return [self._reward(*pair) for pair in zip(golds, responses, judged, strict=True)]
@@ -137,9 +127,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     Args:
         path: see :func:`grpo_rl.envs.tables.load_rows`; None takes the hub's :data:`HUB_SETS`.
         split: ``train`` or ``test``; a file is one split.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
     """
     source = Source.of(path)
     if source.path is None and split not in HUB_SETS:
@@ -156,9 +143,7 @@ def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
         row["answer"] = answer
     # The error on a row that has neither names "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
-    row = tables.with_texts(row, {given: str})
-    tables.check_columns(row, {"problem": str | list, given: str}, where, present)
-    return row
+    return tables.checked_row(row, {"problem": str | list, given: str}, where, present)
 
 
 MathEnv = TaskSpec(Math, load_rows, hub=HUB_SETS["train"][0])

@@ -103,15 +103,8 @@ class Mixture(Task):
         """The prompt of the row's task."""
         return self.tasks[row[TASK]].prompt(row[ROW])
 
+    @override
     def score(self, row: dict, response: str) -> Reward:
-        """The reward of the row's task.
-
-        >>> from grpo_rl.envs.gsm8k import GSM8K
-        >>> mixture = Mixture({"gsm8k": GSM8K([])}, {"gsm8k": 0.5})
-        >>> row = {"task": "gsm8k", "row": {"question": "3 + 4?", "answer": "#### 7"}}
-        >>> mixture.score(row, "It's 7").parts["gsm8k/correctness"]
-        1.0
-        """
         return self.named(row[TASK], self.tasks[row[TASK]].score(row[ROW], response))
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:

@@ -22,14 +22,14 @@ from grpo_rl.envs.tables import (
     read_messages,
     read_tools,
 )
-from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, check_weights, raised
+from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, check_weights, raised
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
 """The name that this message has in a row apart from its prompt."""
 
 
-class PromptResponse(Task):
+class PromptResponse(GroupTask):
     """Prompts of a data set; a response earns what one or more reward functions say.
 
     "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
@@ -97,18 +97,13 @@ class PromptResponse(Task):
                 raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
-        some = set().union(*rows) - columns
-        lacking = {name: place_of(rows, next(at for at, row in enumerate(rows) if name not in row)) for name in some}
         if completion_column and len(rows) and completion_column not in columns:
-            at = f"; {lacking[completion_column]} lacks it" if completion_column in lacking else ""
             raise ValueError(
                 f"env.completion_column={completion_column} is no column of all rows, which have "
-                f"{', '.join(sorted(columns))}{at}"
+                f"{', '.join(sorted(columns))}"
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
-        self._functions = [
-            (RewardFunction(name, sorted(columns), lacking), weight) for name, weight in _weighted(reward)
-        ]
+        self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
         self._columns, self._deadline_s = sorted(columns), 60.0
         self.reward_parts = tuple(function.name for function, _ in self._functions)
         if len(set(self.reward_parts)) < len(self.reward_parts):
@@ -134,10 +129,6 @@ class PromptResponse(Task):
     def _messages(self, row: dict) -> Messages:
         asked = self._asked(row)
         return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward of a response alone, as a batch of one."""
-        return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The rewards of a batch: each function is called once.

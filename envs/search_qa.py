@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
@@ -115,12 +117,8 @@ class SearchQA(ToolTask):
         self._results, self._max_chars = results, max_result_chars
         self._index = index or SearchIndex(load_corpus(corpus))
 
+    @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """The reward: how well the last message agrees with the gold answer.
-
-        Raises:
-            Unjudgeable: nothing is left of the gold answer when it is normalised, so that an empty answer would match.
-        """
         gold = row["answer"]
         if not words.normalize_answer(gold):
             raise Unjudgeable(f"the gold answer {gold!r} has no word but articles; give another, or leave the row out")
@@ -172,7 +170,7 @@ def _line(text: str, max_chars: int) -> str:
 
 
 def load_rows(
-    path: str | Path | Source | None = None, split: str = "train", *, held_out: float = 0.0, seed: int = 0
+    path: str | Path | Source | None = None, split: str = "train", *, held_out: float = 0.0
 ) -> Sequence[dict]:
     """Questions with ``question``, ``answer`` and ``documents``, the titles of their supporting facts.
 
@@ -181,7 +179,6 @@ def load_rows(
             ``supporting_facts`` may be left out. None takes ``hotpotqa/hotpot_qa`` (distractor) from the hub.
         split: ``train`` or ``test``; the hub's validation split is the test split.
         held_out: fraction of a file's rows that is its test split; at 0 the file is one split.
-        seed: of the choice of the rows held out.
 
     Raises:
         ValueError: there is no such file or split, the hub can't be reached, a row lacks a column, or a split is empty.
@@ -191,7 +188,7 @@ def load_rows(
     source = Source.of(path)
     rows = tables.load_rows(source, HUB_SPLITS[split], COLUMNS, hub=HUB_NAME).map(_question)
     if source.path is not None and held_out:
-        chosen = set(random.Random(seed).sample(range(len(rows)), round(held_out * len(rows))))
+        chosen = set(random.Random(0).sample(range(len(rows)), round(held_out * len(rows))))
         rows = Rows(row for index, row in enumerate(rows.placed()) if (index in chosen) == (split == "test"))
     if not rows:
         raise ValueError(f"no row of {source.path or HUB_NAME} is left for {split} at env.held_out={held_out}")
@@ -199,8 +196,7 @@ def load_rows(
 
 
 def _question(row: dict, where: str) -> dict:
-    row = tables.with_texts(row, TEXTS)
-    tables.check_columns(row, TEXTS, where)
+    row = tables.checked_row(row, TEXTS, where)
     facts = row.get("supporting_facts") or []
     try:
         # The hub turns the file's list of pairs into a pair of lists.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
 import json
 import lzma
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".x
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[tuple[str, ...]], Sequence[str]]
-"""Chooses the columns to read from those that are there."""
+"""Chooses the columns to read from those that are there; others may be larger than memory."""
 LOADED: dict[tuple[str, str | None], str] = {}
 """The commit of each data set of the hub that this process has read, by its name and ``env.revision``."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -61,55 +62,47 @@ class Source:
             raise ValueError(f"the {given[0]} {getattr(self, given[0])} means nothing for {what}")
 
 
-def read(source: Source, split: str, choose: Choose = tuple, texts: Sequence[str] = ()) -> list[Placed]:
+def read(source: Source, split: str, choose: Choose, texts: Sequence[str] = ()) -> list[Placed]:
     """Every row of a source that has a path.
 
     Args:
         split: of a folder with several, or of the hub's data, unless the source has its own; a file is one split.
-        choose: which of the columns that are there to read; others may be larger than memory.
         texts: columns that are texts in CSV files too, where they look like numbers.
 
     Raises:
         ValueError: there is no such file, data set or split, or it can't be read.
     """
     assert source.path is not None
-    path, file = source.path, Path(os.path.expanduser(source.path))
-    if path.startswith(HUB_PREFIX):
-        return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
+    file, split = Path(os.path.expanduser(source.path)), source.split or split
+    if repository_of(source.path):
+        return _of_hub(source.path.removeprefix(HUB_PREFIX), source, split, choose)
+    if file.is_dir() and source.subset:
+        return _of_hub(str(file), source, split, choose)
     if file.is_dir():
         return _of_folder(file, source, split, choose, texts)
-    if file.exists() or not glob.has_magic(path):
-        files = [file]
-        if not file.exists() and format_of(file) is None and is_hub_name(path):
-            return _of_hub(path, source, split, choose)
-    else:
+    source.refuse("files, which are one split", "subset", "split", "revision")
+    files = [file]
+    if not file.exists() and glob.has_magic(source.path):
         files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
         if not files:
-            raise ValueError(f"{path} matches no file; it is looked for in {Path.cwd()}")
-    source.refuse("files, which are one split", "subset", "split", "revision")
+            raise ValueError(f"{source.path} matches no file; it is looked for in {Path.cwd()}")
     return [row for file in files for row in _of_file(file, choose, texts)]
 
 
 def repository_of(path: str | None) -> str | None:
-    """The repository of the hub that a path names; None: it names none.
+    """The repository of the hub that a path names, by ``hf:`` or where no file has that name; None: it names none.
 
-    >>> repository_of("hf:openai/gsm8k:main"), repository_of("openai/gsm8k"), repository_of("rows.jsonl")
+    >>> repository_of("hf:openai/gsm8k:main"), repository_of("openai/gsm8k"), repository_of("my/own/rows.jsonl")
     ('openai/gsm8k', 'openai/gsm8k', None)
     """
-    if path is None or not path.startswith(HUB_PREFIX):
-        local = path is None or format_of(Path(path)) is not None or os.path.exists(os.path.expanduser(path))
-        if path is None or local or not is_hub_name(path):
+    if path is None:
+        return None
+    name = path.removeprefix(HUB_PREFIX)
+    if name == path:
+        file = Path(os.path.expanduser(path))
+        if not _HUB_NAME.fullmatch(path) or format_of(file) or file.exists():
             return None
-    return path.removeprefix(HUB_PREFIX).partition(":")[0]
-
-
-def is_hub_name(path: str) -> bool:
-    """True if a path has the form of a name of the hub.
-
-    >>> is_hub_name("trl-lib/tldr"), is_hub_name("my/own/rows")
-    (True, False)
-    """
-    return bool(_HUB_NAME.fullmatch(path))
+    return name.partition(":")[0]
 
 
 def format_of(file: Path) -> str | None:
@@ -131,18 +124,13 @@ def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Placed]:
             "(owner/name)"
         )
     if ending in (".jsonl", ".json"):
-        # Not by `datasets`, which reads texts that look like dates as dates.
-        return [
-            (where, {name: _whole(row[name], name, where) for name in choose(tuple(row))}, tuple(row))
-            for where, row in json_rows(file)
-        ]
+        return _of_json(file, choose)
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    csv = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)}
-    options = csv if ending == ".csv" else {}
+    options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)} if ending == ".csv" else {}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
@@ -150,13 +138,46 @@ def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Placed]:
     return _of_table(data, str(file), choose)
 
 
+def _of_json(file: Path, choose: Choose) -> list[Placed]:
+    """The rows of one object a line, or of one list of objects; not by `datasets`, which makes dates of texts."""
+    try:
+        with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
+            text = opened.read()
+    # Each way of compression has errors of its own.
+    except Exception as error:
+        raise ValueError(f"{file} can't be read: {error}") from error
+    if text.lstrip().startswith("["):
+        found = [(f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file)))]
+    else:
+        # Not splitlines(), which also breaks at characters that a JSON string may hold.
+        lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
+        found = [(where, _parsed(line, where)) for where, line in lines if line.strip()]
+    rows: list[Placed] = []
+    for where, row in found:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
+        chosen = {name: row[name] for name in choose(tuple(row))}
+        try:
+            json.dumps(chosen, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # JSON can write what no tokenizer reads
+            half = ascii(error.object[error.start])
+            raise ValueError(f"{where} has half of a character, {half}, as of an emoji cut in two") from error
+        rows.append((where, chosen, tuple(row)))
+    return rows
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
+
+
 def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
-    """The rows of a folder: what `datasets` saved, a data set with a card, or files, whose names tell their splits."""
+    """The rows of a folder: what `datasets` saved, or files, whose names tell their splits."""
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-    if source.subset:
-        return _of_hub(str(folder), source, split, choose)
     by_split: dict[Any, Any] = {}
     saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
     if saved:
@@ -164,29 +185,26 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
         by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
     else:
         endings = [ending + packed for ending in FORMATS for packed in ("", *PACKED)]
-        try:
+        with contextlib.suppress(EmptyDatasetError, FileNotFoundError):
             patterns = get_data_patterns(str(folder))
             found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=endings)
             by_split = {str(name): sorted(map(Path, files)) for name, files in found.items() if files}
-        except (EmptyDatasetError, FileNotFoundError):
-            pass
     if not by_split:
         raise ValueError(f"{folder} is a folder without files that end in {', '.join(FORMATS)}")
-    chosen = source.split or split
-    if chosen not in by_split:
-        # One split alone is read for any, as a file is, unless a setting names another.
-        if source.split or len(by_split) > 1:
-            raise ValueError(
-                f"{folder} has no split {chosen}; it has {', '.join(by_split)}: set env.split, and env.eval_split for "
-                "the held-out rows"
-            )
-        (chosen,) = by_split
+    # One split alone is read for any, as a file is, unless a setting names another.
+    if split not in by_split and not source.split and len(by_split) == 1:
+        (split,) = by_split
+    if split not in by_split:
+        raise ValueError(
+            f"{folder} has no split {split}; it has {', '.join(by_split)}: set env.split, and env.eval_split for "
+            "the held-out rows"
+        )
     if saved:
-        return _of_table(by_split[chosen], f"{folder} {chosen}", choose)
-    return [row for file in by_split[chosen] for row in _of_file(file, choose, texts)]
+        return _of_table(by_split[split], f"{folder} {split}", choose)
+    return [row for file in by_split[split] for row in _of_file(file, choose, texts)]
 
 
-def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Placed]:
+def _of_hub(told: str, source: Source, split: str, choose: Choose) -> list[Placed]:
     """The rows of a split of a data set of the hub, or of its cache, or of a folder in the hub's layout."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -194,11 +212,10 @@ def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Place
 
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
-    told, revision, split = name, source.revision, source.split or split
-    name, _, subset = name.partition(":")
+    name, _, subset = told.partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
     try:
-        data = load_dataset(name, source.subset or subset or None, split=split, revision=revision)
+        data = load_dataset(name, source.subset or subset or None, split=split, revision=source.revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(
             f"{told} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl (and "
@@ -210,7 +227,7 @@ def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Place
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
     if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):
-        LOADED[name, revision] = commit
+        LOADED[name, source.revision] = commit
     return _of_table(data, f"{name} {split}", choose)
 
 
@@ -218,44 +235,3 @@ def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
     present = tuple(data.column_names)
     rows = data.select_columns(list(choose(present))).to_list()
     return [(f"{where}, row {index}", row, present) for index, row in enumerate(rows)]
-
-
-def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
-
-    Raises:
-        ValueError: the file can't be read, or something in it is no object.
-    """
-    try:
-        with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
-            text = opened.read()
-    # Each way of compression has errors of its own.
-    except Exception as error:
-        raise ValueError(f"{file} can't be read: {error}") from error
-    if text.lstrip().startswith("["):
-        rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
-    else:
-        # Not splitlines(), which also breaks at characters that a JSON string may hold.
-        lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
-        rows = ((where, _parsed(line, where)) for where, line in lines if line.strip())
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
-        yield where, row
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
-
-
-def _whole(value: Any, name: str, where: str) -> Any:
-    """The value of a column, all of whose characters are whole: JSON can write halves, which no tokenizer reads."""
-    try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"{where}: {name} has half of a character, {half}, as of an emoji cut in two") from error
-    return value

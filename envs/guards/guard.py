@@ -164,7 +164,7 @@ class ScoreGuard:
                 # Processes start with the first call, and again after one that was killed.
                 with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
                     arguments = [(method, *arguments) for arguments in calls]
-                    return self._processes.map(arguments, on_result=lambda *_: wait.again())
+                    return self._processes.map(arguments, on_result=lambda _: wait.again())
             self._task.ready(self.deadline_s)
             return self._in_thread(getattr(self._task, method), calls, where)
 

@@ -1,4 +1,4 @@
-"""IsolatedCalls: calls of a function in processes that can be killed, each with a deadline and a memory limit.
+"""Child: a process that is killed with all that it has started; IsolatedCalls: a function called in such processes.
 
 A worker is a fresh interpreter that imports the function's module and nothing else. The processes of multiprocessing,
 which pebble's and concurrent.futures' pools are made of, run the main script again instead: `python sota/grpo.py` would
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -24,18 +25,60 @@ from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
 from grpo_rl.by_name import one_line, raised_at
-from grpo_rl.envs.guards.parent import end_with_parent, ending, kill_group
+from grpo_rl.envs.guards.parent import end_with_parent
 
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import its function; not a part of any call's deadline."""
 
-_MAX_CHUNK = 16  # Calls that a worker is sent at a time: it returns each result as it has it, so a few are enough.
 _MAX_WORKERS = 8
 _POLL_S = 0.2  # between two looks at whether a worker still lives
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_rl.envs.guards import isolation; "
     "isolation.serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+
+
+class Child:
+    """A process that leads a group of its own: Ctrl-C spares it, and a kill takes its children too.
+
+    Args:
+        command: and ``options``, as `subprocess.Popen` has them.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._lock, self._killed = threading.Lock(), False
+        self.process = subprocess.Popen(command, start_new_session=True, **options)
+
+    def ends(self, until: float) -> bool:
+        """True if the process ends before ``until``, by the monotonic clock."""
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> int:
+        """Kills the group, and returns the exit code of the process; any thread may call it, and again."""
+        with self._lock:
+            if not self._killed:  # a second time, the group's number may be another's
+                kill_group(self.process.pid)
+            self._killed = True
+        return self.process.wait()
+
+
+def kill_group(leader: int) -> None:
+    """Kills a process that leads a group of its own, with all that it has started there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def ending(code: int) -> str:
+    """The end of a process in words.
+
+    >>> ending(-9), ending(3)
+    ('SIGKILL', 'exit code 3')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 class WorkerDied(RuntimeError):
@@ -90,8 +133,9 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     ) -> None:
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
-        self.deadline_s, self._again, self._environment, self._output = deadline_s, again, environment, output
-        self._set_up = pickle.dumps((_sendable(function), memory_gib))
+        self.deadline_s, self._again = deadline_s, again
+        self._options = {"env": environment, "stdout": output, "stderr": output}
+        self._set_up = _pickled(function, memory_gib)
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
         self._own = threading.local()  # each thread has a worker of its own
         self._live: set[_Worker] = set()
@@ -105,23 +149,23 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         if not self._live:
             self._threads.submit(self._own_worker).result()
 
-    def submit(self, arguments: tuple) -> Future[list[Any]]:
+    def submit(self, arguments: tuple) -> Future[Any]:
         """The result of one call, as :meth:`map` gives it, when it is there."""
-        return self._threads.submit(self._results, [arguments], self.deadline_s, math.inf)
+        return self._threads.submit(self._result, arguments, self.deadline_s)
 
     def map(
         self,
         arguments: Sequence[tuple],
         deadline_s: float | None = None,
         budget_s: float = math.inf,
-        on_result: Callable[[int, Any], None] | None = None,
+        on_result: Callable[[Future[Any]], object] | None = None,
     ) -> list[Any]:
         """The result of each call, in the order of ``arguments``, one tuple a call.
 
         Args:
             deadline_s: seconds of each of these calls, where it is not the usual one.
             budget_s: seconds of all calls together; each that has no result by then gives a TimeoutError in its place.
-            on_result: gets each call's index and result as soon as it is there, from any thread. It must not raise.
+            on_result: gets each call's future as soon as it has its result, from any thread.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
         than its deadline, or :class:`WorkerDied`.
@@ -131,14 +175,13 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         """
         if os.getpid() != self._process_id:
             raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
-        size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
         deadline_s, until = deadline_s or self.deadline_s, time.monotonic() + budget_s
-        futures = [
-            self._threads.submit(self._results, arguments[start : start + size], deadline_s, until, start, on_result)
-            for start in range(0, len(arguments), size)
-        ]
+        futures = [self._threads.submit(self._result, one, deadline_s, until) for one in arguments]
+        if on_result:
+            for future in futures:
+                future.add_done_callback(on_result)
         try:
-            return [result for future in futures for result in future.result()]
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
@@ -154,133 +197,90 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _results(
-        self,
-        chunk: Sequence[tuple],
-        deadline_s: float,
-        until: float,
-        start: int = 0,
-        on_result: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
-        """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
-        results: list[Any] = []
-        died = False
-
-        def add(result: Any) -> None:
-            results.append(result)
-            if on_result:
-                on_result(start + len(results) - 1, result)
-
-        while len(results) < len(chunk):
+    def _result(self, arguments: tuple, deadline_s: float, until: float = math.inf) -> Any:
+        """The result of a call, made by this thread's worker, and where that dies by another one."""
+        message, died = pickle.dumps(arguments), None
+        for _ in range(2 if self._again else 1):
             if self.closed:
                 raise RuntimeError("closed while calls were under way")
             if time.monotonic() >= until:
-                add(TimeoutError("no time was left for it"))
-                continue
+                return TimeoutError("no time was left for it")
             worker = self._own_worker()
             try:
-                worker.pipe.send(list(chunk[len(results) :]))
-                while len(results) < len(chunk):
-                    add(worker.result(min(deadline_s, max(0.0, until - time.monotonic()))))
-                    died = False
+                return worker.reply(message, min(deadline_s, max(0.0, until - time.monotonic())))
             except TimeoutError as error:
-                self._kill(worker)
-                add(error)
-                died = False
-            except (EOFError, OSError):
-                end = self._kill(worker)
-                # A worker may have died before the call, killed by a machine short of memory: the call gets another.
-                if died or not self._again:
-                    times = " twice" if self._again else ""
-                    add(WorkerDied(f"the process of the call died{times}, of {end}", end))
-                died = self._again and not died
-        return results
+                self._end(worker)
+                return error
+            except WorkerDied as error:
+                # It may have died before the call, killed by a machine short of memory: the call gets another.
+                self._end(worker)
+                died = error
+        return died
 
     def _own_worker(self) -> _Worker:
         worker = getattr(self._own, "worker", None)
         if worker is None:
-            worker = self._own.worker = _Worker(self._environment, self._output)
+            worker = self._own.worker = _Worker(**self._options)
             self._live.add(worker)
             try:
                 if self.closed:  # close may have looked for workers to kill before this one was there
-                    raise RuntimeError("closed while a worker was started")
-                worker.start(self._set_up)
-            except BaseException:
-                self._kill(worker)
-                raise
+                    raise RuntimeError("closed while it was started")
+                problem = worker.reply(self._set_up, START_TIMEOUT_S)
+            except (TimeoutError, RuntimeError) as error:
+                problem = error
+            if problem:
+                self._end(worker)
+                raise RuntimeError(f"a worker process can't be started: {problem}")
         return worker
 
-    def _kill(self, worker: _Worker) -> str:
-        self._own.worker = None
-        self._live.discard(worker)
-        return worker.kill()
-
-
-class _Worker:
-    """One process, and the pipe to it."""
-
-    def __init__(self, environment: Mapping[str, str] | None, output: IO[bytes] | None) -> None:
-        self.pipe, theirs = Pipe()
-        self._lock, self._ended = threading.Lock(), False
-        search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        with theirs:
-            handle = theirs.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, search_path, str(handle), str(os.getpid())],
-                pass_fds=[handle],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # a group of its own: Ctrl-C spares it, a kill takes its children too
-            )
-
-    def start(self, set_up: bytes) -> None:
-        """Waits until the function is imported."""
-        try:
-            self.pipe.send_bytes(set_up)
-            problem = self.pipe.recv() if self.pipe.poll(START_TIMEOUT_S) else f"no answer in {START_TIMEOUT_S:g} s"
-        except (EOFError, OSError):
-            problem = f"it died of {self.kill()}"
-        if problem:
-            raise RuntimeError(f"a worker process can't be started: {problem}")
-
-    def result(self, deadline_s: float) -> Any:
-        """The result of the call under way, or the exception that it raised, as an object.
-
-        Raises:
-            TimeoutError: it takes too long.
-            EOFError, OSError: the process died.
-        """
-        until = time.monotonic() + deadline_s
-        while not self.pipe.poll(min(_POLL_S, max(0.0, until - time.monotonic()))):
-            # A child that it has started may hold its end of the pipe open.
-            if self.process.poll() is not None and not self.pipe.poll():
-                raise EOFError
-            if time.monotonic() >= until:
-                raise TimeoutError(f"no result within {deadline_s:.3g} s")
-        message = self.pipe.recv_bytes()
-        try:
-            return pickle.loads(message)
-        except Exception as error:
-            return error
-
-    def end(self) -> str:
-        """Ends the process with its children, if it hasn't ended, and says how it ended; any thread may call it."""
-        with self._lock:
-            if not self._ended:  # a second time, the group's number may be another's
-                kill_group(self.process.pid)
-            self._ended = True
-        return ending(self.process.wait())
-
-    def kill(self) -> str:
-        """Ends the process as :meth:`end` does, and closes the pipe: for the thread that reads it.
+    def _end(self, worker: _Worker) -> None:
+        """Ends this thread's worker, and closes its pipe, which other threads, such as that of `close`, leave alone.
 
         Two threads that close one pipe close its file twice, and the second time it may be another's.
         """
-        end = self.end()
-        self.pipe.close()
-        return end
+        self._own.worker = None
+        self._live.discard(worker)
+        worker.child.kill()
+        worker.pipe.close()
+
+
+class _Worker:
+    """One process, and the pipe to it; ``options`` are those of `subprocess.Popen`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.pipe, theirs = Pipe()
+        search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        with theirs:
+            handle = theirs.fileno()
+            command = [sys.executable, "-c", _WORKER, search_path, str(handle), str(os.getpid())]
+            self.child = Child(command, pass_fds=[handle], stdin=subprocess.DEVNULL, **options)
+
+    def reply(self, message: bytes, deadline_s: float) -> Any:
+        """The result of the call that the message asks for, or the exception that it raised, as an object.
+
+        Raises:
+            TimeoutError: it takes too long.
+            WorkerDied: the process died.
+        """
+        until = time.monotonic() + deadline_s
+        try:
+            self.pipe.send_bytes(message)
+            while not self.pipe.poll(min(_POLL_S, max(0.0, until - time.monotonic()))):
+                # A child that it has started may hold its end of the pipe open.
+                if self.child.process.poll() is not None and not self.pipe.poll():
+                    raise EOFError
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"no result within {deadline_s:.3g} s")
+            received = self.pipe.recv_bytes()
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            end = ending(self.child.kill())
+            raise WorkerDied(f"the process of the call died, of {end}", end) from error
+        try:
+            return pickle.loads(received)
+        except Exception as error:
+            return error
 
 
 def serve(handle: int, parent: int) -> None:
@@ -293,21 +293,17 @@ def serve(handle: int, parent: int) -> None:
             function, memory_gib = pickle.loads(pipe.recv_bytes())
             _limit_memory(memory_gib)
         except Exception as error:
-            pipe.send(one_line(error))
+            pipe.send_bytes(pickle.dumps(one_line(error)))
             return
-        pipe.send(None)
-        while True:
-            try:
-                chunk = pipe.recv()
-            except EOFError:
-                return
-            for arguments in chunk:
-                pipe.send_bytes(_result(function, arguments))
+        pipe.send_bytes(pickle.dumps(None))
+        with contextlib.suppress(EOFError):
+            while True:
+                pipe.send_bytes(_outcome(function, pipe.recv_bytes()))
 
 
-def _result(function: Callable[..., Any], arguments: tuple) -> bytes:
+def _outcome(function: Callable[..., Any], message: bytes) -> bytes:
     try:
-        return pickle.dumps(function(*arguments))
+        return pickle.dumps(function(*pickle.loads(message)))
     except Exception as error:
         try:
             error.raised_at = raised_at(error)  # pyrefly: ignore[missing-attribute]
@@ -330,18 +326,17 @@ def _limit_memory(gib: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _pickled(function: Callable[..., Any], memory_gib: float | None) -> bytes:
     remedy = "define it at the top of a module that can be imported"
     if getattr(function, "__module__", None) == "__main__":
         raise ValueError(f"{function!r} is in the main script, where worker processes can't find it; {remedy}")
     try:
-        pickle.dumps(function)
+        return pickle.dumps((function, memory_gib))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{function!r} can't be sent to a worker process ({error}); {remedy}") from error
-    return function
 
 
 def _kill_all(workers: set[_Worker], process_id: int) -> None:
     # A fork's copy of this list names processes that are not its own.
     for worker in list(workers) if os.getpid() == process_id else ():
-        worker.end()
+        worker.child.kill()

@@ -1,8 +1,7 @@
-"""Processes that end with the process that started them, and groups of processes that are killed."""
+"""Processes that end with the process that started them."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -34,21 +33,6 @@ def ending_with_parent(command: Sequence[str], with_group: bool = False) -> list
     how = WITH_GROUP if with_group else ALONE
     # The file by itself: the interpreter before the command imports neither site-packages nor this package.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), how, *command]
-
-
-def kill_group(leader: int) -> None:
-    """Kills a process that leads a group of its own, with all that it has started there."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def ending(code: int) -> str:
-    """The end of a process in words.
-
-    >>> ending(-9), ending(3)
-    ('SIGKILL', 'exit code 3')
-    """
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _end_with_group(parent: int) -> None:

@@ -15,8 +15,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from grpo_rl.envs.ifeval.language import detect_language
-from grpo_rl.envs.ifeval.sentences import count_capital_words, count_sentences
+from grpo_rl.envs.ifeval.language import count_capital_words, count_sentences, detect_language
 
 RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")

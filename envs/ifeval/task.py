@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from typing_extensions import override
+
 from grpo_rl.envs import tables
-from grpo_rl.envs.ifeval.sentences import punkt
+from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
@@ -75,8 +77,7 @@ class IFEval(Task):
         self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
-            tables.check_columns(row, COLUMNS, where := tables.place_of(rows, index))
-            _instructions(row, where)
+            _instructions(tables.checked_row(row, COLUMNS, where := tables.place_of(rows, index)), where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             punkt()
 
@@ -84,16 +85,8 @@ class IFEval(Task):
         """System prompt, if any, and the row's prompt."""
         return asking(self._before, row["prompt"])
 
+    @override
     def score(self, row: dict, response: str) -> Reward:
-        """The reward for following the row's instructions.
-
-        >>> row = {"key": 1, "prompt": "Greet us without commas, in less than 3 words.", "kwargs": [{}, {
-        ...     "num_words": 3, "relation": "less than"}], "instruction_id_list": [
-        ...     "punctuation:no_comma", "length_constraints:number_words"]}
-        >>> task = IFEval([row], strict=1, all=2, loose=0.5)
-        >>> task.score(row, "Hello dear World").parts
-        {'strict': 0.5, 'all': 0.0, 'loose': 0.25}
-        """
         instructions = _instructions(row, "a row")
         followed = verdicts(instructions, response)
         earned = {"strict": fmean(followed), "all": float(all(followed))}
@@ -109,10 +102,6 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
         path: see :func:`grpo_rl.envs.tables.load_rows`, with these columns; None takes ``google/IFEval`` from
             the hub (or its cache).
         split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
-
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column, has an unknown
-            instruction or lacks one of its arguments.
     """
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
@@ -120,7 +109,7 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
     rows = rows.checked(COLUMNS)
-    for where, row, _ in rows.placed():
+    for where, row, _ in rows.placed():  # of held-out rows no task is made
         _instructions(row, where)
     return rows if source.path else Rows(placed for placed in rows.placed() if split_of(placed[1]["key"]) == split)
 

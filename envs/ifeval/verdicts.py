@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS, RELATIONS
-from grpo_rl.envs.ifeval.language import languages
+from grpo_rl.envs.ifeval.language import detectors
 
 Instruction = Callable[[str], bool]
 """True if a text as it is follows one instruction of a row, whose arguments have been checked."""
@@ -134,5 +134,5 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys((name for names in _ARGUMENTS.values() for name in names if name.startswith("num_")), _COUNT),
     "nth_paragraph": (lambda value: _is_count(value, 1), "a whole number, at least 1"),
     "letter": (lambda value: isinstance(value, str) and len(value) == 1, "one character"),
-    "language": (lambda value: value in languages(), "a language that langdetect knows, such as en"),
+    "language": (lambda value: value in detectors().langlist, "a language that langdetect knows, such as en"),
 }

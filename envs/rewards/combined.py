@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
-from grpo_rl.envs.task import Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
+from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
 
 if TYPE_CHECKING:  # processes that call reward functions need not wait for it
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ CORRECTNESS = ("accuracy", "correctness")
 """Reward parts that say whether a response is right, where a reward names none."""
 
 
-class WithRewards(Task):
+class WithRewards(GroupTask):
     """A task whose responses earn more: to the parts of ``task`` come those of ``rewards``, under their names.
 
     Prompts, rows and gold answers are the task's own. Make it with :func:`with_rewards`.
@@ -116,20 +116,17 @@ class WithRewards(Task):
         """The task's own extraction."""
         return self.task.final_answers(responses)
 
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward of a response alone: where responses of a group are compared, it has no others to lose to.
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The reward of each response; neighbours with the same row are the responses to one prompt.
 
         >>> from grpo_rl.envs.gsm8k import GSM8K
         >>> task = with_rewards(GSM8K([]), {"cosine": {"weight": 2.0, "max_len": 10}})
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "It's 7").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.0, 'cosine': 1.345...}
         """
-        return raised(self.score_many([row], [response])[0])
-
-    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The reward of each response; neighbours with the same row are the responses to one prompt."""
         self._begin()
-        return self._extended(rows, responses, self.task.score_many(rows, responses))
+        score_many = self.task.score_many if self.task.scores_group else partial(Task.score_many, self.task)
+        return self._extended(rows, responses, score_many(rows, responses))
 
     def _begin(self) -> None:
         """Tells the added rewards of the deadline of a call: the task's own scoring takes its part of it."""

@@ -28,7 +28,6 @@ class RewardFunction:
     Args:
         function: ``package.module:function``, or the function itself.
         columns: names of the lists that there will be.
-        lacking: the place of a row that lacks a column, by the names of columns that other rows have.
 
     Raises:
         ValueError: there is no such module or function, it can't be called, or it asks for a column that is not there.
@@ -38,9 +37,7 @@ class RewardFunction:
     ('reward_len', [-14.0])
     """
 
-    def __init__(
-        self, function: str | Callable[..., Any], columns: Collection[str], lacking: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
         self.function = object_by_name(function, "env.reward") if isinstance(function, str) else function
         self.is_named = isinstance(function, str)
         own = getattr(self.function, "__name__", type(self.function).__name__)
@@ -49,7 +46,6 @@ class RewardFunction:
         self.where = function if isinstance(function, str) else own
         if not callable(self.function) or inspect.isclass(self.function):
             raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")
-        self._lacking = lacking or {}
         self.takes = self._taken(columns)
 
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception | None]:
@@ -112,14 +108,9 @@ class RewardFunction:
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
-            if at := next((self._lacking[name] for name in missing if name in self._lacking), None):
-                raise ValueError(
-                    f"env.reward={self.where} asks for {', '.join(missing)}, which other rows have, and {at} lacks; "
-                    "give it there, or remove the row"
-                )
             raise ValueError(
                 f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
-                f"{', '.join(sorted(columns))}; rename its parameter or the column"
+                f"{', '.join(sorted(columns))}, the columns of all rows; rename its parameter or the column"
             )
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return [name for name in columns if takes_all or name in names]

@@ -137,9 +137,6 @@ def _read(name: str, setting: Any) -> Part:
             taken = ["weight", *(["unit"] if "length" in known.inputs else [])]
             taken += [*(["correct"] if "correct" in known.inputs else []), *allowed]
             raise ValueError(f"{where} has no setting {setting_name}; {_choices(setting_name, taken)}")
-    for parameter in allowed.values():
-        if parameter.default is parameter.empty and parameter.name not in settings:
-            raise ValueError(f"{where} needs {parameter.name}; set {where}.{parameter.name}")
     hints = get_type_hints(known.function.__init__ if known.made else known.function)
     for setting_name, value in settings.items():
         if not _is_of(value, hints[setting_name]):
@@ -151,9 +148,9 @@ def _read(name: str, setting: Any) -> Part:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
         # A response of nothing shows whether the settings make sense, before anything expensive starts.
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
-        if settings:
+        if allowed:
             known.function(*nothing, **settings)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # a TypeError names a setting that lacks
         raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from grpo_rl.envs.guards.parent import kill_group
+from grpo_rl.envs.guards.isolation import Child
 from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
 from grpo_rl.envs.sandbox.seccomp import filter_of
 
@@ -130,9 +130,8 @@ class Sandbox:
         Args:
             within_s: seconds after which it is killed, whatever its limits are.
         """
-        with _Files() as files:
-            process = self._start("run", files.holding(program), [], stdin=files.holding(stdin), files=files)
-            return process.ended(self._until(within_s))
+        with contextlib.ExitStack() as files:
+            return self._start(files, "run", program, stdin=_file(files, stdin)).ended(self._until(within_s))
 
     def test(
         self,
@@ -161,25 +160,22 @@ class Sandbox:
         Raises:
             BrokenTests: the tests fail before the program is asked for anything, as they would for any program.
         """
-        with _Files() as files:
-            content = dict[str, Any](
-                setup=setup, tests=list(tests), names=list(names), entry_point=entry_point, only=only
-            )
-            verdicts = files.empty()
-            asked, ask = files.pipe()
-            told, tell = files.pipe()
-            program_process = self._start("serve", files.holding(program), [asked, tell], files=files)
-            tests_process = self._start(
-                "test", files.holding(json.dumps(content)), [told, ask, verdicts.fileno()], files=files
-            )
-            files.close_pipes()  # or neither would notice the other's end
+        content = dict[str, Any](setup=setup, tests=list(tests), names=list(names), entry_point=entry_point, only=only)
+        with contextlib.ExitStack() as files:
+            verdicts = _file(files)
+            with contextlib.ExitStack() as ends:  # closed before the wait, or neither would notice the other's end
+                asked, ask, told, tell = *os.pipe(), *os.pipe()
+                for handle in (asked, ask, told, tell):
+                    ends.callback(os.close, handle)
+                serving = self._start(files, "serve", program, [asked, tell])
+                testing = self._start(files, "test", json.dumps(content), [told, ask, verdicts.fileno()])
             try:
-                outcome = tests_process.ended(self._until(within_s))
+                outcome = testing.ended(self._until(within_s))
                 # Its pipes are closed, and it ends by itself, if it has not: only then does its exit code tell why.
-                program_process.ended(time.monotonic() + _END_S)
+                serving.ended(time.monotonic() + _END_S)
             finally:
-                program_process.kill()
-            outcome = replace(outcome, timed_out=outcome.timed_out or program_process.cpu_spent)
+                serving.child.kill()
+            outcome = replace(outcome, timed_out=outcome.timed_out or serving.cpu_spent)
             verdicts.seek(0)
             passed = set(verdicts.read(2**16).split())
             if b"broken" in passed:
@@ -190,89 +186,61 @@ class Sandbox:
         return time.monotonic() + min(within_s, self.limits.until_killed_s)
 
     def _start(
-        self, what: str, source: IO[bytes], handles: Sequence[int], files: _Files, stdin: IO[bytes] | None = None
+        self,
+        files: contextlib.ExitStack,
+        what: str,
+        text: str,
+        handles: Sequence[int] = (),
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
     ) -> _Process:
-        stdout, stderr = files.empty(), files.empty()
+        source, stdout, stderr = _file(files, text), _file(files), _file(files)
         resources = self.limits.resources()
         if not self._jail.words:  # the kernel would count what else the user runs
             del resources["RLIMIT_NPROC"]
         settings = {"user": self._jail.user(), "resources": resources, "filter": _filter()}
-        passed = [source.fileno(), *handles]
         words = [*self._jail.command(), *("-s", "-S", "-P", "-B"), "-c", _INSIDE.read_text()]
-        process = subprocess.Popen(
+        child = Child(
             [*words, json.dumps([what, source.fileno(), list(handles), settings])],
-            stdin=stdin or subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=passed,
+            pass_fds=[source.fileno(), *handles],
             env=ENVIRONMENT,
             cwd="/",
-            start_new_session=True,
         )
-        return _Process(process, stdout, stderr, self.limits.output_kib * 1024)
+        return _Process(child, stdout, stderr, self.limits.output_kib * 1024)
 
 
+@dataclass
 class _Process:
-    """A process that was started, and what it writes."""
+    """A process that was started, and the files that it writes to, of which ``most`` bytes are read."""
 
-    def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
-        self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
-        self.cpu_spent = False
-        """True if a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel also
-        sends where memory is short."""
+    child: Child
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    most: int
+    cpu_spent: bool = False
+    """True if a signal of the limit of CPU time ended the process: SIGXCPU, or SIGKILL, which the kernel also sends
+    where memory is short."""
 
     def ended(self, until: float) -> Outcome:
         """The end of the process, which is killed if it is still running at ``until``, by the monotonic clock."""
-        late = False
-        try:
-            self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-        self.kill()
-        code = self._process.returncode
+        late = not self.child.ends(until)
+        code = self.child.kill()
         self.cpu_spent = not late and code in _CPU_SPENT
-        return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, late or self.cpu_spent)
-
-    def kill(self) -> None:
-        """Ends it, with all that it has started."""
-        if self._process.poll() is None:
-            kill_group(self._process.pid)
-        self._process.wait()
+        return Outcome(self._text(self.stdout), self._text(self.stderr)[-2000:], code, late or self.cpu_spent)
 
     def _text(self, file: IO[bytes]) -> str:
         file.seek(0)
-        return file.read(self._most).decode(errors="replace")
+        return file.read(self.most).decode(errors="replace")
 
 
-class _Files(contextlib.ExitStack):
-    """Files without a name and pipes of one call, closed with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pipes: set[int] = set()
-        self.callback(self.close_pipes)
-
-    def empty(self) -> IO[bytes]:
-        """A file to be written."""
-        return self.enter_context(tempfile.TemporaryFile())
-
-    def holding(self, text: str) -> IO[bytes]:
-        """A file with this text, at its beginning."""
-        file = self.empty()
-        file.write(text.encode(errors="replace"))
-        file.seek(0)
-        return file
-
-    def pipe(self) -> tuple[int, int]:
-        """Handles to read from and to write to."""
-        ends = os.pipe()
-        self._pipes.update(ends)
-        return ends
-
-    def close_pipes(self) -> None:
-        """Closes this process's ends."""
-        while self._pipes:
-            os.close(self._pipes.pop())
+def _file(files: contextlib.ExitStack, text: str = "") -> IO[bytes]:
+    """A file without a name, with this text, at its beginning; closed with ``files``."""
+    file = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
+    file.write(text.encode(errors="replace"))
+    file.seek(0)
+    return file
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.tables import check_columns
+from grpo_rl.envs.tables import checked_row
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
 from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
@@ -60,7 +60,7 @@ class ToolTask(Task):
         shown = f"a call of {tool.name}" if self._is_function else tool.written(form)
         self._before = opening(system_prompt.replace("{call}", shown) if system_prompt else None)
         for index, example in enumerate(examples or ()):
-            check_columns(example, EXAMPLE, f"env.examples[{index}]")
+            checked_row(example, EXAMPLE, f"env.examples[{index}]")
             call, result = _example(tool, index, example) if self._is_function else ({}, {})
             said = "" if self._is_function else tool.written(form, example["call"])
             self._before += [

@@ -18,8 +18,8 @@ from grpo_rl.agents.client import Client, NamedFunction
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
-from grpo_rl.envs.guards.isolation import IsolatedCalls
-from grpo_rl.envs.guards.parent import ending, ending_with_parent, kill_group
+from grpo_rl.envs.guards.isolation import IsolatedCalls, ending, kill_group
+from grpo_rl.envs.guards.parent import ending_with_parent
 from grpo_rl.loopback import LOOPBACK
 from grpo_rl.storage.masking import may_be_secret
 
@@ -187,7 +187,7 @@ class Function(Agent):
     async def play(self, client: Client, row: Mapping[str, Any]) -> object:
         worker = self._worker()
         try:
-            [result] = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
+            result = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
         except asyncio.CancelledError:  # no one waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise

@@ -28,10 +28,7 @@ def _send(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = OmegaConf.load(options.run / CONFIG)
     config = OmegaConf.merge(stored, OmegaConf.from_dotlist([word.lstrip("+") for word in overrides]))
     values = OmegaConf.to_container(config)
-    logger = values["logger"]
-    common = {"project": logger["project"], "name": logger["name"]}
-    settings, of_wandb = logger["settings"], {"mode": logger["mode"]}
-    loggers = open_loggers(logger["backend"], options.run, values, print, settings, common, of_wandb, again=True)
+    loggers = open_loggers(values["logger"], options.run, values, print, again=True)
     if not loggers:
         raise ValueError("the run has no logger; choose one by logger.backend=NAME")
     loggers.close()

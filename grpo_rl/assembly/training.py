@@ -57,7 +57,6 @@ def load_policy(
     with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
-        logs.progress.compiles = True
         # Passes without a gradient are compiled when first made: old log-probs, or those of a reference.
         more = settings.mode != "sft" and (derived.needs_old_log_probs(settings) or settings.policy.kl_coef)
         rest = "; the first step compiles scoring, and takes longer" if more else ""

@@ -1,4 +1,4 @@
-"""Checks of a run that is about to start: none hides those after it, and one that hangs or dies is named."""
+"""Checks of a run that is about to start, and their findings: none hides those after it; one that hangs is named."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from grpo_rl.checks.finding import LONGEST, Finding, caught
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ OF_MACHINE = {
 }
 OF_RUN = {
     "engine": (f"{CHECKS}.machine", ()),
-    "ray": (f"{CHECKS}.machine", ()),
-    "loggers": (f"{CHECKS}.loggers", ()),
+    "loggers": (f"{CHECKS}.machine", ()),
     "model": (f"{CHECKS}.model", ()),
     "devices": (f"{CHECKS}.devices", (*OF_MODEL, "engine", "ray")),
     "disk": (f"{CHECKS}.model", (*OF_MODEL, "run folder")),
@@ -49,7 +47,65 @@ SLOW = ("model", "weights")
 """Checks that may take all the time there is, for a download or the start of an engine; the others take half of it."""
 STACK_S = 0.5
 """Seconds that a process whose check hangs has to write its stack."""
+LONGEST = 500
+"""Characters of an error's text that a line shows."""
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report.
+
+    Args:
+        kind: ``OK``; ``note``, which limits what can be trained; ``FIX``, without which training goes wrong; ``SKIP``:
+            it was not looked at.
+        about: what was looked at, in a word or two.
+        text: what was found, and what to do where it is not in order.
+        override: setting without which the model can't be trained.
+
+    >>> print(Finding("OK", "python", "3.11.7"))
+    OK    python            3.11.7
+    """
+
+    kind: Literal["OK", "note", "FIX", "SKIP"]
+    about: str
+    text: str
+    override: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:<4}  {self.about:<16}  {self.text}"
+
+
+class Unfit(Exception):
+    """An error behind which nothing more can be looked at; carries its finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+@contextmanager
+def unfit(about: str, remedy: str = "") -> Iterator[None]:
+    """A context whose errors become a finding: libraries raise errors of any kind for a model that they can't take.
+
+    Raises:
+        Unfit: there was an error.
+
+    >>> with unfit("gate"):
+    ...     [][1]
+    Traceback (most recent call last):
+    grpo_rl.checks.check.Unfit: IndexError: list index out of range
+    """
+    try:
+        yield
+    except Unfit:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        # Errors of these kinds are written for people; of others the kind says most.
+        text = text if text and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {text}"
+        raise Unfit(Finding("FIX", about, f"{text}{remedy}")) from error
 
 
 @dataclass(frozen=True)
@@ -61,14 +117,12 @@ class Case:
         folder: that the run will write to.
         quick: read no weights.
         cluster: GPUs and CPUs of the Ray cluster that the run is for; None: the run is for this machine.
-        needs_template: whether a model without a chat template is to be mended.
     """
 
     settings: Settings | None
     folder: Path
     quick: bool = False
     cluster: tuple[int, int] | None = None
-    needs_template: bool = True
 
     @property
     def read(self) -> Settings:
@@ -77,25 +131,34 @@ class Case:
         return self.settings
 
 
-def findings_of(name: str, module: str, case: Case) -> Iterable[Finding]:
+def caught(about: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; an error that ends it is the last one, about that."""
+    try:
+        with unfit(about):
+            yield from check()
+    except Unfit as error:
+        yield error.finding
+
+
+def shown(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, each printed as soon as it is there."""
+    found = []
+    for finding in findings:
+        print(finding, flush=True)
+        found.append(finding)
+    return found
+
+
+def findings_of(name: str, module: str, case: Case) -> Iterator[Finding]:
     """The findings of a check; an unexpected error is one to be fixed."""
     return caught(name, lambda: getattr(importlib.import_module(module), name.replace(" ", "_"))(case))
 
 
-_under_way: Iterator[Finding] = iter(())
-"""Findings of the check under way in a child process."""
-
-
-def _in_child(check: tuple[str, str, Case] | None, deadline_s: float) -> Finding | None:
-    """The first finding of a check, or the next one of that under way; None behind the last.
-
-    Where it takes longer, the stack of this process goes to stderr.
-    """
-    global _under_way
+def _in_child(name: str, module: str, case: Case, deadline_s: float) -> list[Finding]:
+    """The findings of a check; where it takes longer, the stack of this process goes to stderr."""
     faulthandler.dump_traceback_later(deadline_s)
     try:
-        _under_way = iter(findings_of(*check)) if check else _under_way
-        return next(_under_way, None)
+        return list(findings_of(name, module, case))
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -103,7 +166,7 @@ def _in_child(check: tuple[str, str, Case] | None, deadline_s: float) -> Finding
 def all_findings(
     checks: Mapping[str, tuple[str, tuple[str, ...]]],
     case: Case,
-    run: Callable[[str, str, Case], Iterable[Finding]] = findings_of,
+    run: Callable[[str, str, Case], Iterator[Finding]] = findings_of,
 ) -> Iterator[Finding]:
     """The findings of all checks, whatever those before them found.
 
@@ -140,19 +203,10 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iter
                 return
             limit = left if name in SLOW else min(left, deadline_s / 2)
             log.truncate(log.seek(0))
-            try:
-                calls.start()  # no part of the check's time
-                check, until = (name, module, case), time.monotonic() + limit
-                while True:
-                    left = max(0.01, until - time.monotonic())
-                    [found] = calls.map([(check, left)], left + STACK_S)
-                    if not isinstance(found, Finding):
-                        break
-                    yield found
-                    check = None
-            except (RuntimeError, OSError) as error:  # no process can be started
-                found = error
-            if found is None:
+            calls.start()  # no part of the check's time
+            [found] = calls.map([(name, module, case, limit)], limit + STACK_S)
+            if isinstance(found, list):
+                yield from found
                 return
             said = Path(log.name).read_text(errors="replace")
             if isinstance(found, TimeoutError):

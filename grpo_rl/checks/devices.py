@@ -1,4 +1,4 @@
-"""Checks of the devices: the plan of who uses which, whether each computes, and whether trainers can sum a tensor."""
+"""Checks of the devices: the plan of who uses which, and whether trainers can sum a tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from transformers import AutoConfig
 
 from grpo_rl.assembly.devices import plan_devices
 from grpo_rl.by_name import one_line
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import Case, Finding
 from grpo_rl.checks.model import source_of
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.settings.devices import Devices, allocate
@@ -27,14 +26,8 @@ NUMBERS = 1024
 
 
 def devices(case: Case) -> Iterator[Finding]:
-    """The plan against the devices that are there, each of which computes a sum."""
-    plan = plan_of(case)
-    if case.cluster is None:
-        for device in dict.fromkeys((*plan.train, *plan.ref, *plan.inference)):
-            total = torch.ones(NUMBERS, device=device).sum().item()
-            if total != NUMBERS:
-                raise ValueError(f"{device} sums {NUMBERS} ones to {total}; take it out")
-    yield Finding("OK", "devices", str(plan))
+    """The plan against the devices that are there."""
+    yield Finding("OK", "devices", str(plan_of(case)))
 
 
 def plan_of(case: Case) -> Devices:
@@ -62,13 +55,18 @@ def collectives(case: Case) -> Iterator[Finding]:
     if len(ranks) < 2:
         yield Finding("SKIP", "collectives", "the nodes sum one, above" if case.cluster else "one process trains")
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     arguments = [("127.0.0.1", port, rank, len(ranks), device, COLLECTIVE_S) for rank, device in enumerate(ranks)]
     with IsolatedCalls(all_reduce, len(ranks), COLLECTIVE_S + 5, memory_gib=None, again=False) as calls:
         results = calls.map(arguments)
     yield summed({f"rank {rank}": result for rank, result in enumerate(results)})
+
+
+def free_port() -> int:
+    """A port that was free on this machine a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def all_reduce(host: str, port: int, rank: int, size: int, device: str, timeout_s: float) -> float:

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import Case, Finding
 from grpo_rl.run import claim
-from grpo_rl.run.lock import LOCK, FolderLock, in_use
+from grpo_rl.run.lock import FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training.checkpoint import checkpoints
 
 PROBE, PROBE_BYTES = ".doctor_", 1 << 20
-SLOW_S = 1.0
-"""Seconds that a file of :data:`PROBE_BYTES` may take until it is safe: checkpoints and logs are written so."""
 
 
 def place_of(folder: Path) -> Path:
@@ -53,9 +50,7 @@ def run_folder(case: Case) -> Iterator[Finding]:
     text = f"{folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
     if lock.warning:
         text = f"{folder}: its file system has no locks; see to it that no other process writes there"
-    elif seconds > SLOW_S:
-        text += ": slow, and every step waits for its log; a local disk is faster"
-    yield Finding("note" if lock.warning or seconds > SLOW_S else "OK", "run folder", text)
+    yield Finding("note" if lock.warning else "OK", "run folder", text)
 
 
 def _check_start(folder: Path, resume: str | None) -> None:
@@ -71,10 +66,7 @@ def _check_start(folder: Path, resume: str | None) -> None:
 def leftovers(case: Case) -> Iterator[Finding]:
     """Processes of an earlier run that hold the folder, by its lock or by open files."""
     folder = folder_of(case)
-    if not folder.is_dir():
-        yield Finding("OK", "leftovers", "none: the folder is new")
-        return
-    if error := in_use(folder):
+    if folder.is_dir() and (error := in_use(folder)):
         raise error
     if holders := list(_holders(folder.resolve())):
         text = f"processes of an earlier run write to files of {folder}: {'; '.join(holders[:5])}; end them"
@@ -93,13 +85,6 @@ def _holders(folder: Path) -> Iterator[str]:
             if process.pid in own or (job and process.environ().get("SLURM_JOB_ID") == job):
                 continue
             # `tail -f` and TensorBoard only read.
-            if any(file.mode != "r" and _belongs(Path(file.path), folder) for file in process.open_files()):
+            written = [Path(file.path) for file in process.open_files() if file.mode != "r" and PROBE not in file.path]
+            if any(path.is_relative_to(folder) for path in written):
                 yield f"pid {process.pid} ({' '.join(process.cmdline())[:60]})"
-
-
-def _belongs(file: Path, folder: Path) -> bool:
-    """True if a file is of the run in the folder: not of another run inside it, nor of a doctor at work there."""
-    if not file.is_relative_to(folder):
-        return False
-    inside = [place for place in file.parents if place != folder and place.is_relative_to(folder)]
-    return not any(place.name.startswith(PROBE) or (place / LOCK).exists() for place in inside)

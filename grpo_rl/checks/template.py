@@ -7,7 +7,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.check import Finding
 from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
 from grpo_rl.envs.task import Messages
 
@@ -24,15 +24,12 @@ TEXTS = (
 APPENDING = "a template that only appends (model.chat_template) keeps them"
 
 
-def template_findings(
-    tokenizer: PreTrainedTokenizerBase, ends: Collection[int], embedded: int, needs_template: bool = False
-) -> Iterator[Finding]:
+def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], embedded: int) -> Iterator[Finding]:
     """The findings on a tokenizer, without its model.
 
     Args:
         ends: ids that end a response, see `grpo_rl.policies.generation.end_ids`.
         embedded: ids that the model has an embedding for.
-        needs_template: whether one without a chat template is to be mended; a base model's template says what is done.
 
     Raises:
         ValueError: the chat template fails on a question.
@@ -52,12 +49,8 @@ def template_findings(
         yield _roles(tokenizer)
     else:
         text = "none: prompts are the messages' texts, as for a base model; model.chat_template=... gives one"
-        if needs_template:
-            text += "; for a base model, say that this is meant by a template that writes just them"
-        yield Finding("FIX" if needs_template else "note", "chat template", text)
+        yield Finding("note", "chat template", text)
     yield _end_of_turn(tokenizer, ends)
-    pad = tokenizer.pad_token
-    yield Finding("OK", "pad token", f"{pad} ({tokenizer.pad_token_id})" if pad else "none, and nothing here is padded")
     yield from _turns(tokenizer)
     yield _reading_back(tokenizer)
 
@@ -121,7 +114,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
         hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
     except ValueError as error:
-        yield Finding("note", about, f"{error}{_but_tools(tokenizer)}")
+        yield Finding("note", about, str(error))
         return
     if changed:
         yield Finding("note", about, f"message {changed} changes the ids of those before it; {APPENDING}")
@@ -134,15 +127,6 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         )
     else:
         yield Finding("OK", about, "ids of earlier messages stay as they are")
-
-
-def _but_tools(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of a message on a template in which a user's reply can't be written: the tasks that are left."""
-    try:
-        encode_reply(tokenizer, [{"role": "tool", "content": "5"}])
-    except ValueError:
-        return "; until then, tasks of one turn only"
-    return "; until then, tasks of one turn, and those where tools reply (env.tool_role=tool)"
 
 
 def _conversation(said: str) -> Messages:

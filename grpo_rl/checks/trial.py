@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.assembly.devices import plan_devices
 from grpo_rl.assembly.sync import make_engine
 from grpo_rl.assembly.training import make_policy
-from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.check import Finding, Unfit, unfit
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Engine, Sampling
@@ -89,12 +89,11 @@ def trial(settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase) 
     """
     torch.manual_seed(settings.train.seed)
     chosen = settings.inference_model.engine
-    with unfit("settings"):
-        sampling = Sampling(**settings.sampling)
-        sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
-        devices = plan_devices(settings, folder)
-        # Compiling takes longer than all else here, and changes no more than rounding.
-        settings = settings.with_values({"train_model.compile": bool(settings.train_model.compile)})
+    sampling = Sampling(**settings.sampling)
+    sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
+    # Compiling takes longer than all else here, and changes no more than rounding.
+    settings = settings.with_values({"train_model.compile": bool(settings.train_model.compile)})
+    devices = plan_devices(settings, folder)
     with unfit("weights"):
         policy = make_policy(settings, folder, devices)
     other = "; --engine transformers samples without vLLM, slowly" if chosen == "vllm" else ""

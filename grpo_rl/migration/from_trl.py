@@ -7,25 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_rl.migration import trl_fields as trl
 from grpo_rl.migration.converted import Converted
-from grpo_rl.migration.trl_fields import (
-    ACCURACY,
-    ADVANTAGES,
-    BOUNDS,
-    CHOICES,
-    CONVERTED,
-    DATASETS,
-    DEFAULTS,
-    LISTS,
-    LOSS_TYPES,
-    MAPPINGS,
-    NO_EFFECT,
-    NUMBERS,
-    RENAMED,
-    REWARDS,
-    SCHEDULES,
-    UNNEEDED,
-)
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
 
@@ -51,311 +34,276 @@ def convert(
     >>> made.config["optimizer"]["lr"], made.config["train"]["total_dialog_turns"], made.differences[0]
     (2e-06, 80, 'repetition_penalty=1.1: not taken over, see docs/from_trl.md')
     """
-    made = Converted()
     # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
     given = {name: _of_type(name, value) for name, value in given.items()}
-    named = {name: value for name, value in given.items() if name not in RENAMED}
-    named |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED and not named.get(RENAMED[name])}
-    fields = DEFAULTS | {name: value for name, value in named.items() if value is not None}
-    known = [*SAME, *CONVERTED]
+    named = {name: value for name, value in given.items() if name not in trl.RENAMED}
+    for name, today in trl.RENAMED.items():
+        if name in given:
+            named[today] = named.get(today) or given[name]
+    made = Converted(trl.DEFAULTS | {name: value for name, value in named.items() if value is not None})
+    known = [*SAME, *trl.CONVERTED]
     for name, value in named.items():
-        if name not in known and not name.startswith(UNNEEDED) and value not in (None, NO_EFFECT.get(name)):
+        if name not in known and not name.startswith(trl.UNNEEDED) and value not in (None, trl.NO_EFFECT.get(name)):
             near = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1, 0.9))
-            made.differs(name, value, f"not taken over, see docs/from_trl.md{near}")
-    nulls = {name: None for name in ("chat_template", "system_prompt") if name in named}  # which our tasks may have
-    for name, value in (nulls | fields).items():
-        if name in SAME:
-            section, _, setting = SAME[name].rpartition(".")
-            made.put(section, **{setting: value})
-    _convert_loss(made, fields)
-    _convert_batches(made, fields, processes, rows)
-    _convert_optimizer(made, fields)
-    _convert_model(made, fields)
-    _convert_run(made, fields)
-    _convert_task(made, fields, rewards)
+            made.differs(name, f"not taken over, see docs/from_trl.md{near}", value)
+    for name, values in trl.CHOICES.items():
+        if str(value := made.fields[name]) not in values:
+            raise ValueError(f"{name} is {value!r}; those with a counterpart are {', '.join(map(str, values))}")
+    nulls = {name for name in ("chat_template", "system_prompt") if name in named}  # which our tasks may have
+    made.put({setting: made[name] for name, setting in SAME.items() if name in {*nulls, *made.fields}})
+    ranks, steps = _convert_batches(made, processes, rows)
+    _convert_loss(made)
+    _convert_steps(made, steps)
+    _convert_model(made)
+    _divide_devices(made, ranks)
+    _convert_task(made, rewards)
+    for name, why in trl.BY_HAND.items():
+        if made[name]:
+            made.differs(name, why)
+    for name, taken in trl.MAPPINGS.items():
+        if rest := {key: value for key, value in (made[name] or {}).items() if key not in taken}:
+            made.differs(name, f"{' and '.join(taken)} alone have a counterpart", rest)
     return made
 
 
 def _of_type(name: str, value: Any) -> Any:
     """The value as Python makes TRL's type of it: YAML reads 1e-6, which has no point, as a text."""
-    field = RENAMED.get(name, name)
-    if value is None:
-        return None
+    field = trl.RENAMED.get(name, name)
+    if value is None or field in trl.NUMBERS:
+        return _number(name, value)
     try:
-        if field in LISTS:
-            return [LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
-        if field in MAPPINGS:
-            return dict(value)
-        if field not in NUMBERS and type(DEFAULTS.get(field)) not in (int, float):
-            return value
-        number = value if isinstance(value, int) else float(value)
+        if field in trl.LISTS:
+            return [trl.LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
+        value = dict(value) if field in trl.MAPPINGS else value
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    if field == "lr_scheduler_kwargs":
+        numbers = trl.MAPPINGS[field]
+        return {key: _number(f"{name}.{key}", each) if key in numbers else each for key, each in value.items()}
+    return value
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        number = value if value is None or isinstance(value, int) else float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r:.80}: {error}") from None
     # Beyond 1e15 a float can't hold every integer.
-    if not abs(number) < 10**15 and not (field in BOUNDS and number == math.inf):
+    if number is not None and not abs(number) < 10**15 and not (name in trl.BOUNDS and number == math.inf):
         raise ValueError(f"{name} is {number!r:.20}; it must be a number below 1e15")
     return number
 
 
-def _convert_loss(made: Converted, fields: Mapping[str, Any]) -> None:
-    for name, values in CHOICES.items():
-        if str(fields[name]) not in values:
-            raise ValueError(f"{name} is {fields[name]!r}; those with a counterpart are {', '.join(map(str, values))}")
-    kind = fields["loss_type"]
-    high = fields.get("epsilon_high", fields["epsilon"])
-    several = fields["multi_objective_aggregation"] == "normalize_then_sum"
-    made.put(
-        "loss",
-        **LOSS_TYPES[kind],
-        ratio=fields["importance_sampling_level"],
-        advantage="multi_reward" if several else ADVANTAGES[str(fields["scale_rewards"])],
-        kl="k3_is" if fields["use_bias_correction_kl"] else "k3",
-        clip_high=high,
+def _convert_batches(made: Converted, processes: int | None, rows: int | None) -> tuple[int, int]:
+    """Converts the sizes of batches; returns TRL's training processes and the steps of the run, 0 if not known."""
+    for name in trl.COUNTS:
+        if (value := made.get(name, 1)) < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    per_device, accumulated, group, iterations = (int(made[name]) for name in trl.COUNTS[:4])
+    ranks = processes or int(made.get("num_processes", 1))
+    batch = per_device * ranks * accumulated
+    sampled = int(
+        made["generation_batch_size"] or per_device * ranks * int(made["steps_per_generation"] or accumulated)
     )
-    if kind == "cispo":
-        # TRL caps the ratio at epsilon_high itself, and has no lower bound.
-        made.put("loss", clip_low=1.0, clip_high=max(high - 1, 0.0))
-        if high < 1:
-            made.differs("epsilon_high", high, "TRL's cispo caps every ratio at it, below 1; the cap is 1 here")
-    level, _, how = fields["vllm_importance_sampling_mode"].partition("_")
-    low, most = fields.get("vllm_importance_sampling_clip_min", 0.0), fields["vllm_importance_sampling_clip_max"]
-    # TRL without vLLM samples with the trainer's own model; here a sampler always has log-probs of its own.
-    if fields["vllm_importance_sampling_correction"] and fields["use_vllm"]:
-        made.put("loss", correction=how, correction_level=level, correction_low=low, correction_high=most)
-        if how == "truncate" and low:
-            made.differs("vllm_importance_sampling_clip_min", low, "truncation has an upper bound alone here")
-    else:
-        made.put("loss", correction="none")
-    if fields.get("sync_ref_model"):
-        made.put("ref_model", refresh="steps", refresh_steps=fields.get("ref_model_sync_steps", 512))
-        if (alpha := fields.get("ref_model_mixup_alpha", 0.6)) != 1:
-            made.differs("ref_model_mixup_alpha", alpha, "the reference becomes a whole copy of the policy here")
-
-
-def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int | None, rows: int | None) -> None:
-    ranks = processes or int(fields.get("num_processes", 1))
-    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations")
-    optional = ("generation_batch_size", "num_processes", "steps_per_generation", "vllm_tensor_parallel_size")
-    if low := [name for name in counts + optional if fields.get(name, 1) < 1]:
-        raise ValueError(f"{low[0]} is {fields[low[0]]}; it must be at least 1")
-    per_device, accumulated, group, iterations = (int(fields[name]) for name in counts)
-    optim_batch = per_device * ranks * accumulated
-    sampled = fields.get("generation_batch_size") or per_device * ranks * int(
-        fields.get("steps_per_generation") or accumulated
-    )
-    collection = int(sampled)
-    if collection % group or optim_batch % group:
+    if sampled % group or batch % group:
         raise ValueError(
-            f"a generation batch of {collection} and an optimizer step of {optim_batch} responses "
-            f"({per_device} per device x {ranks} processes x {accumulated} accumulated) don't divide into "
-            f"groups of {group}; give TRL's number of training processes as --processes N"
+            f"a generation batch of {sampled} and an optimizer step of {batch} responses ({per_device} per device x "
+            f"{ranks} processes x {accumulated} accumulated) don't divide into groups of {group}; give TRL's number of "
+            "training processes as --processes N"
         )
-    _name_means(made, fields, accumulated * ranks, collection, optim_batch)
-    if collection < optim_batch:
-        # There one optimizer step spans several generation batches; here a collection is at least one step.
-        why = f"{collection} responses are sampled at a time for steps of {optim_batch}; here {optim_batch} are"
-        made.differs("steps_per_generation", fields.get("steps_per_generation"), why)
-    made.put("env", num_envs=max(collection, optim_batch) // group)
-    made.put("train", optim_batch_size=optim_batch)
-    _divide_devices(made, fields, ranks)
-    steps = max(int(fields["max_steps"]), 0)
-    if steps:
-        made.put("train", total_dialog_turns=steps * optim_batch // iterations)
+    if sampled < batch:
+        why = f"{sampled} responses are sampled at a time for steps of {batch}; here {batch} are"
+        made.differs("steps_per_generation", why)
+    made.put({"env.num_envs": max(sampled, batch) // group, "train.optim_batch_size": batch})
+    if steps := max(int(made["max_steps"]), 0):
+        made.put({"train.total_dialog_turns": steps * batch // iterations})
     elif rows:
-        responses = int(rows * group * float(fields["num_train_epochs"]))
-        made.put("train", total_dialog_turns=responses)
-        steps = responses * iterations // optim_batch
+        made.put({"train.total_dialog_turns": (responses := int(rows * group * made["num_train_epochs"]))})
+        steps = responses * iterations // batch
     else:
         why = f"give --rows N, or set train.total_dialog_turns = rows x {group} x epochs; it is left at its default"
-        made.differs("num_train_epochs", fields["num_train_epochs"], why)
-    warmup = float(fields["warmup_steps"])
-    if warmup >= 1 or (warmup and steps):
-        why = "TRL's warm-up begins at a learning rate of 0; here each of its steps has that of TRL's next step"
-        made.differs("warmup_steps", warmup, why)
-    elif warmup:
-        made.differs("warmup_steps", warmup, "a share of steps whose number isn't known; optimizer.warmup_steps is 0")
-    made.put("optimizer", warmup_steps=math.ceil(warmup * steps) if warmup < 1 else int(warmup))
-    if fields["save_strategy"] == "steps":
-        made.put("train", checkpoint_frequency=_every(made, "save_steps", fields["save_steps"], steps))
-    if fields.get("eval_strategy", "no") != "no":
-        every = fields.get("eval_steps") or fields.get("logging_steps", 10)  # as transformers and TRL have it
-        made.put("evaluate", frequency=_every(made, "eval_steps", every, steps))
-
-
-def _name_means(made: Converted, fields: Mapping[str, Any], passes: int, collection: int, optim_batch: int) -> None:
-    """Names the means that TRL takes over other tokens than we do: here they are of the whole optimizer step."""
-    kind, coef = fields["loss_type"], fields["entropy_coef"]
+        made.differs("num_train_epochs", why)
+    # TRL takes means over other tokens: here they are of the whole optimizer step.
+    kind, passes = made["loss_type"], accumulated * ranks
     if kind == "bnpo" and passes > 1:
-        why = f"TRL's mean is over each of {passes} passes' tokens, here over all of the step"
-        made.differs("loss_type", kind, why)
-    if kind in ("dapo", "cispo") and collection != optim_batch:
-        share = f"{optim_batch / collection:g} of the tokens of all {collection} responses that it samples at a time"
-        made.differs("loss_type", kind, f"TRL divides by {share}, here by those of the step")
-    whole = passes == 1 and LOSS_TYPES[kind]["aggregate"] == "token_mean" and fields.get("top_entropy_quantile", 1) == 1
-    if coef and not whole:
+        made.differs("loss_type", f"TRL's mean is over each of {passes} passes' tokens, here over all of the step")
+    if kind in ("dapo", "cispo") and sampled != batch:
+        share = f"{batch / sampled:g} of the tokens of all {sampled} responses that it samples at a time"
+        made.differs("loss_type", f"TRL divides by {share}, here by those of the step")
+    whole = (
+        passes == 1 and trl.LOSS_TYPES[kind]["aggregate"] == "token_mean" and made.get("top_entropy_quantile", 1) == 1
+    )
+    if made["entropy_coef"] and not whole:
         why = "TRL's bonus is the mean over the tokens of a pass that have a policy gradient; here over all tokens"
-        made.differs("entropy_coef", coef, f"{why}, as loss.aggregate has it")
+        made.differs("entropy_coef", f"{why}, as loss.aggregate has it")
+    return ranks, steps
 
 
-def _every(made: Converted, name: str, every: float, steps: int) -> int:
-    """Steps between two of something; below 1 it is a share of all steps."""
-    if every >= 1 or not every:
-        return int(every)
-    if not steps:
-        made.differs(name, every, "a share of steps whose number isn't known; 100 steps are used")
-    return max(round(every * steps), 1) if steps else 100
+def _convert_loss(made: Converted) -> None:
+    several = made["multi_objective_aggregation"] == "normalize_then_sum"
+    high = made.get("epsilon_high", made["epsilon"])
+    made.put({f"loss.{name}": value for name, value in trl.LOSS_TYPES[made["loss_type"]].items()})
+    made.put(
+        {
+            "loss.advantage": "multi_reward" if several else trl.ADVANTAGES[str(made["scale_rewards"])],
+            "loss.kl": "k3_is" if made["use_bias_correction_kl"] else "k3",
+            "loss.clip_high": high,
+            "loss.correction": "none",
+        }
+    )
+    if made["loss_type"] == "cispo":
+        # TRL caps the ratio at epsilon_high itself, and has no lower bound.
+        made.put({"loss.clip_low": 1.0, "loss.clip_high": max(high - 1, 0.0)})
+        if high < 1:
+            made.differs("epsilon_high", "TRL's cispo caps every ratio at it, below 1; the cap is 1 here", high)
+    # TRL without vLLM samples with the trainer's own model; here a sampler always has log-probs of its own.
+    if made["vllm_importance_sampling_correction"] and made["use_vllm"]:
+        level, _, kind = made["vllm_importance_sampling_mode"].partition("_")
+        low, most = made["vllm_importance_sampling_clip_min"] or 0.0, made["vllm_importance_sampling_clip_max"]
+        made.put({"loss.correction": kind, "loss.correction_level": level})
+        made.put({"loss.correction_low": low, "loss.correction_high": most})
+        if kind == "truncate" and low:
+            made.differs("vllm_importance_sampling_clip_min", "truncation has an upper bound alone here")
+    if made["sync_ref_model"]:
+        every = made.get("ref_model_sync_steps", 512)
+        made.put({"ref_model.refresh": "steps", "ref_model.refresh_steps": every})
+        if (alpha := made.get("ref_model_mixup_alpha", 0.6)) != 1:
+            made.differs("ref_model_mixup_alpha", "the reference becomes a whole copy of the policy here", alpha)
 
 
-def _divide_devices(made: Converted, fields: Mapping[str, Any], ranks: int) -> None:
+def _convert_steps(made: Converted, steps: int) -> None:
+    """Converts what follows the steps of the run: warm-up, decay, checkpoints and evaluations."""
+
+    def every(name: str, number: float, unknown: int) -> int:
+        """A number of steps; below 1 it is a share of all steps."""
+        if 0 < number < 1 and not steps:
+            made.differs(name, f"a share of steps whose number isn't known; {unknown} steps are used", number)
+            return unknown
+        return int(number) if number >= 1 or not number else max(math.ceil(number * steps), 1)
+
+    if (warmup := made["warmup_steps"]) >= 1 or (warmup and steps):
+        why = "TRL's warm-up begins at a learning rate of 0; here each of its steps has that of TRL's next step"
+        made.differs("warmup_steps", why)
+    schedule, least = str(made["lr_scheduler_type"]), made["lr_scheduler_kwargs"] or {}
+    if schedule not in trl.SCHEDULES:
+        made.differs("lr_scheduler_type", "constant is used; here are linear, cosine, constant")
+    if share := least.get("min_lr_rate") or (least.get("min_lr") or 0) / (made["learning_rate"] or 1):
+        made.put({"optimizer.min_lr_fraction": share})
+    optimizer = str(made["optim"] or "adamw_torch")
+    if optimizer != "sgd" and not optimizer.startswith("adamw_torch"):
+        made.differs("optim", "AdamW with fp32 state is used")
+    if not made["max_grad_norm"]:
+        made.put({"optimizer.clip_grad_norm": 1e9})
+        made.differs("max_grad_norm", "there is always a clip here; it is 1e9, which no gradient meets")
+    made.put(
+        {
+            "optimizer.name": "sgd" if optimizer == "sgd" else "adamw",
+            "optimizer.betas": [made["adam_beta1"], made["adam_beta2"]],
+            "optimizer.schedule": trl.SCHEDULES.get(schedule, "constant"),
+            "optimizer.warmup_steps": every("warmup_steps", warmup, 0),
+            "train.keep_checkpoints": made["save_total_limit"] or 0,
+        }
+    )
+    if made["save_strategy"] in ("steps", "no"):
+        saves = made["save_strategy"] == "steps"
+        made.put({"train.checkpoint_frequency": every("save_steps", made["save_steps"], 100) if saves else 0})
+    else:
+        made.differs("save_strategy", "set train.checkpoint_frequency, in steps")
+    if made.evaluates:
+        number = made["eval_steps"] or made.get("logging_steps", 10)  # as transformers and TRL have it
+        made.put({"evaluate.frequency": every("eval_steps", number, 100)})
+        made.differs("eval_strategy", "choose how many rows: evaluate.rows=200")
+    loggers = made["report_to"] or ()
+    made.put({"logger.backend": [name for name in loggers if name in BUILT_IN] or "none"})
+    for other in sorted({*loggers} - {*BUILT_IN, "none"}):
+        made.differs("report_to", f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written", other)
+
+
+def _convert_model(made: Converted) -> None:
+    given = made["model_init_kwargs"] or {}
+    default = "float32" if made["bf16"] is False else "bfloat16"  # without autocast, TRL computes in float32
+    dtype = str(given.get("dtype") or given.get("torch_dtype") or made["dtype"] or default).removeprefix("torch.")
+    if made["fp16"] or dtype == "float16":
+        raise ValueError("fp16 is not trained here: its gradients overflow without a loss scale; set bf16 in TRL's")
+    if dtype not in ("bfloat16", "float32"):
+        made.differs("dtype", f"{default} is used; train_model.dtype is bfloat16 or float32", dtype)
+        dtype = default
+    made.put({"train_model.dtype": dtype})
+    if made["use_peft"]:
+        targets = made["lora_target_modules"]
+        lora = {name: made.get(f"lora_{field}", default) for name, (field, default) in trl.LORA.items()}
+        made.put({"train_model.lora": lora | {"targets": targets or "all-linear"}})
+        if not targets:
+            why = "peft's own choice by the type of model, such as q_proj and v_proj; here all-linear"
+            made.differs("lora_target_modules", why)
+    if made["load_in_4bit"]:
+        made.put({"train_model.quantization": made.get("bnb_4bit_quant_type", "nf4")})
+    both = made.get("max_prompt_length", 512) + made["max_completion_length"]
+    length = int(made["vllm_max_model_length"] or both)
+    made.put({"sampling.top_k": max(int(made["top_k"]), 0)})  # -1: all, in vLLM
+    # A micro-batch holds at least one response.
+    made.put({"inference_model.max_model_len": length, "train.micro_batch_tokens": max(8192, length)})
+
+
+def _divide_devices(made: Converted, ranks: int) -> None:
     """Gives processes and engines their devices; vLLM beside several trainers has some of its own (async mode)."""
-    size = int(fields.get("vllm_tensor_parallel_size") or 1)
-    served = bool(fields["use_vllm"]) and fields["vllm_mode"] == "server"
+    size = int(made.get("vllm_tensor_parallel_size", 1))
+    served = made["use_vllm"] and made["vllm_mode"] == "server"
     if ranks == 1 and not served:
         return
-    train, inference = (ranks, size) if served else (max(ranks // 2 // size * size, 1), 0)
-    inference = inference or max((ranks - train) // size * size, size)
-    made.put("train_model", num_devices=train)
-    made.put("inference_model", num_devices=inference)
-    made.put("train", max_staleness=0)
+    train = ranks if served else max(ranks // 2 // size * size, 1)
+    inference = size if served else max((ranks - train) // size * size, size)
+    made.put({"train_model.num_devices": train, "inference_model.num_devices": inference, "train.max_staleness": 0})
     made.start = "grpo-rl train --async"
     if train > 1:
-        made.put("train_model", parallel="fsdp" if fields.get("fsdp") else "ddp")
+        made.put({"train_model.parallel": "fsdp" if made["fsdp"] else "ddp"})
         made.start = f"torchrun --nproc-per-node {train} -m grpo_rl.sota.grpo_async"
     why = f"{train} devices train and {inference} sample (sota/grpo_async.py), in turns"
-    made.differs("num_processes", ranks, f"{why}: train.max_staleness=1 or more lets them overlap")
+    made.differs("num_processes", f"{why}: train.max_staleness=1 or more lets them overlap", ranks)
 
 
-def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
-    name, schedule = str(fields.get("optim", "adamw_torch")), str(fields["lr_scheduler_type"])
-    made.put(
-        "optimizer",
-        betas=[fields["adam_beta1"], fields["adam_beta2"]],
-        name="sgd" if name == "sgd" else "adamw",
-        schedule=SCHEDULES.get(schedule, "constant"),
-    )
-    if not fields["max_grad_norm"]:
-        made.put("optimizer", clip_grad_norm=1e9)
-        made.differs("max_grad_norm", 0, "there is always a clip here; it is 1e9, which no gradient meets")
-    if name != "sgd" and not name.startswith("adamw_torch"):
-        made.differs("optim", name, "AdamW with fp32 state is used")
-    if schedule not in SCHEDULES:
-        made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
-    given = fields.get("lr_scheduler_kwargs", {})
-    least, share = (_of_type(f"lr_scheduler_kwargs.{name}", given.get(name) or 0) for name in ("min_lr", "min_lr_rate"))
-    if share := share or least / (fields["learning_rate"] or 1):
-        made.put("optimizer", min_lr_fraction=share)
-    for name in sorted({*given} - {"min_lr_rate", "min_lr"}, key=str):
-        made.differs("lr_scheduler_kwargs", {name: given[name]}, "schedules have optimizer.min_lr_fraction alone here")
-
-
-def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
-    given = fields.get("model_init_kwargs", {})
-    default = "float32" if fields.get("bf16") is False else "bfloat16"  # without autocast, TRL computes in float32
-    dtype = str(given.get("dtype") or given.get("torch_dtype") or fields.get("dtype") or default).removeprefix("torch.")
-    if fields.get("fp16") or dtype == "float16":
-        raise ValueError("fp16 is not trained here: its gradients overflow without a loss scale; set bf16 in TRL's")
-    known = dtype in ("bfloat16", "float32")
-    made.put("train_model", dtype=dtype if known else default)
-    if not known:
-        made.differs("dtype", dtype, f"{default} is used; train_model.dtype is bfloat16 or float32")
-    for name in sorted({*given} - {"dtype", "torch_dtype"}, key=str):
-        made.differs("model_init_kwargs", {name: given[name]}, "models are loaded by model.name alone")
-    if fields.get("use_peft"):
-        made.put(
-            "train_model.lora",
-            rank=fields.get("lora_r", 16),
-            alpha=fields.get("lora_alpha", 32),
-            dropout=fields.get("lora_dropout", 0.05),
-            targets=fields.get("lora_target_modules") or "all-linear",
-        )
-        if not fields.get("lora_target_modules"):
-            why = "peft's own choice by the type of model, such as q_proj and v_proj; here all-linear"
-            made.differs("lora_target_modules", None, why)
-    if fields.get("load_in_4bit"):
-        made.put("train_model", quantization=fields.get("bnb_4bit_quant_type", "nf4"))
-    elif fields.get("load_in_8bit"):
-        made.differs("load_in_8bit", True, "int8 is for CPUs here; load_in_4bit is train_model.quantization=nf4")
-    if fields.get("use_liger_kernel"):
-        made.differs("use_liger_kernel", True, "train_model.head=liger, with liger-kernel[cutedsl], on Hopper")
-    made.put("sampling", top_k=max(int(fields["top_k"] or 0), 0))  # -1: all, in vLLM
-    if fields.get("min_p"):
-        made.put("sampling", min_p=fields["min_p"])
-    both = fields.get("max_prompt_length", 512) + fields["max_completion_length"]
-    length = int(fields.get("vllm_max_model_length") or both)
-    made.put("inference_model", max_model_len=length)
-    made.put("train", micro_batch_tokens=max(8192, length))  # a micro-batch holds at least one response
-
-
-def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
-    if fields["save_strategy"] == "no":
-        made.put("train", checkpoint_frequency=0)
-    elif fields["save_strategy"] != "steps":
-        made.differs("save_strategy", fields["save_strategy"], "set train.checkpoint_frequency, in steps")
-    made.put("train", keep_checkpoints=fields.get("save_total_limit") or 0)
-    if fields.get("eval_strategy", "no") != "no":
-        made.differs("eval_strategy", fields["eval_strategy"], "choose how many rows: evaluate.rows=200")
-    names = fields.get("report_to", [])
-    made.put("logger", backend=[name for name in names if name in BUILT_IN] or "none")
-    for other in sorted({*names} - {*BUILT_IN, "none"}):
-        made.differs("report_to", other, f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written")
-    if fields.get("load_best_model_at_end"):
-        made.differs("load_best_model_at_end", True, "evaluate.keep_best=true, with evaluate.rows")
-    if "project" in fields:
-        made.put("logger", project=fields["project"])
-    if path := fields.get("resume_from_checkpoint"):
-        made.differs("resume_from_checkpoint", path, "TRL's can't be resumed; give its model folder as model.name")
-
-
-def _convert_task(made: Converted, fields: Mapping[str, Any], given: Sequence[str]) -> None:
+def _convert_task(made: Converted, given: Sequence[str]) -> None:
     """Names rewards and data; functions that the config names, and not the command line, are imported by no one."""
-    path, rewards = str(fields.get("dataset_name") or ""), [*given] or fields.get("reward_funcs", [])
-    weights = fields.get("reward_weights", [])
-    weights = weights + [1.0] * (len(rewards) - len(weights))
-    if path in DATASETS and not rewards:
-        made.task = DATASETS[path]
-        made.differs("dataset_name", path, f"the task {made.task} with its own rewards")
+    path, rewards = str(made["dataset_name"] or ""), [*given] or made["reward_funcs"] or []
+    if path in trl.DATASETS and not rewards:
+        made.task = trl.DATASETS[path]
+        made.differs("dataset_name", f"the task {made.task} with its own rewards")
         return
-    if path:
-        made.put("env", path=path)
-    subsets = fields.get("dataset_configs", [])
-    subset = fields.get("dataset_config") or next(iter(subsets), None)
-    if len(subsets) > 1:
-        made.differs("dataset_configs", subsets, f"one subset is read, {subset}")
-    for key, value in (("subset", subset), ("split", fields.get("dataset_train_split"))):
-        if value not in (None, "default", "train"):
-            made.put("env", **{key: value})
-    if fields.get("eval_strategy", "no") != "no":
-        made.put("env", eval_split=fields.get("dataset_test_split", "test"))
+    if len(made["dataset_configs"] or ()) > 1:
+        made.differs("dataset_configs", "one subset is read, the first")
+    subset = made["dataset_config"] or next(iter(made["dataset_configs"] or ()), None)
+    for key, value in (("path", path), ("subset", subset), ("split", made["dataset_train_split"])):
+        if value not in (None, "", "default", "train"):
+            made.put({f"env.{key}": value})
+    if made.evaluates:
+        made.put({"env.eval_split": made.get("dataset_test_split", "test")})
     named: dict[str, Any] = {}
     functions: dict[str, float] = {}
-    for name, weight in zip(rewards, weights, strict=False):
-        if name in ACCURACY:
+    for name, weight in zip(rewards, [*(made["reward_weights"] or ()), *[1.0] * len(rewards)], strict=False):
+        if name in trl.ACCURACY:
             made.task = "math"
-            made.put("env.reward", correctness=weight, answer_format=0.0)
-            made.differs("reward_funcs", name, "the task math: math-verify on the last \\boxed{} of the response")
-        elif name in REWARDS:
-            named[REWARDS[name]] = weight
-            if REWARDS[name] == "soft_overlong_punishment":
-                named[REWARDS[name]] = {
-                    "weight": weight,
-                    "max_len": fields.get("max_completion_len", fields["max_completion_length"]),
-                    "cache": fields.get("soft_punish_cache", 256),
-                }
+            made.put({"env.reward.correctness": weight, "env.reward.answer_format": 0.0})
+            made.differs("reward_funcs", "the task math: math-verify on the last \\boxed{} of the response", name)
+        elif name in trl.REWARDS:
+            named[trl.REWARDS[name]] = weight
         elif name in given and ("." in name or ":" in name):
-            module, _, function = name.replace(":", ".").rpartition(".")
-            functions[f"{module}:{function}"] = weight
+            functions[":".join(name.replace(":", ".").rsplit(".", 1))] = weight
         else:
-            made.differs("reward_funcs", name, "not here; give a function of yours, --rewards module:function")
+            made.differs("reward_funcs", "not here; give a function of yours, --rewards module:function", name)
+    if trl.OVERLONG in named:
+        longest = made.get("max_completion_len", made["max_completion_length"])
+        cache = made.get("soft_punish_cache", 256)
+        named[trl.OVERLONG] = {"weight": named[trl.OVERLONG], "max_len": longest, "cache": cache}
     if named:
-        made.put("env", rewards=named)
-    if made.task == "math" and (column := fields.get("dataset_prompt_column")):
-        made.put("env", columns={"problem": column})
-    if made.task != "math":
-        if column := fields.get("dataset_prompt_column"):
-            made.put("env", prompt_column=column)
-        made.put("env", reward=functions or None)
-        if not functions and not named:
-            made.put("env", reward="???")
-            made.differs("reward_funcs", rewards or None, "none is known; give --rewards module:function")
-    elif functions:
-        made.differs("reward_funcs", [*functions], "the task math takes rewards by name; use prompt_response for these")
+        made.put({"env.rewards": named})
+    column = made["dataset_prompt_column"]
+    if made.task == "math":
+        made.put({"env.columns": {"problem": column}} if column else {})
+        if functions:
+            why = "the task math takes rewards by name; use prompt_response for these"
+            made.differs("reward_funcs", why, [*functions])
+        return
+    made.put({"env.prompt_column": column} if column else {})
+    made.put({"env.reward": functions or (None if named else "???")})
+    if not functions and not named:
+        made.differs("reward_funcs", "none is known; give --rewards module:function", rewards or None)

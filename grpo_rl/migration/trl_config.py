@@ -52,23 +52,20 @@ def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
             unknown.append(f"{ast.unparse(node)}: a second data set; the first is taken")
             continue
         called.add(name)
-        given = [*node.keywords]
-        if name == "load_dataset":
-            given += [
-                ast.keyword(argument, value) for argument, value in zip(("path", "name"), node.args, strict=False)
-            ]
-        elif node.args:
+        places = ("path", "name") if name == "load_dataset" else ()
+        given = [*node.keywords, *map(ast.keyword, places, node.args)]
+        if node.args and not places:
             unknown.append(f"{name}({ast.unparse(node.args[0])}, ...): arguments without a name are not read")
         for keyword in given:
-            names, text, value = CALLS[name], ast.unparse(keyword), keyword.value
+            names, text = CALLS[name], ast.unparse(keyword)
             field = keyword.arg if names is None else names.get(keyword.arg or "")
             if field == "reward_funcs":
                 unknown.append(f"{text}: name them as --rewards module:function")
             elif field is not None:
                 try:
-                    fields[field] = ast.literal_eval(value)
+                    fields[field] = ast.literal_eval(keyword.value)
                 except (ValueError, TypeError):  # a name; a list as a key
-                    unknown.append(f"{field}={ast.unparse(value)}: no literal, so its value isn't known; left out")
+                    unknown.append(f"{field}={ast.unparse(keyword.value)}: no literal; left out")
             elif name != "GRPOTrainer":
                 unknown.append(f"{name}({text}): not taken over")
     if "GRPOConfig" not in called:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_rl.monitor.advisory_history import EARLY, History, Row
-from grpo_rl.monitor.advisory_table import EVALUATION, RULES, Rule
+from grpo_rl.monitor.advisory_table import EARLY, RULES, History, Row
 from grpo_rl.storage.dotted import flat
 
 OF_ADVANTAGES = ("zero_rewards", "no_variance", "no_gradient", "entropy_collapse")
@@ -42,7 +42,6 @@ class Advisory:
     page: str
 
     def __str__(self) -> str:
-        """One line for the terminal."""
         until = "" if self.until is None else f" until step {self.until}"
         return f"Since step {self.since}{until}: {self.seen}. Try {self.setting}. See {self.page}"
 
@@ -51,14 +50,6 @@ class Advisories:
     """Reads a run's metrics, line by line, and raises each advisory once: when its condition has held for some steps.
 
     It ends when the condition has not held for ``EARLY`` steps. One that comes back goes on, and is not raised again.
-
-    >>> advisories = Advisories({"env": {"num_envs": 16}, "sampling": {"max_new_tokens": 24}})
-    >>> for step in range(1, 11):
-    ...     row = {"step": step, "reward/mean": 0.5, "response/truncated_fraction": 0.97}
-    ...     for advisory in advisories.update(row):
-    ...         print(advisory.name, advisory.seen, advisory.setting, sep="; ")  # doctest: +NORMALIZE_WHITESPACE
-    cut_off; 97% of the responses are cut off; a higher sampling.max_new_tokens (now 24), or shorter responses
-    (env.system_prompt, env.examples)
 
     Args:
         config: the run's config; settings that are missing are named without their values.
@@ -74,7 +65,8 @@ class Advisories:
     @property
     def raised(self) -> list[Advisory]:
         """The advisories so far, in the order in which they were raised."""
-        return [replace(found, until=self._until(name)) for name, found in self._raised.items()]
+        until = {name: None if self._lasts(name) else self._held[name] for name in self._raised}
+        return [replace(found, until=until[name]) for name, found in self._raised.items()]
 
     def update(self, row: Row) -> list[Advisory]:
         """Takes a line of metrics, and returns the advisories that are due now for the first time."""
@@ -89,17 +81,14 @@ class Advisories:
             if name not in self._raised:
                 if any(map(self._lasts, rule.causes)):
                     continue
-                seen, setting = _seen(rule, history), remedy(rule.remedy, history.facts)
-                new.append(Advisory(name, seen, _since(rule, history), None, setting, f"{PAGE}#{rule.section}"))
-                self._raised[name] = new[-1]
+                seen, setting = rule.seen_in(history), remedy(rule.remedy, history.facts)
+                self._raised[name] = Advisory(name, seen, rule.since(history), None, setting, f"{PAGE}#{rule.section}")
+                new.append(self._raised[name])
             self._held[name] = self._step
         return new
 
-    def _until(self, name: str) -> int | None:
-        return None if self._step - self._held[name] < EARLY else self._held[name]
-
     def _lasts(self, name: str) -> bool:
-        return name in self._raised and self._until(name) is None
+        return name in self._raised and self._step - self._held[name] < EARLY
 
 
 def advisories_of(rows: Iterable[Row], config: Mapping[str, Any]) -> list[Advisory]:
@@ -110,43 +99,21 @@ def advisories_of(rows: Iterable[Row], config: Mapping[str, Any]) -> list[Adviso
     return advisories.raised
 
 
-def _since(rule: Rule, history: History) -> int:
-    return int(history.last_eval["step"]) if rule.metric == EVALUATION else [*history.steps][-rule.steps :][0]
-
-
-def _seen(rule: Rule, history: History) -> str:
-    return rule.seen.format(
-        now=history.mean(rule.metric, rule.steps),
-        last=history.values(rule.metric, 1)[0],
-        first=history.first(rule.metric),
-        before=history.before(rule.metric),
-        best=history.best,
-        best_eval=history.best_eval,
-        last_eval=history.last_eval,
-    )
-
-
 def remedy(text: str, facts: Mapping[str, Any]) -> str:
     """The alternatives of a rule's remedy that a run has not taken yet, with the values that its settings have now.
 
     >>> remedy("a lower optimizer.lr|policy.kl_coef=0.01", {"optimizer.lr": 1e-05, "policy.kl_coef": 0.01})
     'a lower optimizer.lr (now 1e-05)'
     """
-    found = []
-    for alternative in text.split("|"):
-        if any(name in facts and _text(facts[name]) == value for name, value in SETTING.findall(alternative)):
-            continue
-        found.append(SETTING.sub(lambda match: match[0] + _now(facts, *match.groups()), alternative))
-    return ", or ".join(found)
+    texts = {name: json.dumps(value, default=str).strip('"') for name, value in facts.items()}
+    now = texts | {name: f"{value:g}" for name, value in facts.items() if isinstance(value, float)}
 
+    def with_value(match: re.Match) -> str:
+        # A text is shown only where another is advised.
+        shows = match[1] in now and (match[2] or isinstance(facts[match[1]], int | float))
+        return f"{match[0]} (now {now[match[1]]})" if shows else match[0]
 
-def _now(facts: Mapping[str, Any], name: str, value: str | None) -> str:
-    """The value that a setting has now, if it is a number, or if another value is advised."""
-    shows = name in facts and (value or isinstance(facts[name], int | float))
-    return f" (now {_text(facts[name])})" if shows else ""
+    def is_taken(part: str) -> bool:
+        return any(now.get(name) == value for name, value in SETTING.findall(part))
 
-
-def _text(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return ", or ".join(SETTING.sub(with_value, part) for part in text.split("|") if not is_taken(part))

@@ -6,10 +6,14 @@ A value with a heavy tail is judged by its median, all else by its mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median, stdev
+from typing import Any
 
-from grpo_rl.monitor.advisory_history import EARLY, WINDOW, History
+from grpo_rl.monitor.metrics import step_seconds
 
 ALIKE, CUT, LENGTH, REWARD = (
     "reward/zero_std_fraction",
@@ -19,6 +23,113 @@ ALIKE, CUT, LENGTH, REWARD = (
 )
 EVALUATION = "eval/"
 """Stands for the metric of rules that judge evaluations, whose step is that of the newest."""
+WINDOW = 10
+"""Steps over which a metric is averaged before it is judged: the mean of ten scatters a third as much as one step."""
+EARLY = 5
+"""Steps after which what is extreme is judged: so many that a smoke run of three or four steps is never judged."""
+Z = 2.0
+"""Standard errors that a difference must exceed: 95 % of a normal distribution lie between them."""
+
+Row = Mapping[str, float]
+
+
+class History:
+    """The metrics of a run so far, as much of them as advisories need: its size does not grow with the run.
+
+    A statistic of too few values is NaN, which is neither above nor below any bound.
+
+    Args:
+        facts: the run's settings by their dotted names.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
+        self.groups = max(int(facts.get("env.num_envs") or 1), 1)
+        self.responses = self.groups * int(facts.get("env.repeats") or 8)
+        self.best: Row = {}
+        """The step at which the reward of the last ``WINDOW`` steps was highest, and their medians."""
+        self.best_eval: Row = {}
+        """The evaluation of the best reward, or the lowest loss, before the newest."""
+        self.last_eval: Row = {}
+        self._first: dict[str, list[float]] = defaultdict(list)
+        self._last: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, row: Row) -> None:
+        """Takes a line of metrics."""
+        if "reward/mean" in row or "loss/sft" in row:  # a training step
+            for name, value in {**row, **_derived(row)}.items():
+                if math.isfinite(value):
+                    self._first[name] = [*self._first[name], value][:WINDOW]
+                    self._last[name] = [*self._last[name], value][-2 * WINDOW :]
+            if (reward := self.mean(REWARD)) > self.best.get(REWARD, -math.inf):
+                medians = {name: self.median(name) for name in ("reward/std", ALIKE, "grad_norm", "entropy")}
+                self.best = {"step": row["step"], REWARD: reward, **medians}
+        for name, better in (("eval/reward", max), ("eval/loss", min)):
+            if math.isfinite(row.get(name, math.nan)):
+                earlier = [found for found in (self.best_eval, self.last_eval) if found]
+                self.best_eval = better(earlier, key=lambda found: found[name], default={})
+                self.last_eval = {**row, "reward/then": self.mean(REWARD)}
+
+    def values(self, name: str, steps: int = WINDOW) -> list[float]:
+        """The metric's values in the last steps; NaN alone where there are fewer."""
+        found = self._last[name][-steps:]
+        return found if len(found) == steps else [math.nan]
+
+    def mean(self, name: str, steps: int = WINDOW) -> float:
+        """The mean over the last steps."""
+        return fmean(self.values(name, steps))
+
+    def median(self, name: str) -> float:
+        """The median of the last ``WINDOW`` steps, where single values may be far off."""
+        return median(self.values(name))
+
+    def first(self, name: str) -> float:
+        """The mean over the first ``WINDOW`` steps, once there are twice as many."""
+        return fmean(self._first[name]) if len(self._last[name]) == 2 * WINDOW else math.nan
+
+    def before(self, name: str) -> float:
+        """The median of the ``WINDOW`` steps before the last."""
+        return median(self.values(name, 2 * WINDOW)[:WINDOW])
+
+    def rises(self, name: str) -> bool:
+        """True if the metric is higher in the last steps than in those before, beyond chance."""
+        values = self.values(name, 2 * WINDOW)
+        return _above(values[:WINDOW], values[WINDOW:])
+
+    def falls(self, name: str) -> bool:
+        """True if the metric falls within the last steps, beyond chance: it is already getting better."""
+        values = self._last[name][-WINDOW:]
+        return _above(values[len(values) // 2 :], values[: len(values) // 2])
+
+    def growth(self, counter: str) -> list[float]:
+        """How much a counter of the whole run grew, in those of the last ``WINDOW`` steps in which it did."""
+        return [now - was for was, now in pairwise(self._last[counter][-WINDOW - 1 :]) if now > was]
+
+    def since(self, steps: int) -> float:
+        """The first of so many last steps."""
+        return self._last["step"][-steps:][0]
+
+
+def _derived(row: Row) -> dict[str, float]:
+    """Further values of a step: shares of its time and of the memory, and responses so far whose scorers failed."""
+    # A kind that has not occurred yet has no count.
+    failed = [value for name, value in row.items() if name.startswith("failed/") and name != "failed/groups"]
+    found = {"sum/failed": sum(failed)}
+    if seconds := step_seconds(row):
+        found |= {f"share/{phase}": row.get(f"time/{phase}_s", math.nan) / seconds for phase in ("wait", "sample")}
+    if row.get("memory/limit_gib"):
+        found["share/memory"] = row["memory/peak_gib"] / row["memory/limit_gib"]
+    if row.get("train/optimizer_steps") and "train/micro_batches" in row:
+        found["share/micro_batches"] = row["train/micro_batches"] / row["train/optimizer_steps"]
+    return found
+
+
+def _above(before: Sequence[float], after: Sequence[float]) -> bool:
+    """True if the mean of the second values is above that of the first, beyond chance."""
+    if min(len(before), len(after)) < 2:
+        return False
+    error = math.hypot(*(stdev(values) / math.sqrt(len(values)) for values in (before, after)))
+    return fmean(after) - fmean(before) > Z * error
 
 
 @dataclass(frozen=True)
@@ -41,6 +152,16 @@ class Rule:
     section: str
     causes: tuple[str, ...] = ()
     steps: int = WINDOW
+
+    def since(self, h: History) -> int:
+        """The first step that showed it."""
+        return int(h.last_eval["step"] if self.metric == EVALUATION else h.since(self.steps))
+
+    def seen_in(self, h: History) -> str:
+        """The finding with its numbers."""
+        numbers = {"now": h.mean(self.metric, self.steps), "last": h.values(self.metric, 1)[0]}
+        numbers |= {"first": h.first(self.metric), "before": h.before(self.metric)}
+        return self.seen.format(**numbers, best=h.best, best_eval=h.best_eval, last_eval=h.last_eval)
 
 
 def _is_unstable(h: History) -> bool:

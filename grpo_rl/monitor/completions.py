@@ -10,7 +10,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts, encodable
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 
 TURN_ENDS = "turn_ends"
 """The column that tells turns of the policy from the replies between them, where the task replies."""
@@ -122,7 +122,7 @@ class CompletionsLog:
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
         turns = [(TURN_ENDS, pa.list_(pa.int32()))] if rows and TURN_ENDS in rows[0] else []
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS, *turns])
-        self._parts.write(step, pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema))
+        self._parts.write_rows(step, rows, schema)
 
 
 def logged_steps(run_dir: str | Path) -> list[int]:
@@ -142,7 +142,3 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 def _common(a: str, b: str) -> int:
     """Characters that two texts have in common at their beginnings."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _encodable(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: encodable(value) if isinstance(value, str) else value for name, value in row.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import pyarrow as pa
 
-from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts, encodable
+from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts
 
 SCHEMA = pa.schema(
     [
@@ -25,51 +25,29 @@ SCHEMA = pa.schema(
 )
 
 
-class Evaluated(Protocol):
-    """The outcome of an evaluation: `grpo_rl.training.evaluate.Evaluation`."""
-
-    rewards: list[float]
-    prompts: list[str]
-    completions: list[str]
-    lengths: list[int]
-    truncated: list[bool]
-
-
 class HeldOutLog:
     """Writes ``held_out.parquet/part-<step>.parquet``, a row a held-out row, in the order of ``evaluation.json``."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._parts = StepParts(Path(run_dir) / HELD_OUT_FOLDER)
 
-    def write(self, step: int, evaluation: Evaluated, gold: Sequence[object]) -> None:
+    def write(self, step: int, evaluation: Any, gold: Sequence[object]) -> None:
         """Writes the responses of an evaluation; null stands for the reward of a response that has none.
 
         Args:
+            evaluation: a `grpo_rl.training.evaluate.Evaluation`.
             gold: gold answers of the rows, None for a row without one.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
-        rows = zip(
-            evaluation.prompts,
-            evaluation.completions,
-            gold,
-            evaluation.rewards,
-            evaluation.lengths,
-            evaluation.truncated,
-            strict=True,
-        )
-        table = [
-            {
-                "step": step,
-                "row": number,
-                "prompt": encodable(prompt),
-                "completion": encodable(completion),
-                "answer": None if answer is None else encodable(str(answer)),
-                "reward": None if math.isnan(reward) else reward,
-                "tokens": tokens,
-                "truncated": truncated,
-            }
-            for number, (prompt, completion, answer, reward, tokens, truncated) in enumerate(rows)
-        ]
-        self._parts.write(step, pa.Table.from_pylist(table, schema=SCHEMA))
+        columns = {
+            "prompt": evaluation.prompts,
+            "completion": evaluation.completions,
+            "answer": [None if answer is None else str(answer) for answer in gold],
+            "reward": [None if math.isnan(reward) else reward for reward in evaluation.rewards],
+            "tokens": evaluation.lengths,
+            "truncated": evaluation.truncated,
+        }
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        self._parts.write_rows(step, [{"row": number, **row} for number, row in enumerate(rows)], SCHEMA)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from grpo_rl.by_name import object_by_name
+from grpo_rl.by_name import object_by_name, short_name
 from grpo_rl.monitor.completions import logged_steps, read_step
-from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
+from grpo_rl.monitor.logger_names import BUILT_IN, logger_names
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.masking import masked, masked_text
 from grpo_rl.waits.registry import waiting
@@ -43,15 +42,12 @@ class MetricsLogger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes numbers of a step; the held-out rewards of the last one may come by themselves."""
-        ...
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Takes the responses of a step (see `grpo_rl.monitor.completions.completion_rows`)."""
-        ...
 
     def close(self, exit_code: int = 0) -> None:
         """Writes what is left; a non-zero ``exit_code`` means that the run failed."""
-        ...
 
 
 def logger_class(name: str) -> type[MetricsLogger]:
@@ -69,18 +65,16 @@ def logger_class(name: str) -> type[MetricsLogger]:
             raise ValueError(f"logger.backend={name}, but it can't be imported ({error}): {remedy}") from error
         name = where
     found = object_by_name(name, "logger.backend")
-    if not inspect.isclass(found):
-        raise ValueError(f"logger.backend={name} is {found!r:.80}; it must be a class")
     if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:
         raise ValueError(
-            f"logger.backend={name}: there is no method {', '.join(missing)}; a logger has "
+            f"logger.backend={name}: there is no method {', '.join(missing)}; a logger is a class with "
             f"{', '.join(METHODS)} (docs/loggers.md)"
         )
-    return cast("type[MetricsLogger]", found)
+    return found
 
 
 def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuses loggers that can't be imported, and settings that are no mapping or of loggers that are not chosen.
+    """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
 
     Raises:
         ValueError: says which, and what to do.
@@ -88,69 +82,54 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
     names = logger_names(backend)
     for name in names:
         logger_class(name)
-    known = [settings_name(name) for name in names]
+    known = [short_name(name) for name in names]
     if idle := [key for key in settings if key not in known]:
-        raise ValueError(
-            f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has "
-            f"{', '.join(known) or 'none'}"
-        )
-    if wrong := [key for key, value in settings.items() if not isinstance(value, Mapping)]:
-        raise ValueError(f"logger.settings.{wrong[0]} is {type(settings[wrong[0]]).__name__}; it must be a mapping")
+        has = ", ".join(known) or "none"
+        raise ValueError(f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has {has}")
 
 
 def open_loggers(
-    backend: str | Sequence[str],
+    logger: Mapping[str, Any],
     run_dir: Path,
     config: Mapping[str, Any],
     say: Callable[[str], None],
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    common: Mapping[str, Any] | None = None,
-    of_wandb: Mapping[str, Any] | None = None,
     again: bool = False,
 ) -> Loggers:
     """The loggers, open, with all that the run folder holds in those that were written anew.
 
     Args:
+        logger: the config's section ``logger``, with its secrets.
         again: gives all of it to each of them, in the place of what they have.
-        settings: by the logger's name.
-        common: further arguments of the built-in loggers: the run's name, its project.
-        of_wandb: further arguments of wandb: its mode.
 
     Raises:
         ValueError: one of them can't start; those before it are closed.
     """
-    names = logger_names(backend)
+    names = logger_names(logger["backend"])
     rows = read_metrics(run_dir) if names and (run_dir / METRICS_FILE).exists() else []
     last_step = -1 if again else max((int(row["step"]) for row in rows), default=-1)
     loggers = Loggers(say, run_dir)
-    try:
-        for name in names:
-            own = dict(common or {}) if name in BUILT_IN else {}
-            own |= dict(of_wandb or {}) if name == "wandb" else {}
-            own |= (settings or {}).get(settings_name(name), {})
-            what = "start"
-            try:
-                with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
-                    # The config goes to other machines, and is shown there.
-                    logger = logger_class(name)(run_dir, masked(config), last_step, **own)
-                    loggers.add(name, logger)
-                    what = "be given what the run folder holds"
-                    if again or getattr(logger, "needs_history", False):
-                        replay(logger, run_dir, rows)
-            except Exception as error:  # whatever a library or a class of one's own raises
-                if what == "start" and isinstance(error, ValueError):
-                    raise
-                raise ValueError(
-                    f"the logger {name} can't {what} ({_described(error)}); mend it or take it out of logger.backend"
-                ) from error
-    except BaseException:
-        with suppress(Exception):  # the error that is raised is the one to see
-            loggers.close(1)
-        raise
+    for name in names:
+        try:
+            own = {"project": logger["project"], "name": logger["name"]} if name in BUILT_IN else {}
+            own |= {"mode": logger["mode"]} if name == "wandb" else {}
+            own |= logger["settings"].get(short_name(name), {})
+            with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
+                # The config goes to other machines, and is shown there.
+                opened = logger_class(name)(run_dir, masked(config), last_step, **own)
+                loggers.add(name, opened)
+                if again or getattr(opened, "needs_history", False):
+                    _replay(opened, run_dir, rows)
+        except BaseException as error:  # whatever a library or a class of one's own raises
+            with suppress(Exception):  # the error that is raised is the one to see
+                loggers.close(1)
+            if not isinstance(error, Exception):
+                raise
+            why = f"{_described(error)}; mend it or take it out of logger.backend"
+            raise ValueError(f"the logger {name} can't start: {why}") from error
     return loggers
 
 
-def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
+def _replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
     """Logs all rows of metrics again, and the responses that the run folder holds."""
     for row in rows:
         logger.log(int(row["step"]), sent(row))

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.loggers import run_name
-from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage.dotted import flat
 
 ID_FILE, DATABASE, ARTIFACTS, TABLES = "mlflow_id", "mlflow.db", "mlflow_artifacts", "completions"
-LAST_TAG, ROWS_TAG = "grpo_rl.last_step", "grpo_rl.rows"
-"""Tags of an MLflow run: the last step and the number of rows of metrics that it holds."""
 LONGEST_VALUE = 500
 """Characters of a setting; a longer one is cut."""
 
@@ -24,16 +21,13 @@ LONGEST_VALUE = 500
 class MLflowLog:
     """An MLflow run in ``tracking_uri``, ``MLFLOW_TRACKING_URI``, or else in the run folder's ``mlflow.db``.
 
-    A resumed run goes on in the same MLflow run. Where that holds steps after the checkpoint, which MLflow can't
-    remove, or lacks some, it is deleted and a new one of the same name takes its place, written from the run folder.
+    A resumed run is a new MLflow run of the same name, written from the run folder: MLflow can't remove single steps.
+    The earlier one is deleted.
 
     Args:
         project: the experiment.
         name: the run's name; None: its folder's.
         timeout_s: longest wait for a server, which is asked twice.
-
-    Attributes:
-        needs_history: whether it is a new one in another's place.
     """
 
     def __init__(
@@ -59,45 +53,28 @@ class MLflowLog:
         if uri is None:
             uri, artifacts = f"sqlite:///{run_dir.absolute() / DATABASE}", (run_dir.absolute() / ARTIFACTS).as_uri()
         self._client = MlflowClient(uri)
-        experiment = self._client.get_experiment_by_name(project)
-        if experiment:
+        if experiment := self._client.get_experiment_by_name(project):
             experiment_id = experiment.experiment_id
         else:
             experiment_id = self._client.create_experiment(project, artifact_location=artifacts)
-        id_file = run_dir / ID_FILE
-        before = id_file.read_text().strip() if id_file.exists() else None
-        self.needs_history = False
-        if before and self._holds(before, run_dir):
-            self._run_id = before
-            self._client.update_run(before, status="RUNNING")
-            return
         run = self._client.create_run(experiment_id, run_name=name or run_name(run_dir))
         self._run_id = run.info.run_id
         params = [Param(_name(key), str(value)[:LONGEST_VALUE]) for key, value in flat(config).items()]
         for start in range(0, len(params), 100):  # the most that a server takes at once
             self._client.log_batch(self._run_id, params=params[start : start + 100])
-        self._rows = 0
-        if before:
-            self.needs_history = True
-            self._client.delete_run(before)
+        id_file = run_dir / ID_FILE
+        self.needs_history = id_file.exists()
+        if self.needs_history:
+            self._client.delete_run(id_file.read_text().strip())
         id_file.write_text(f"{self._run_id}\n")
-
-    def _holds(self, run_id: str, run_dir: Path) -> bool:
-        """True if an MLflow run holds the rows of the run folder, no more and no fewer."""
-        rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
-        tags = self._client.get_run(run_id).data.tags
-        self._rows = len(rows)
-        return bool(rows) and tags.get(LAST_TAG) == str(rows[-1]["step"]) and tags.get(ROWS_TAG) == str(len(rows))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step."""
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         batch = [Metric(_name(name), float(value), now, step) for name, value in metrics.items()]
-        tags = [RunTag(LAST_TAG, str(step)), RunTag(ROWS_TAG, str(self._rows + 1))]
-        self._client.log_batch(self._run_id, batch, tags=tags)
-        self._rows += 1
+        self._client.log_batch(self._run_id, batch)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the responses of a step as an artifact, which MLflow's page shows as a table."""

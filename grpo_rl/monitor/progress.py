@@ -102,8 +102,6 @@ class Progress:
     ) -> None:
         self.total_steps, self.step = total_steps, first_step
         self.title = "GRPO"
-        self.compiles = False
-        """True if the first step includes compilation, which its line says."""
         self.console = console or _console()
         self._clock, self._record = clock, record
         self._started = self._last = clock()
@@ -217,14 +215,6 @@ class Progress:
             return None
         return (self.total_steps - self.step) * sum(self._durations) / len(self._durations)
 
-    @property
-    def _compiled(self) -> bool:
-        """True if the one step that has been timed includes compilation."""
-        return self.compiles and self._is_first and bool(self._durations)
-
-    def _eta(self, seconds: float) -> str:
-        return f"ETA {'below ' * self._compiled}{duration(seconds)}"
-
     def _line(self, metrics: Mapping[str, float]) -> str:
         fields = [f"step {self.step}/{self.total_steps}"]
         if "eval/reward" in metrics:
@@ -234,8 +224,7 @@ class Progress:
             fields += [f"{name} {metrics[f'reward/{name}']:.3f}" for name in _parts(metrics)]
         fields += [f"{label} {text}" for row in FACTS for label, text in _facts(metrics, row)]
         if self._durations and metrics.keys() & {"reward/mean", "loss/sft"}:
-            step_s = f"{self._durations[-1]:.1f} s" + (", compilation included" if self._compiled else "/step")
-            fields.append(f"{step_s}, {self._eta(self.eta_s or 0)}")
+            fields.append(f"{self._durations[-1]:.1f} s/step, ETA {duration(self.eta_s or 0)}")
         return " · ".join(fields)
 
     def _panel(self) -> RenderableType:
@@ -246,7 +235,7 @@ class Progress:
         head.add_column(ratio=1)
         head.add_column(justify="right")
         elapsed = duration(self._clock() - self._started)
-        eta = f" · {self._eta(max(self.eta_s - (self._clock() - self._last), 0))}" if self.eta_s else ""
+        eta = f" · ETA {duration(max(self.eta_s - (self._clock() - self._last), 0))}" if self.eta_s else ""
         head.add_row(Text(self._phase, style="cyan"), Text(f"{elapsed}{eta}", style="dim"))
 
         body = Table.grid(padding=(0, 2))

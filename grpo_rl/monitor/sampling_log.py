@@ -41,4 +41,4 @@ class SamplingLog:
             OSError: the disk is full or read-only; names the file.
         """
         if rows:
-            self._parts.write(step, pa.Table.from_pylist([{**row, "step": step} for row in rows], schema=SCHEMA))
+            self._parts.write_rows(step, rows, SCHEMA)

@@ -7,8 +7,9 @@ complete, so a run that is killed loses at most the step it was in, and resuming
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,6 +50,15 @@ class StepParts:
         others = [name for name in table.schema.names if name not in floats]
         with replacing(self.path(step)) as temporary:
             pq.write_table(table, temporary, compression="zstd", use_dictionary=others, use_byte_stream_split=floats)
+
+    def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> None:
+        """Writes rows, which have the schema's columns but ``step``, as a step's part."""
+        table = [
+            {name: encodable(value) if isinstance(value, str) else value for name, value in row.items()}
+            | {"step": step}
+            for row in rows
+        ]
+        self.write(step, pa.Table.from_pylist(table, schema=schema))
 
     def read(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The table of one step, without reading the others.

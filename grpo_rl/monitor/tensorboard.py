@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.printable import printable
 
 FOLDER = "tensorboard"
 ROWS = 8
 """Responses of a step that are shown as text."""
-OUTCOMES, OUTCOMES_OF_SFT = ("reward/mean", "eval/reward"), ("loss/sft", "eval/loss")
-"""Metrics beside the settings on the page HPARAMS."""
 
 
 class TensorBoardLog:
@@ -33,17 +30,9 @@ class TensorBoardLog:
         name: str | None = None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         folder = run_dir / FOLDER
-        again = folder.exists()
-        self._writer = SummaryWriter(folder, purge_step=last_step + 1 if again else None)
-        if not again:
-            settings = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(config).items()}
-            outcomes = OUTCOMES_OF_SFT if config.get("mode") == "sft" else OUTCOMES
-            for summary in hparams(settings, dict.fromkeys(outcomes, 0.0)):
-                self._writer._get_file_writer().add_summary(summary)  # pyrefly: ignore[missing-attribute]
-            self._writer.flush()
+        self._writer = SummaryWriter(folder, purge_step=last_step + 1 if folder.exists() else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step."""

@@ -25,20 +25,10 @@ from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts, encodable
+from grpo_rl.monitor.stored_tokens import KEY, NAMED_OF_RESPONSES, OF_GROUP, OF_RESPONSES
 
 MASK_REASONS = ("tool", "truncated", "zero_advantage_group", "low_entropy", "correction")
 """Reasons to leave a token out of the policy gradient; the first that applies is stored."""
-KEY = b"grpo_rl"
-"""Key in the metadata of a file that has all groups: JSON with config, responses, and each optimizer step's losses."""
-OF_GROUP = {
-    "sampler_log_prob": "log_probs",
-    "old_log_prob": "old_log_probs",
-    "old_entropy": "old_entropies",
-    "ref_log_prob": "ref_log_probs",
-}
-"""Columns, and the group's entries that they hold."""
-OF_RESPONSES, NAMED_OF_RESPONSES = ("offsets", "rewards", "truncated", "advantages"), ("reward_parts", "measures")
-"""The group's entries that the metadata holds: tensors of its responses, and such tensors by name."""
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),

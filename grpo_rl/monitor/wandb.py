@@ -29,10 +29,7 @@ OVERVIEW = {
     "throughput/train_tokens_per_s": "trained tokens per second",
 }
 """Metrics that the overview shows again, by the names that they have there."""
-BY_TOKENS = f"{SECTION}/reward by tokens"
 TOKENS = "total/sampled_tokens"
-
-
 STEPS = {"eval/": "eval/step", "": "step"}
 """The last step of metrics with these beginnings, as W&B's summary has it."""
 FINISH_S = 300.0
@@ -112,7 +109,6 @@ class WandbLog:
         for axis in (*STEPS.values(), "tokens"):
             self._run.define_metric(axis, hidden=True)
         self._run.define_metric("*", step_metric="step")
-        self._run.define_metric(BY_TOKENS, step_metric="tokens")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of a step, but for those that W&B has already."""
@@ -173,8 +169,6 @@ def with_overview(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     row |= {f"{SECTION}/{title}": metrics[name] for name, title in OVERVIEW.items() if name in metrics}
     if TOKENS in metrics:
         row["tokens"] = metrics[TOKENS]
-        if "reward/mean" in metrics:
-            row[BY_TOKENS] = metrics["reward/mean"]
     if any(name.startswith("eval/") for name in metrics):
         row[STEPS["eval/"]] = step
     return row

@@ -60,11 +60,6 @@ class BatchPlan:
         return self.prompts * self.group_size
 
     @property
-    def all_responses(self) -> int:
-        """Responses of all collections."""
-        return self.collections * self.responses
-
-    @property
     def batch_groups(self) -> int:
         """Groups of an optimizer step."""
         return self.batch_responses // self.group_size
@@ -73,11 +68,6 @@ class BatchPlan:
     def batches(self) -> int:
         """Whole optimizer steps of a collection, in one epoch."""
         return self.responses // self.batch_responses
-
-    @property
-    def loads(self) -> list[int]:
-        """Tokens of each micro-batch of an optimizer step."""
-        return [groups * self.group_tokens for groups in self.micro_batches]
 
     @property
     def over_budget(self) -> bool:
@@ -93,11 +83,6 @@ class BatchPlan:
         """Stand-ins for so many groups of a collection, scored by a reference or not."""
         lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
         return [assumed_group(*lengths, i, reference) for i in range(count)]
-
-    def batch_of(self, group: int, response: int) -> int | None:
-        """The number of the collection's optimizer step that takes this response; None: it is left over."""
-        batch = (group * self.group_size + response) // self.batch_responses
-        return batch if batch < self.batches else None
 
     def error_in(self, *where: Where) -> IndivisibleBatchError | None:
         """The first error in one of these places."""

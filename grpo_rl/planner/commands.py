@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster, dtype_on
+from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.hardware import has_no_gpu
+from grpo_rl.settings.hardware import default_dtype, has_no_gpu
 from grpo_rl.settings.schema import Settings
 
 
@@ -54,17 +54,14 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
     return " ".join([f"grpo-rl {command}", *name, *overrides])
 
 
-def _refuse_sft(command: str, mode: str | None) -> None:
+def _refuse_sft(mode: str | None) -> None:
     if mode == "sft":
-        raise ValueError(
-            f"grpo-rl {command} is about sampling beside training, and mode=sft samples nothing: its steps are rows x "
-            "train.epochs / train.optim_batch_size; leave mode=sft out to plan the GRPO that follows"
-        )
+        raise ValueError("mode=sft samples nothing, and a plan is of sampling beside training; leave it out")
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
-    _refuse_sft("batches", cfg.mode)
+    _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
@@ -82,7 +79,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
-    _refuse_sft("plan", cfg.mode)
+    _refuse_sft(cfg.mode)
     for name, share in (("train", options.train_share), ("sample", options.sample_share)):
         if not 0 < share <= 1:
             raise ValueError(f"--{name}-share {share:g}: a share of the rates is above 0 and at most 1")
@@ -92,7 +89,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         cfg.mode = "async" if not here and Cluster.parse(where).count > 1 else "sync"
     if cfg.mode:  # wrong words before the imports; GPUs here need torch
         Settings.read(cfg)
-    cfg.train_model.dtype = cfg.train_model.dtype or dtype_on(where, cfg.ray.address)
+    cfg.train_model.dtype = cfg.train_model.dtype or (default_dtype(cfg.ray.address) if here else "bfloat16")
     cluster = Cluster.parse(where, cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)

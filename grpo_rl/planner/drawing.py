@@ -64,7 +64,15 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         body.add_row(heading, Group(said, Text(settings, style="dim"), *([drawn] if drawn else [])))
         body.add_row()
 
-    row("1 Sample", *_sampled(plan), drawn=_responses(plan))
+    says = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
+    resamples = f" train.max_resamples={plan.max_resamples}" * bool(plan.max_resamples)
+    row(
+        "1 Sample",
+        says,
+        f"env.num_envs={plan.prompts} env.repeats={plan.group_size}{resamples}",
+        None,
+        _responses(plan),
+    )
     row(
         "2 Train",
         f"{_count(plan.batches, 'optimizer step')} of {plan.batch_responses:,} responses "
@@ -87,8 +95,8 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
     if plan.max_resamples:  # a collection that is filled up ends as soon as enough responses are sampled
         run = f"at most {run}: {plan.wanted:,} responses or a few more"
     else:
-        rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
-        run += f", {plan.all_responses:,} responses{rounded}"
+        responses = plan.collections * plan.responses
+        run += f", {responses:,} responses" + f" ({plan.wanted:,} rounded up)" * (responses != plan.wanted)
     stages = Text(" → ".join(cycle(plan)))
     row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.error_in("run"), stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))
@@ -101,15 +109,6 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         notes += " Zero-variance groups, whose responses all have the same reward, are counted, not computed."
     first, last = (Constrain(Text(text, style=style), COLUMNS) for text, style in ((title, "bold"), (notes, "dim")))
     return Group(first, Text(), body, Text(), last)
-
-
-def _sampled(plan: BatchPlan) -> tuple[str, str]:
-    """The part on what a collection samples, and the settings that decide it."""
-    said = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
-    settings = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}"
-    if plan.max_resamples:
-        settings += f" train.max_resamples={plan.max_resamples}"
-    return said, settings
 
 
 def _responses(plan: BatchPlan) -> Text:
@@ -140,7 +139,9 @@ def _responses(plan: BatchPlan) -> Text:
 def _owners(plan: BatchPlan, group: int) -> list[int | None]:
     """The optimizer step of each mark of a group, from 0, or None where responses are left over."""
     marks = min(MARKS, plan.group_size)
-    return [plan.batch_of(group, mark * plan.group_size // marks) for mark in range(marks)]
+    responses = [group * plan.group_size + mark * plan.group_size // marks for mark in range(marks)]
+    steps = [response // plan.batch_responses for response in responses]
+    return [step if step < plan.batches else None for step in steps]
 
 
 def shown(count: int) -> list[int | None]:
@@ -156,8 +157,9 @@ def _micro_batches(plan: BatchPlan) -> Text:
     """A row a micro-batch: its groups, each a prompt and its responses, to scale."""
     picture = Text()
     budget = None if plan.accumulation else plan.max_tokens
-    scale = BAR / max([*plan.loads, budget or 1])
-    for row in shown(len(plan.loads)):
+    loads = [groups * plan.group_tokens for groups in plan.micro_batches]
+    scale = BAR / max([*loads, budget or 1])
+    for row in shown(len(loads)):
         picture.append("\n" if picture else "")
         if row is None:
             picture.append("…")
@@ -165,20 +167,16 @@ def _micro_batches(plan: BatchPlan) -> Text:
         bar = "".join(_group_bars(plan, plan.micro_batches[row], scale))
         end = round(budget * scale) if budget else BAR
         picture.append(bar[:end].ljust(end)).append("|" if budget else "", "dim").append(bar[end + 1 :])
-        over = budget is not None and plan.loads[row] > budget
-        label = f" {_count(plan.micro_batches[row], 'group')}, {plan.loads[row]:,} tokens"
+        over = budget is not None and loads[row] > budget
+        label = f" {_count(plan.micro_batches[row], 'group')}, {loads[row]:,} tokens"
         picture.append(label, "bold red" if over else "")
-    if plan.error_in("micro_batches"):
-        missing = _count((plan.accumulation or 0) - len(plan.loads), "micro-batch", "micro-batches")
-        picture.append(f"\nno group is left for {missing}", "bold red")
     if plan.over_budget:
         tokens = f"{plan.group_size} responses take {plan.group_tokens:,} tokens"
         picture.append(f"\na group is never split: {tokens}, more than train.micro_batch_tokens", "bold red")
-    shared = sum(plan.loads)
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.response_tokens)
     legend = (
         f"\n█ a prompt of {plan.prompt_tokens:,} tokens, computed once, ░ and its {plan.group_size} responses of "
-        f"{plan.response_tokens:,}: {shared:,} tokens a step; with the prompt beside each response, {apart:,}"
+        f"{plan.response_tokens:,}: {sum(loads):,} tokens a step; with the prompt beside each response, {apart:,}"
     )
     return picture.append(legend, "dim")
 
@@ -193,14 +191,7 @@ def _group_bars(plan: BatchPlan, groups: int, scale: float) -> Iterable[str]:
 
 
 def cycle(plan: BatchPlan) -> list[str]:
-    """The events of one collection, in order.
-
-    A run of optimizer steps is given by its first and last:
-
-    >>> from types import SimpleNamespace as Plan
-    >>> cycle(Plan(responses=32, max_resamples=0, has_reference=False, needs_old_log_probs=True, epochs=2, batches=4))
-    ['sample 32', 'score policy', 'steps 1 to 4', 'steps 5 to 8', 'push weights']
-    """
+    """The events of one collection, in order; optimizer steps of an epoch are given by the first and the last."""
     stages = [f"sample {plan.responses:,}" + " or more" * bool(plan.max_resamples)]
     stages += ["score reference"] * plan.has_reference + ["score policy"] * plan.needs_old_log_probs
     for epoch in range(min(plan.epochs, ROWS)):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
-
-from grpo_rl.settings.hardware import default_dtype
 
 if TYPE_CHECKING:
     from grpo_rl.perf.rates import Rates
@@ -98,7 +95,7 @@ class Cluster:
         ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
 
         Raises:
-            ValueError: the text can't be read, or a number is missing, not finite, or not above 0; names it.
+            ValueError: the text can't be read, or a number is missing; names it.
         """
         name, *settings = text.split(",")
         try:
@@ -108,15 +105,13 @@ class Cluster:
             raise ValueError(f"cluster={text}: {error}") from None
         if unknown := given.keys() - {*NUMBERS}:
             raise ValueError(f"cluster={text}: unknown number {min(unknown)}; a device has {', '.join(NUMBERS)}")
-        if wrong := [number for number in given if not 0 < given[number] < math.inf]:
-            raise ValueError(f"cluster={text}: {wrong[0]} has to be finite and above 0")
         if name == "here":
             cluster = _here(dtype)
             return replace(cluster, device=replace(cluster.device, **given))
-        match = re.fullmatch(r"(?:(\d+)x)?(\S+)", name)
-        count, name = (int(match[1] or 1), match[2]) if match else (0, name)
-        if count < 1:
+        match = re.fullmatch(r"(?:([1-9]\d*)x)?(\S+)", name)
+        if not match:
             raise ValueError(f"cluster={text}: give a count and a device, as in 64xH100, or here")
+        count, name = int(match[1] or 1), match[2]
         known = DEVICES.get(name.lower())
         if known is None and (missing := [number for number in NUMBERS[:-1] if number not in given]):
             raise ValueError(
@@ -131,15 +126,6 @@ class Cluster:
             f"{self.count} x {d.name}: {d.memory_gib:,.4g} GiB, {d.tflops:,.3g} TFLOP/s, memory {d.memory_gb_s:,.0f} "
             f"GB/s, link {d.link_gb_s:,.0f} GB/s in a node of {d.node}, {d.network_gb_s:,.4g} GB/s between nodes"
         )
-
-
-def dtype_on(cluster: str, ray_address: str | None) -> str:
-    """Name of the dtype that a run takes there by itself.
-
-    >>> dtype_on("8xH100", None)
-    'bfloat16'
-    """
-    return default_dtype(ray_address) if cluster.startswith("here") else "bfloat16"
 
 
 def known_device(name: str) -> Device | None:

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
-from grpo_rl.perf.roofline import ModelSizes
-from grpo_rl.planner.experts import Experts, NotPlannedError
+from grpo_rl.perf.roofline import ModelSizes, experts_of_a_token
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.mixers import mixers
+from grpo_rl.policies.routing import stacked_experts
 from grpo_rl.policies.supported import refuse_unsupported
 
 Kind = Literal["cuda", "cpu"]
@@ -43,6 +43,59 @@ VLLM_BLOCK = 16
 
 # A plan tries many settings on one model, whose layers are run for this without weights.
 _refuse_unsupported = functools.lru_cache(maxsize=1)(refuse_unsupported)
+
+
+class NotPlannedError(ValueError):
+    """A model that can be trained is of a kind whose memory is not counted, so that there is no plan; names it."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture; those of a dense model are none.
+
+    Args:
+        number: experts of a layer.
+        chosen: experts that a token visits in a layer.
+        intermediate: numbers between an expert's products.
+        parameters: number in all experts of all layers.
+    """
+
+    number: int = 1
+    chosen: int = 0
+    intermediate: int = 0
+    parameters: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Experts:
+        """The experts of a model, which may have no weights.
+
+        Raises:
+            NotPlannedError: its config does not say how many of them a token visits, or its layers have different ones.
+        """
+        layers = [weights for _, _, weights in stacked_experts(model)]
+        if not layers:
+            return cls()
+        config, name = model.config.get_text_config(), type(model).__name__
+        chosen = experts_of_a_token(config)
+        if not isinstance(chosen, int):
+            raise NotPlannedError(f"{name}'s config does not say how many experts a token visits, which its plan needs")
+        numbers = {len(weight) for weights in layers for weight in weights}
+        # The last product's weights, [I, H] or [H, I] of each expert, are the smallest: the others' have two factors.
+        widths = {min(w.numel() // len(w) for w in weights) // config.hidden_size for weights in layers}
+        if len(numbers) > 1 or len(widths) > 1:
+            raise NotPlannedError(
+                f"{name}'s layers have different experts ({numbers} of {widths}); a plan needs equal ones"
+            )
+        total = sum(weight.numel() for weights in layers for weight in weights)
+        return cls(numbers.pop(), chosen, widths.pop(), total)
+
+    def visited(self, tokens: int) -> float:
+        """The share of a layer's experts that so many tokens visit together, each choosing by itself.
+
+        >>> Experts(number=8, chosen=2).visited(1), Experts(number=8, chosen=2).visited(2), Experts().visited(9)
+        (0.25, 0.4375, 0.0)
+        """
+        return 1 - (1 - self.chosen / self.number) ** tokens
 
 
 @dataclass(frozen=True)
@@ -84,18 +137,14 @@ class Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: the model can't be trained here.
-            NotPlannedError: it has layers with a state or latent attention, or experts that are not understood, whose
-                memory is not planned.
+            ValueError: the model can't be trained here, or (NotPlannedError) is of a kind that is not planned.
         """
         _refuse_unsupported(model)
-        config = model.config.get_text_config()
+        config, name = model.config.get_text_config(), type(model).__name__
         if any(mixers(model)):
-            raise NotPlannedError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
+            raise NotPlannedError(f"{name} has layers that carry a state; plans are of attention alone")
         if getattr(config, "kv_lora_rank", None):
-            raise NotPlannedError(
-                f"{type(model).__name__} has latent attention (kv_lora_rank), whose memory is not planned"
-            )
+            raise NotPlannedError(f"{name} has latent attention (kv_lora_rank), whose memory is not planned")
         experts = Experts.of(model)
         layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
         heads = config.num_attention_heads

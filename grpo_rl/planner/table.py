@@ -39,7 +39,6 @@ def plan_view(
         _line("Model", f"{model}, {shape.layers} layers"),
         _line("Cluster", str(scenario.cluster)),
         _line("Devices", _devices(plan)),
-        *_division(plan),
         Text(),
         _memory(plan),
         Text(),
@@ -83,17 +82,11 @@ def _devices(plan: Plan) -> str:
     said += f"inference {'on the same' if layout.colocated else layout.inference}, "
     said += f"{layout.engines} engine" + "s" * (layout.engines > 1)
     said += f" of {layout.engine_size}" * (layout.engine_size > 1)
-    return f"{said}; {plan.scenario.settings.mode}"
-
-
-def _division(plan: Plan) -> list[Text]:
-    """The division of a device's memory that trains and samples at the same time."""
-    if not plan.shared:
-        return []
-    share, gib = plan.scenario.settings.inference_model.gpu_memory_utilization, plan.scenario.cluster.device.memory_gib
-    left = USABLE - share
-    said = f"one device trains and samples at the same time: the engine has {share:.0%} of its memory "
-    return [_line("", f"{said}({share * gib:,.1f} GiB), the trainer {left:.0%} ({left * gib:,.1f} GiB)")]
+    said += f"; {plan.scenario.settings.mode}"
+    if plan.shared:
+        share = plan.scenario.settings.inference_model.gpu_memory_utilization
+        said += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
+    return said
 
 
 def _memory(plan: Plan) -> Table:

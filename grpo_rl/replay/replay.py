@@ -7,10 +7,8 @@ elsewhere, and what is compared are two losses at the same weights.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ from grpo_rl.data.batching import by_group, groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, clipped_at_all
 from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.monitor.stored_tokens import StoredStep, StoredUpdate
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.stored import StoredStep, StoredUpdate
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
@@ -160,37 +158,23 @@ def _with_old_log_probs(stored: StoredStep) -> list[Group]:
 def _check(groups: Sequence[Group], settings: Settings) -> None:
     """Refuses a loss that reads what is not stored."""
     if settings.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
-        raise ValueError(
-            "policy.kl_coef above 0 needs the reference's log-probabilities, and this run had no reference; train with "
-            "policy.kl_coef above 0, or replay with 0"
-        )
+        raise ValueError("policy.kl_coef above 0 needs a reference, and this run had no reference; replay with 0")
     lacking = sum(group.old_log_probs is None for group in groups)
     if needs_old_log_probs(settings) and lacking:
         raise ValueError(
-            "loss.correction, loss.kl_in=reward or loss.top_entropy_fraction need what the trainer said before the "
-            f"update, which this run did not compute for {lacking} of {len(groups)} groups; train with these settings "
-            "to have it stored"
+            "loss.correction, loss.kl_in=reward and loss.top_entropy_fraction need log-probabilities from before the "
+            f"update, which this run did not compute for {lacking} of {len(groups)} groups"
         )
 
 
 def _token(stored: StoredStep, place: int, run: Outcome, other: Outcome) -> dict[str, Any]:
     """The token at this place among all T."""
-    by_id = {group.group_id: group for group in stored.groups}
-    spans = [(number, by_id[i]) for number, update in enumerate(stored.updates) for i in update.groups]
-    ends = list(accumulate(len(group.response_ids) for _, group in spans))
-    at = bisect_right(ends, place)
-    number, group = spans[at]
-    offset = place - ends[at] + len(group.response_ids)
-    response = bisect_right(group.offsets.tolist(), offset) - 1
-    start = int(group.offsets[response])
+    names = ["optimizer_step", "group_id", "row", "response", "position", "token_id"]
+    (token,) = stored.tokens.select(names).slice(place, 1).to_pylist()
+    before = min(token["position"], _CONTEXT)
     return {
-        "optimizer_step": number,
-        "group_id": group.group_id,
-        "row": group.row,
-        "response": response,
-        "position": offset - start,
-        "token_id": int(group.response_ids[offset]),
-        "before": group.response_ids[max(start, offset - _CONTEXT) : offset].tolist(),
+        **token,
+        "before": stored.tokens["token_id"].slice(place - before, before).to_pylist(),
         **{
             name: (run.columns[name][place].item(), other.columns[name][place].item())
             for name in ("advantage", "ratio", "gradient")

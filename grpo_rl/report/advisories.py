@@ -11,17 +11,12 @@ from grpo_rl.report.files import read_config, read_rows
 
 def build(run_dir: Path) -> dict[str, Any] | None:
     """The advisories over the run's metrics; None where there is none."""
-    found = [
-        {
-            "id": advisory.name,
-            "title": f"{advisory.name.replace('_', ' ').capitalize()}, {_when(advisory.since, advisory.until)}",
-            "text": f"{advisory.seen[:1].upper()}{advisory.seen[1:]}.",
-            "remedy": f"Try {advisory.setting}. See {advisory.page}",
-        }
-        for advisory in advisories_of(read_rows(run_dir), read_config(run_dir))
-    ]
+    found = []
+    for advisory in advisories_of(read_rows(run_dir), read_config(run_dir)):
+        since, until = advisory.since, advisory.until
+        when = f"since step {since}" if until is None else f"steps {since} to {until}"
+        title = f"{advisory.name.replace('_', ' ').capitalize()}, {when}"
+        text = f"{advisory.seen[:1].upper()}{advisory.seen[1:]}."
+        remedy = f"Try {advisory.setting}. See {advisory.page}"
+        found.append({"id": advisory.name, "title": title, "text": text, "remedy": remedy})
     return {"advisories": found} if found else None
-
-
-def _when(since: int, until: int | None) -> str:
-    return f"since step {since}" if until is None else f"steps {since} to {until}"

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.metrics import finite_mean, first_and_last
+from grpo_rl.monitor.metrics import finite_mean, first_and_last, step_seconds
 from grpo_rl.report.files import read_rows
 from grpo_rl.report.known_charts import CLOCKS, Chart, known_charts
 from grpo_rl.report.sample import binned
@@ -85,7 +85,6 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     for row in rows:
         merged.setdefault(row["step"], {}).update(row)
     points = [merged[step] for step in sorted(merged)]
-    seconds = [_step_s(point) for point in points]
     bins = binned(points)
     last = [min(i + len(bins[0]), len(points)) - 1 for i in range(0, len(points), len(bins[0]))] if bins else []
     names = {name: None for point in points for name in point if name not in {"step"} | CLOCKS}
@@ -98,37 +97,23 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         every = [point[name] for point in points if name in point]
         if len(every) > 1:
             columns[name]["ends"] = [_digits(end) for end in first_and_last(every)]
-    # A step 0, an evaluation before training, has spent neither.
+    steps = [point for point in points if point["step"] > 0]
+    untrained = [0.0] * (len(points) - len(steps))  # a step 0, an evaluation before training, has spent nothing
+    seconds = _complete([step_seconds(step) for step in steps])
+    trained = _complete([step.get("total/trained_tokens") for step in steps])
+    time, tokens = [*untrained, *accumulate(seconds)], [*untrained, *trained]
     return {
         "step": [int(points[i]["step"]) for i in last],
-        "time": _sums(points, seconds, last),
-        "tokens": _tokens(points, last),
+        "time": [round(time[i], 1) for i in last] if seconds else None,
+        "tokens": [round(tokens[i]) for i in last] if trained else None,
         "columns": columns,
     }
 
 
-def _sums(points: Sequence[Mapping[str, float]], parts: Sequence[float | None], last: Sequence[int]) -> list | None:
-    steps = [part for point, part in zip(points, parts, strict=True) if point["step"] > 0]
-    if not steps or any(part is None or not math.isfinite(part) for part in steps):
-        return None
-    sums = list(accumulate(part or 0.0 for part in parts))
-    return [round(sums[i], 1) for i in last]
-
-
-def _step_s(point: Mapping[str, float]) -> float | None:
-    """The time of the step alone: neither when it ended nor the evaluation behind it."""
-    phases = [
-        value for name, value in point.items() if name.startswith("time/") and name not in CLOCKS | {"time/evaluate_s"}
-    ]
-    return sum(phases) if phases else None
-
-
-def _tokens(points: Sequence[Mapping[str, float]], last: Sequence[int]) -> list | None:
-    """The tokens trained on so far; None where a step did not count them."""
-    steps = [point for point in points if point["step"] > 0]
-    if not steps or any("total/trained_tokens" not in point for point in steps):
-        return None
-    return [round(points[i].get("total/trained_tokens", 0.0)) for i in last]
+def _complete(values: Sequence[float | None]) -> list[float]:
+    """The values where each step has one; else none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return known if len(known) == len(values) else []
 
 
 def _digits(value: float) -> float | int | None:

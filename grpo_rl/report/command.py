@@ -42,7 +42,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from grpo_rl.report import compare, demo, page
-    from grpo_rl.report.files import REPORT, signature
+    from grpo_rl.report.files import REPORT
 
     with ExitStack() as stack:
         runs = options.runs
@@ -57,7 +57,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             path = runs[0] / REPORT if len(runs) == 1 else Path(COMPARISON)
         build = partial(page.build, sections, source, head)
         if options.serve or options.demo:
-            live = LivePage(build, partial(page.assemble, sections, live=True), partial(signature, found))
+            live = LivePage(build, partial(page.assemble, sections, live=True))
             return _serve(live, options.port, webbrowser.open if options.demo and _has_display() else None)
         write_whole(options.output or path, page.assemble(sections, build()))
     print(options.output or path)

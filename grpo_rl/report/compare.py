@@ -20,6 +20,8 @@ from grpo_rl.storage.masking import masked
 UNSET = "unset"
 SAME_FOR_A_PAIR = ("env.", "evaluate.")
 """Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""
+OF_TOKENS = ("model.name", "model.chat_template")
+"""Settings that decide what a token is: nats a token compare where these are the same, too."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
 """Settings that say nothing of what a run does."""
 
@@ -32,53 +34,49 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
     """
     found = []
     for folder in given:
-        if not (folder / "multirun.yaml").exists() and is_run(folder):
+        if not (folder / "multirun.yaml").exists() and _is_run(folder):
             found.append(folder)
-        elif inside := _inside(folder):
-            found += inside
+        elif inside := [path for path in folder.iterdir() if path.is_dir() and _is_run(path)]:
+            found += sorted(inside, key=lambda path: path.name.zfill(9) if path.name.isdigit() else path.name)
         else:
             raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do")
     return found
 
 
-def is_run(folder: Path) -> bool:
-    """True if a run wrote to this folder."""
+def _is_run(folder: Path) -> bool:
     return (folder / METRICS_FILE).exists() or (folder / CONFIG).exists()
 
 
-def _inside(folder: Path) -> list[Path]:
-    def order(path: Path) -> tuple[bool, int, str]:
-        return not path.name.isdigit(), int(path.name) if path.name.isdigit() else 0, path.name
-
-    return sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=order)
-
-
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """A short name for each run: what of its path is its own.
+    """A short name for each run: the end of its path that is its own.
 
     >>> names_of([Path("outputs/2026-01-31/12-00-00"), Path("outputs/2026-01-31/13-00-00")])
     ['12-00-00', '13-00-00']
     >>> names_of([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
     """
-    paths = [run.resolve() if run.name in ("", ".", "..") else run for run in runs]
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+    paths = [run.resolve() for run in runs]
+    for parts in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [f"{i}: {path}" for i, path in enumerate(paths)]
 
 
-def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ: their value in each run, ``unset`` where it has no such setting.
-
-    >>> differences([{"optimizer": {"lr": 1e-5}, "seed": 0}, {"optimizer": {"lr": 2e-5}, "seed": 0}])
-    {'optimizer.lr': [1e-05, 2e-05]}
-    """
-    settings = [flat(config) for config in configs]
+def differences(runs: Sequence[Path]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ: their value in each run, ``unset`` where it has no such setting."""
+    settings = [flat(read_config(run)) for run in runs]
     keys = {key: None for setting in settings for key in setting if key not in NOT_A_DIFFERENCE}
     columns = {key: [setting.get(key, UNSET) for setting in settings] for key in keys}
     return {key: values for key, values in columns.items() if any(value != values[0] for value in values)}
+
+
+def _others(runs: Sequence[Path], beginnings: tuple[str, ...] = SAME_FOR_A_PAIR) -> str:
+    """The first settings of task and evaluation that differ: numbers of such runs are not of the same thing."""
+    settings = [flat(read_config(run)) for run in runs]
+    keys = sorted({key for setting in settings for key in setting if key.startswith(beginnings)})
+    first = settings[0]
+    return ", ".join([key for key in keys if any(each.get(key) != first.get(key) for each in settings)][:3])
 
 
 def read_held_out(run_dir: Path) -> list[float]:
@@ -93,10 +91,8 @@ def read_held_out(run_dir: Path) -> list[float]:
 def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
     """Each run's name, steps, change of reward with its interval, and the paired difference from the first run; or the
     held-out losses of SFT."""
-    configs = [read_config(run) for run in runs]
-    first, held_out = flat(configs[0]), [read_held_out(run) for run in runs]
     found = []
-    for run, name, config, rewards in zip(runs, names_of(runs), configs, held_out, strict=True):
+    for run, name in zip(runs, names_of(runs), strict=True):
         rows, summary = read_rows(run), read_summary(run)
         row: dict[str, Any] = {"name": name, "steps": int(max((line["step"] for line in rows), default=0))}
         row["ended"] = bool(summary.get("finished"))
@@ -108,34 +104,29 @@ def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
             row["gain"] = {**headline.training_change(training)._asdict(), "of": "training"}
         if losses := headline.held_out_losses(rows, summary):
             row["loss"] = {"before": losses.before, "after": losses.after}
-        if run != runs[0] and "loss" not in row:
-            row |= _difference(rewards, held_out[0], flat(config), first)
+        elif run != runs[0]:
+            row |= _difference(runs[0], run)
         found.append(row)
     return found
 
 
-def _difference(rewards: list[float], of_first: list[float], setting: dict[str, Any], first: dict[str, Any]) -> dict:
+def _difference(first: Path, run: Path) -> dict[str, Any]:
     """The paired difference from the first run's held-out rewards, or why there is none."""
-    if not rewards or not of_first:
+    before, after = read_held_out(first), read_held_out(run)
+    if not before or not after:
         return {"unpaired": "no held-out rewards"}
-    if other := _other(setting, first):
-        return {"unpaired": f"other {', '.join(other[:3])}"}
+    if other := _others([first, run]):
+        return {"unpaired": f"other {other}"}
     try:
-        gain = paired_gain(of_first, rewards)
+        gain = paired_gain(before, after)
     except ValueError as error:
         return {"unpaired": str(error)}
-    return {"difference": {"gain": gain.mean, "low": gain.low, "high": gain.high}, "rows": len(rewards)}
-
-
-def _other(setting: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """The settings of task and evaluation that differ: rewards of such runs are not of the same thing."""
-    keys = {key for key in {*setting, *first} if key.startswith(SAME_FOR_A_PAIR)}
-    return sorted(key for key in keys if setting.get(key) != first.get(key))
+    return {"difference": {"gain": gain.mean, "low": gain.low, "high": gain.high}, "rows": len(after)}
 
 
 def head(runs: Sequence[Path]) -> dict[str, Any]:
     """The head of the comparison: the run that gained most, and whether its interval is apart from the others'."""
-    every = [(row, flat(read_config(run))) for row, run in zip(compared(runs), runs, strict=True)]
+    every = list(zip(compared(runs), runs, strict=True))
     gained, imitated = [one for one in every if "gain" in one[0]], [one for one in every if "loss" in one[0]]
     goes_on = [is_running(run) for run in runs if not read_summary(run).get("finished")]
     running, rest = goes_on.count(True), len(goes_on) - goes_on.count(True)
@@ -155,16 +146,16 @@ def head(runs: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _ranking(gained: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _ranking(gained: Sequence[tuple[Mapping[str, Any], Path]]) -> str:
     """The run that gained most, where the gains are of the same thing."""
     if not gained:
         return "none is long enough to say what it gained"
-    rows, settings = zip(*gained, strict=True)
+    rows, runs = zip(*gained, strict=True)
     kinds = {row["gain"]["of"].split(",")[0] for row in rows}
     if len(kinds) > 1:
         return "some measured held-out reward and some did not, so their gains don't compare"
-    if other := sorted({key for setting in settings for key in _other(setting, settings[0])}):
-        return f"their task or evaluation differs ({', '.join(other[:3])}), so their gains don't compare"
+    if other := _others(runs):
+        return f"their task or evaluation differs ({other}), so their gains don't compare"
     best = max(rows, key=lambda row: row["gain"]["gain"])
     gain = best["gain"]
     span = f"{gain['gain']:+.3f}, 95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}"
@@ -174,16 +165,11 @@ def _ranking(gained: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> s
     return f"run {best['name']} {who} in {kinds.pop()} reward: {span}" + (f", {apart}" if others else "")
 
 
-def _lowest_loss(imitated: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _lowest_loss(imitated: Sequence[tuple[Mapping[str, Any], Path]]) -> str:
     """The run of SFT with the lowest held-out loss, where the losses are of the same thing."""
-    rows, settings = zip(*imitated, strict=True)
-    other = {key for setting in settings for key in _other(setting, settings[0])}
-    # Nats a token are of a tokenizer and a template.
-    of_tokens = ("model.name", "model.chat_template")
-    other |= {key for key in of_tokens for setting in settings if setting.get(key) != settings[0].get(key)}
-    if other:
-        what = f"their model, task or evaluation differs ({', '.join(sorted(other)[:3])})"
-        return f"{what}, so their losses don't compare"
+    rows, runs = zip(*imitated, strict=True)
+    if other := _others(runs, (*SAME_FOR_A_PAIR, *OF_TOKENS)):
+        return f"their model, task or evaluation differs ({other}), so their losses don't compare"
     best = min(rows, key=lambda row: row["loss"]["after"])
     loss = f"{best['loss']['after']:.3f}, {best['loss']['before']:.3f} before training"
     return f"run {best['name']} has the lowest held-out loss of {len(rows)}: {loss}"
@@ -191,41 +177,35 @@ def _lowest_loss(imitated: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 def build(runs: Sequence[Path]) -> dict[str, Any]:
     """The table of the runs, and the settings in which they differ."""
-    return {"runs": compared(runs), "settings": _texts(differences([read_config(run) for run in runs]))}
+    return {"runs": compared(runs), "settings": {key: _texts(key, values) for key, values in differences(runs).items()}}
 
 
 def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
     """The runs in the order of a setting's values, for each setting that differs; None where one says no more."""
-    settings = differences([read_config(run) for run in runs])
-    gains = compared(runs)
+    gains, panels = compared(runs), []
     known = [i for i, run in enumerate(gains) if "gain" in run]
-    if len(known) < 2 or not settings:
-        return None
-
-    def order(value: Any) -> tuple[int, float, str]:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return (0, value, "") if is_number else (1, 0.0, str(value))
-
-    panels = []
-    for key, values in settings.items():
-        if all(values[i] == values[known[0]] for i in known):
-            continue
-        ordered = sorted(known, key=lambda i: order(values[i]))
-        texts = [written(masked(value, key)) for value in values]
-        marks = [{"value": texts[i], "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered]
-        panels.append({"key": key, "runs": marks})
+    for key, values in differences(runs).items():
+        if any(values[i] != values[known[0]] for i in known):
+            texts = _texts(key, values)
+            ordered = sorted(known, key=lambda i, of=values: _order(of[i]))
+            marks = [{"value": texts[i], "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered]
+            panels.append({"key": key, "runs": marks})
     return {"panels": panels} if panels else None
+
+
+def _order(value: object) -> tuple[bool, float, str]:
+    """Numbers by size, in front of everything else."""
+    return (False, value, "") if isinstance(value, int | float) else (True, 0.0, str(value))
 
 
 def curves(runs: Sequence[Path]) -> dict[str, Any] | None:
     """The curves of all runs, one metric a chart."""
-    rows = {name: read_rows(run) for name, run in zip(names_of(runs), runs, strict=True)}
-    rows = {name: lines for name, lines in rows.items() if lines}
+    rows = {name: lines for name, run in zip(names_of(runs), runs, strict=True) if (lines := read_rows(run))}
     return charts.curves(rows) if rows else None
 
 
-def _texts(settings: dict[str, list[Any]]) -> dict[str, list[str]]:
-    return {key: [written(masked(value, key)) for value in values] for key, values in settings.items()}
+def _texts(key: str, values: Sequence[Any]) -> list[str]:
+    return [written(masked(value, key)) for value in values]
 
 
 SUMMARY = Section("summary", "Summary", head)

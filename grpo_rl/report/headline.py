@@ -83,11 +83,9 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     rewards = finite(rows, "reward/mean")
     if not rewards:
         return "No training step was logged yet."
-    if len(rewards) == 1:
-        return f"One step is too few to say whether training helped; its training reward was {rewards[0]:.3f}."
     if len(rewards) < FEWEST_STEPS:
         return (
-            f"{len(rewards)} steps are too few to say whether training helped; training reward was {rewards[0]:.3f} "
+            f"Too few steps ({len(rewards)}) to say whether training helped; training reward was {rewards[0]:.3f} "
             f"in the first and {rewards[-1]:.3f} in the last."
         )
     if min(rewards) == max(rewards):
@@ -114,7 +112,7 @@ def held_out_losses(rows: Sequence[Mapping[str, float]], summary: Mapping[str, A
     """
     if None not in (known := [summary.get(f"eval_loss_{when}") for when in ("before", "after")]):
         return HeldOutLosses(*known)
-    found = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
+    found = _with(rows, "eval/loss")
     if len(found) < 2:
         return None
     return HeldOutLosses(found[0]["eval/loss"], found[-1]["eval/loss"], int(found[-1]["step"]))
@@ -152,25 +150,24 @@ def unpaired_change(rows: Sequence[Mapping[str, float]]) -> tuple[Change, int] |
     >>> f"{change.low:.3f} {change.high:.3f}", step  # 1 - 1.96 * sqrt(0.02), 1 + 1.96 * sqrt(0.02)
     ('0.723 1.277', 5)
     """
-    evaluations = _evaluations(rows)
-    if len(evaluations) < 2:
+    evaluations = _with(rows, "eval/reward")
+    # A standard error of zero is one: before training every response may earn nothing.
+    if len(evaluations) < 2 or len(_with([evaluations[0], evaluations[-1]], "eval/standard_error")) < 2:
         return None
     first, last = evaluations[0], evaluations[-1]
-    # A standard error of zero is one: before training every response may earn nothing.
-    if not all(math.isfinite(row.get("eval/standard_error", math.nan)) for row in (first, last)):
-        return None
     gain = last["eval/reward"] - first["eval/reward"]
     half = stats.norm.ppf(0.975) * math.hypot(first["eval/standard_error"], last["eval/standard_error"])
     return Change(first["eval/reward"], last["eval/reward"], gain, gain - half, gain + half), int(last["step"])
 
 
-def _evaluations(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    return [row for row in rows if math.isfinite(row.get("eval/reward", math.nan))]
+def _with(rows: Sequence[Mapping[str, float]], name: str) -> list[Mapping[str, float]]:
+    """The lines in which a metric is finite."""
+    return [row for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
 def finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """The finite values of a metric, in the order of the lines."""
-    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return [row[name] for row in _with(rows, name)]
 
 
 def training_change(rewards: Sequence[float]) -> Change:
@@ -219,7 +216,7 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
             notes.append("The interval takes the two evaluations as independent; the end of the run pairs their rows.")
         else:
             why = "Without two evaluations of held-out reward, with standard errors, there is no gain to state"
-            if measured := _evaluations(rows):
+            if measured := _with(rows, "eval/reward"):
                 why += "; held-out reward was {eval/reward:.3f} after step {step:.0f}".format_map(measured[-1])
             else:
                 why += " (evaluate.rows)"
@@ -245,9 +242,7 @@ def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> li
         took = f"in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
         tile("Steps", f"{int(training[-1]['step']):,}", took)
     for phase, label in (("sample", "Sampling"), ("train", "Training")):
-        if rates := [
-            row[key] for row in rows if math.isfinite(row.get(key := f"throughput/{phase}_tokens_per_s", math.nan))
-        ]:
+        if rates := finite(rows, f"throughput/{phase}_tokens_per_s"):
             tile(label, number(statistics.median(rates)), "tokens/s (median)")
     if fractions := finite(rows, "limit_fraction"):
         tile("Roofline", f"{statistics.median(fractions):.0%}", "of the machine's best (median)")

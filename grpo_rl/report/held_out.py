@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.step_parts import HELD_OUT_FOLDER, StepParts
-from grpo_rl.report.sample import evenly, fitting, shortened
+from grpo_rl.report.sample import evenly, fitting, rounded, shortened
 from grpo_rl.storage.printable import printable
 
 ROWS, BYTES = 150, 500_000
@@ -36,16 +36,9 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     rows = []
     for before, after in chosen:
         prompt, cut = shortened(before["prompt"], most_of_prompt)
-        rows.append(
-            {
-                "row": before["row"],
-                "prompt": prompt,
-                "prompt_cut": cut,
-                "gold": printable(before["answer"] or "")[:500],
-                "responses": [_response(row, most) for row in (before, after) if row],
-                "gain": _gain(before, after),
-            }
-        )
+        row = {"row": before["row"], "prompt": prompt, "prompt_cut": cut, "gain": _gain(before, after)}
+        row["gold"] = printable(before["answer"] or "")[:500]
+        rows.append(row | {"responses": [_response(one, most) for one in (before, after) if one]})
     gains = [gain for pair in pairs if (gain := _gain(*pair)) is not None]
     return {
         "rows": rows,
@@ -74,12 +67,5 @@ def _gain(before: dict[str, Any], after: dict[str, Any] | None) -> float | None:
 
 def _response(row: dict[str, Any], most: int) -> dict[str, Any]:
     text, cut = shortened(row["completion"], most)
-    reward = None if row["reward"] is None else round(row["reward"], 4)
-    return {
-        "step": row["step"],
-        "text": text,
-        "cut": cut,
-        "reward": reward,
-        "tokens": row["tokens"],
-        "truncated": row["truncated"],
-    }
+    shown = {name: row[name] for name in ("step", "tokens", "truncated")}
+    return shown | {"text": text, "cut": cut, "reward": rounded(row["reward"])}

@@ -6,13 +6,14 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.completions import TURN_ENDS, read_step
-from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
-from grpo_rl.report.sample import evenly, fitting, shortened
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
+from grpo_rl.monitor.stored_tokens import shown_tokens
+from grpo_rl.report.sample import evenly, fitting, rounded, shortened
 from grpo_rl.storage.printable import printable
 
 RESPONSES, BYTES = 1200, 1_500_000
@@ -46,22 +47,33 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         if unread:
             raise ValueError(unread[-1])
         return None
-    total = sum(len(rewards) for step in steps.values() for rewards in step.values())
-    best, worst = _extremes(steps)
-    chosen = _choose(run_dir, steps, total)
-    for step, group_id, _ in (*best, *worst):
+    every = [
+        (reward, step, group_id, number)
+        for step, of_group in steps.items()
+        for group_id, rewards in of_group.items()
+        for number, reward in enumerate(rewards)
+    ]
+    chosen = _choose(run_dir, steps, len(every))
+    known = [one for one in every if math.isfinite(one[0]) and one[3] < MOST_OF_GROUP]
+    best = heapq.nlargest(EXTREMES, known, key=itemgetter(0))  # of equal ones those that came first
+    worst = heapq.nsmallest(EXTREMES, known, key=itemgetter(0))
+    for _, step, group_id, _ in (*best, *worst):
         chosen.setdefault(step, {}).setdefault(group_id, "best or worst of the run")
     groups = [group for step in sorted(chosen) for group in _groups(run_dir, step, chosen[step])]
     _shorten(groups)
-    counts = Counter(reward for step in steps.values() for rewards in step.values() for reward in rewards)
+    counts = Counter(reward for reward, *_ in every)
     place = {(group["step"], group["id"]): number for number, group in enumerate(groups)}
+
+    def mark(reward: float, step: int, group_id: int, number: int) -> dict[str, Any]:
+        return {"group": place[step, group_id], "response": number, "reward": rounded(reward), "alike": counts[reward]}
+
     return {
         "groups": groups,
-        "best": [_mark(steps, place, counts, *found) for found in best],
-        "worst": [_mark(steps, place, counts, *found) for found in worst],
+        "best": [mark(*one) for one in best],
+        "worst": [mark(*one) for one in worst],
         "all_groups": sum(map(len, steps.values())),
         "all_steps": len(steps),
-        "all_responses": total,
+        "all_responses": len(every),
         "shown_steps": len(chosen),
         "shown_responses": sum(len(group["responses"]) for group in groups),
         "tools": list(TOOLS),
@@ -70,40 +82,23 @@ def build(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _read_rewards(run_dir: Path) -> tuple[dict[int, Rewards], list[str]]:
+    """The rewards of each step that has any, and what can't be read."""
     parts = StepParts(run_dir / COMPLETIONS_FOLDER)
-    found, unread = {}, []
+    found: dict[int, Rewards] = {}
+    unread = []
     for step in parts.steps():
-        stat = parts.path(step).stat()
+        rewards: dict[int, list[float]] = {}
         try:
-            found[step] = _rewards(parts.folder, step, stat.st_size, stat.st_mtime_ns)
+            table = parts.read(step, ["group_id", "reward"])
+            for group_id, reward in zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True):
+                rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
         except ValueError as error:
             unread.append(str(error))
-    return {step: rewards for step, rewards in found.items() if rewards}, unread
-
-
-@lru_cache(maxsize=20_000)  # a page that is live is built again and again, and parts stay as they are
-def _rewards(folder: Path, step: int, _size: int, _modified: int) -> Rewards:
-    columns = StepParts(folder).read(step, ["group_id", "reward"]).to_pydict()
-    if not {"group_id", "reward"} <= columns.keys():
-        raise ValueError(f"{StepParts(folder).path(step)} has no group_id or reward; remove it to do without it")
-    rewards: dict[int, list[float]] = {}
-    for group_id, reward in zip(columns["group_id"], columns["reward"], strict=True):
-        rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
-    return rewards
-
-
-def _extremes(steps: Mapping[int, Rewards]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Step, group and number of the best and the worst responses; of equal ones those that came first."""
-    found = [
-        (reward, step, group_id, number)
-        for step, of_group in steps.items()
-        for group_id, rewards in of_group.items()
-        for number, reward in enumerate(rewards)
-        if math.isfinite(reward) and number < MOST_OF_GROUP
-    ]
-    best = heapq.nlargest(EXTREMES, found, key=lambda one: one[0])
-    worst = heapq.nsmallest(EXTREMES, found, key=lambda one: one[0])
-    return [one[1:] for one in best], [one[1:] for one in worst]
+        except KeyError as error:
+            unread.append(f"{parts.path(step)}: {error}; remove it to do without it")
+        if rewards:
+            found[step] = rewards
+    return found, unread
 
 
 def _choose(run_dir: Path, steps: Mapping[int, Rewards], total: int) -> dict[int, dict[int, str]]:
@@ -113,34 +108,25 @@ def _choose(run_dir: Path, steps: Mapping[int, Rewards], total: int) -> dict[int
         return {step: dict.fromkeys(rewards, "") for step, rewards in steps.items()}
     size = min(largest, MOST_OF_GROUP)
     each = max(1, min(6, RESPONSES // (10 * size)))
-    logged = set(StepParts(run_dir / TOKENS_FOLDER).steps())
     shown = evenly(list(steps), max(2, min(MOST_STEPS, RESPONSES // (each * size))))
-    return {step: _choose_of(run_dir, step, steps[step], each, step in logged) for step in shown}
+    return {step: _choose_of(run_dir, step, steps[step], each) for step in shown}
 
 
-def _choose_of(
-    run_dir: Path, step: int, rewards: Mapping[int, Sequence[float]], each: int, recorded: bool
-) -> dict[int, str]:
-    def mean(group_id: int) -> float:
-        return sum(rewards[group_id]) / len(rewards[group_id])
-
-    def spread(group_id: int) -> float:
-        return sum((reward - mean(group_id)) ** 2 for reward in rewards[group_id]) / len(rewards[group_id])
-
+def _choose_of(run_dir: Path, step: int, rewards: Rewards, each: int) -> dict[int, str]:
     ids = [group_id for group_id, values in rewards.items() if all(map(math.isfinite, values))] or list(rewards)
-    wanted = [(ids[0], "first of its step")]
-    if recorded:
-        try:
-            table = StepParts(run_dir / TOKENS_FOLDER).read(step, ["group_id", "text"])
-            found = table.filter(table["text"].is_valid())["group_id"].unique().to_pylist()
-        except (ValueError, KeyError):
-            found = []
-        wanted += [(group_id, "recorded token by token") for group_id in found if group_id in rewards]
-    wanted += [
-        (max(ids, key=spread), "rewards differ most"),
-        (max(ids, key=mean), "highest mean"),
-        (min(ids, key=mean), "lowest mean"),
-        (min(ids, key=spread), "rewards differ least"),
+    mean = {i: sum(rewards[i]) / len(rewards[i]) for i in ids}
+    spread = {i: sum((reward - mean[i]) ** 2 for reward in rewards[i]) / len(rewards[i]) for i in ids}
+    try:
+        recorded = shown_tokens(run_dir, step, ["group_id"])["group_id"].unique().to_pylist()
+    except (ValueError, KeyError):  # the run records no tokens, or not of this step
+        recorded = []
+    wanted = [
+        (ids[0], "first of its step"),
+        *((group_id, "recorded token by token") for group_id in recorded if group_id in rewards),
+        (max(ids, key=spread.__getitem__), "rewards differ most"),
+        (max(ids, key=mean.__getitem__), "highest mean"),
+        (min(ids, key=mean.__getitem__), "lowest mean"),
+        (min(ids, key=spread.__getitem__), "rewards differ least"),
     ]
     chosen: dict[int, str] = {}
     for group_id, why in wanted:
@@ -173,18 +159,18 @@ def _groups(run_dir: Path, step: int, chosen: Mapping[int, str]) -> list[dict[st
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:
     def named(prefix: str) -> dict[str, float]:
         return {
-            name.removeprefix(prefix): round(value, 4)
+            name.removeprefix(prefix): number
             for name, value in row.items()
-            if name.startswith(prefix) and value is not None and math.isfinite(value)
+            if name.startswith(prefix) and (number := rounded(value)) is not None
         }
 
     text = row.get("completion") or ""
     return {
         "text": text,
-        "reward": _rounded(row.get("reward")),
+        "reward": rounded(row.get("reward")),
         "parts": named("reward_"),
         "measures": named("measure_"),
-        "advantage": _rounded(row.get("advantage")),
+        "advantage": rounded(row.get("advantage")),
         "tokens": row.get("tokens"),
         "truncated": row.get("truncated"),
         "version": row.get("policy_version"),
@@ -218,19 +204,3 @@ def _shorten(groups: Sequence[dict[str, Any]]) -> None:
         text, response["cut"] = shortened(response.pop("text"), most)
         if not parts:
             response["text"] = text
-
-
-def _mark(
-    steps: Mapping[int, Rewards],
-    place: Mapping[tuple[int, int], int],
-    counts: Mapping[float, int],
-    step: int,
-    group_id: int,
-    number: int,
-) -> dict[str, Any]:
-    reward = steps[step][group_id][number]
-    return {"group": place[step, group_id], "response": number, "reward": _rounded(reward), "alike": counts[reward]}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 4)

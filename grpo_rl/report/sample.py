@@ -14,15 +14,13 @@ MAX_POINTS = 2000
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
-    """At most so many items, evenly spaced, the first and the last among them.
+    """At most so many items, 2 or more, evenly spaced, the first and the last among them.
 
-    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3), evenly([1, 2, 3], 1)
-    ([1, 4, 7], [1, 2], [1])
+    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
+    ([1, 4, 7], [1, 2])
     """
     if len(items) <= count:
         return list(items)
-    if count == 1:
-        return [items[0]]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
@@ -60,3 +58,8 @@ def fitting(texts: Sequence[str], budget: int) -> int:
             return share
         left -= length
     return whole
+
+
+def rounded(value: float | None) -> float | None:
+    """The value to four decimals; None where it is missing or not finite."""
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -22,23 +22,16 @@ MOST_OF_TIME = 0.05
 
 
 class LivePage:
-    """The data of a page, built anew when they may have changed, and then shared by all readers.
+    """The data of a page, built anew now and then, and shared by all readers.
 
     Args:
         build: the data of each section as JSON, by id.
         assemble: the page of such data.
-        signature: equal as long as the data are.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], dict[str, str]],
-        assemble: Callable[[dict[str, str]], str],
-        signature: Callable[[], object],
-    ) -> None:
-        self._build, self._assemble, self._signature = build, assemble, signature
+    def __init__(self, build: Callable[[], dict[str, str]], assemble: Callable[[dict[str, str]], str]) -> None:
+        self._build, self._assemble = build, assemble
         self._lock = threading.Lock()
-        self._of: object = None
         self._next = 0.0
         self._data: dict[str, str] = {}
 
@@ -56,10 +49,7 @@ class LivePage:
     def _refresh(self) -> dict[str, str]:
         with self._lock:
             if (begun := time.monotonic()) >= self._next or not self._data:
-                now = self._signature()
-                if now != self._of or not self._data:
-                    self._data = self._build()
-                    self._of = now
+                self._data = self._build()
                 ended = time.monotonic()
                 self._next = ended + max(FRESH_S, (ended - begun) * (1 / MOST_OF_TIME - 1))
             return self._data

@@ -61,10 +61,10 @@ class BestTracker:
         """
         if (best := state["best"]) is None:
             return None
-        had, of = len(best[1]), state.get("score", self.score)
+        had, of = len(best[1]), state["score"]
         if of != self.score or rows not in (None, had):
             was, now = (f"{score} of {count} rows" for score, count in ((of, had), (self.score, rows or "the same")))
             return f"The evaluations before are of {was}, those from now on of {now}: the best is looked for anew"
         self.best = int(best[0]), [np.nan if score is None else float(score) for score in best[1]]
-        self._no_better = int(state.get("no_better", 0))
+        self._no_better = state["no_better"]
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,8 @@ def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any
     is_run = _is_run(place)
     if not is_run and place.resolve() != own.resolve():
         return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
-    lock = _locked(folder)
-    try:
+    with _or_let_go(_locked(folder)) as lock:
         return _in_folder(folder, lock, is_run, frequency)
-    except BaseException:
-        lock.close()
-        raise
 
 
 def folder_of(own: Path, resume: str) -> Path:
@@ -130,12 +126,8 @@ def _new(own: Path, place: Path | None = None) -> Claim:
     Args:
         place: the checkpoint of elsewhere that it begins from.
     """
-    lock = _locked(own)
-    try:
+    with _or_let_go(_locked(own)) as lock:
         again = (own / METRICS_FILE).exists() and not trained(own)
-    except BaseException:
-        lock.close()
-        raise
     notes = [f"The run in {own} had trained nothing, and begins again"] * again
     return Claim(own, lock, place, again=again, notes=notes)
 
@@ -147,14 +139,9 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
         ValueError: the folder holds another run.
     """
     claimed = _new(own, place)
-    try:
+    with _or_let_go(claimed.lock):
         refuse_other_run(own, place)
-        if _began_at(own, place):
-            return _in_folder(own, claimed.lock, True, frequency)
-    except BaseException:
-        claimed.lock.close()
-        raise
-    return claimed
+        return _in_folder(own, claimed.lock, True, frequency) if _began_at(own, place) else claimed
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
@@ -278,6 +265,16 @@ def _locked(folder: Path) -> FolderLock:
         return FolderLock(folder)
     except OSError as error:
         raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+
+
+@contextmanager
+def _or_let_go(lock: FolderLock) -> Iterator[FolderLock]:
+    """Releases the lock if the block raises an error."""
+    try:
+        yield lock
+    except BaseException:
+        lock.close()
+        raise
 
 
 def is_finished(folder: Path) -> bool:

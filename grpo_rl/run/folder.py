@@ -18,7 +18,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import Claim, claim, is_finished, set_logs_aside, trained
+from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
 from grpo_rl.run.summary import read_evaluation, try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
@@ -181,10 +181,8 @@ class RunFolder:
     def _check(self, room: Room) -> None:
         """Refuses a folder that holds a run already, or whose disk is too small."""
         folder = self.path
-        if not self.resumes and (folder / METRICS_FILE).exists():
-            raise ValueError(
-                f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
-            )
+        if not self.resumes:
+            refuse_other_run(folder)
         lacking = room.lacking(folder, self.restored[1]["step"] if self.restored else 0)
         free = shutil.disk_usage(folder).free
         if free < lacking:

@@ -66,15 +66,7 @@ class RunLogs:
             self._advise(row)
         self.loggers = Loggers(self.note, folder)
         if rank_zero:
-            self.loggers = open_loggers(
-                logger.backend,
-                folder,
-                config,
-                self.note,
-                logger.settings,
-                {"project": logger.project, "name": logger.name},
-                {"mode": logger.mode},
-            )
+            self.loggers = open_loggers(logger, folder, config, self.note)
         self.last_words: list[str] = []
         """Lines that are shown when all else is closed, unless an error ends the run."""
 

@@ -8,15 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.run.lock import LOCK, holder_of
+from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
 
-METRICS, SUMMARY, MODEL = "metrics.jsonl", "summary.json", "model"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 """Files of a run that modules which import torch name, too."""
 TAIL_BYTES = 1 << 16
 
@@ -34,25 +34,13 @@ def _status(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError(f"status takes no overrides such as {overrides[0]}; give a run's folder")
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is not a run folder; give one like outputs/2026-01-31/12-00-00")
-    status = status_of(options.run)
-    print(shown(status.text))  # the folder may be from elsewhere
-    return int(not status.is_well)
+    text, is_well = status_of(options.run)
+    print(shown(text))  # the folder may be from elsewhere
+    return int(not is_well)
 
 
-@dataclass(frozen=True)
-class Status:
-    """The status of a run.
-
-    Args:
-        is_well: True if the run is finished, or its process may be alive.
-    """
-
-    text: str
-    is_well: bool
-
-
-def status_of(folder: Path) -> Status:
-    """The status of a run.
+def status_of(folder: Path) -> tuple[str, bool]:
+    """The status of a run, and whether it is finished, or its process may be alive.
 
     Raises:
         ValueError: the folder is not that of a run.
@@ -63,20 +51,20 @@ def status_of(folder: Path) -> Status:
     if not (holder or step or (folder / LOCK).exists()):
         raise ValueError(f"{folder} holds no run: neither {LOCK} nor {METRICS} is there")
     if not held and _finished(folder):
-        return Status(f"Finished: {_step(step)}.", True)
+        return f"Finished: {_step(step)}.", True
     if held and not holder:
-        return Status(f"Alive: a process that starts or ends holds {folder / LOCK}; {_step(step)}.", True)
+        return f"Alive: a process that starts or ends holds {folder / LOCK}; {_step(step)}.", True
     if not holder:
-        return Status(f"Stopped: {_step(step)}. Go on with: resume={folder}", False)
+        return f"Stopped: {_step(step)}. Go on with: resume={folder}", False
     process, hint = f"process {holder.get('pid')} on {holder.get('host')}", _last_waits(folder)
     if holder.get("host") != socket.gethostname():
-        return Status(f"Perhaps alive, as {process}: {_step(step)}. Ask there: grpo-rl status {folder}.{hint}", True)
+        return f"Perhaps alive, as {process}: {_step(step)}. Ask there: grpo-rl status {folder}.{hint}", True
     if not held and _exists(holder.get("pid")):
-        return Status(f"Perhaps alive: {process} is there, without the folder's lock; {_step(step)}.{hint}", True)
+        return f"Perhaps alive: {process} is there, without the folder's lock; {_step(step)}.{hint}", True
     if not held:
-        return Status(f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False)
+        return f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False
     ask = f"kill -USR1 {holder.get('pid')} prints the stacks of its threads on its standard error"
-    return Status(f"Alive: {process} since {holder.get('since')}, {_step(step)}. {ask}.{hint}", True)
+    return f"Alive: {process} since {holder.get('since')}, {_step(step)}. {ask}.{hint}", True
 
 
 def _last_waits(folder: Path) -> str:

@@ -68,7 +68,6 @@ class Setting:
         meaning: what the setting does; the comment beside it in ``config/``.
         choices: the allowed values; empty: any value of its type.
         named: whether ``package.module:name``, an object of the user's own, is taken beside the choices.
-        because: why a value out of bounds is refused, and what to do instead.
         mode: the only mode that reads the setting; None: both do.
         kind: the type of its values other than null; where it has choices, theirs.
         free: whether it is a mapping whose keys are not declared here.
@@ -82,7 +81,6 @@ class Setting:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
-    because: str = ""
     mode: Literal["sync", "async"] | None = None
     kind: Any = str
     null: bool = False
@@ -158,8 +156,7 @@ class Setting:
             return f"{key} is {value!r}; it can be {', '.join(choices)}" + or_else + hint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
         fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
-        reason = f": {self.because}" if self.because else ""
-        return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null + reason
+        return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -37,14 +37,10 @@ def eval_source(settings: Sections) -> Source:
         own_subset = ":" in env.eval_path.removeprefix(HUB_PREFIX)
         subset = None if own_subset else env.subset
         return Source(env.eval_path, subset, env.eval_split, env.revision, env.columns)
-    for name, remedy in (
-        ("subset", f"write the subset of each into its path: {held_out}:SUBSET"),
-        ("revision", "give a local copy of the held-out rows, or leave the revision at null"),
-    ):
+    for name, remedy in (("subset", f"write it into the path: {held_out}:SUBSET"), ("revision", "give a local copy")):
         if held_out and env[name]:
             raise ValueError(
-                f"env.{name}={env[name]} is of {env.path or 'the rows to train on'}, and env.eval_path={env.eval_path} "
-                f"is another repository; {remedy}"
+                f"env.{name} is of the rows to train on, and env.eval_path={env.eval_path} is not; {remedy}"
             )
     return Source(env.eval_path, split=env.eval_split, columns=env.columns)
 

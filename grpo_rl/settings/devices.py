@@ -122,10 +122,7 @@ def allocate(
     if asked is None and mode == "async":
         asked = 1
     if not visible and mode == "async" and asked != 1:
-        raise ValueError(
-            f"inference_model.tensor_parallel_size={asked}, but no GPU is visible: on a CPU an engine is one process; "
-            "leave it null"
-        )
+        raise ValueError(f"inference_model.tensor_parallel_size={asked}, but no GPU is visible; leave it null")
     tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
     shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
     engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
@@ -145,9 +142,9 @@ def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
     if not cfg.policy.kl_coef > 0:
         asked = roles.pop(1)
         if asked.count is not None:
+            given = f"{asked.section} asks for {_devices(asked.count)}"
             raise ValueError(
-                f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
-                f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
+                f"{given}, but with policy.kl_coef={cfg.policy.kl_coef} no reference is loaded; leave it null"
             )
     reward = _Role.of_reward(cfg)
     return [roles[0], *([reward] if reward.count else []), *roles[1:]]
@@ -194,11 +191,6 @@ class _Role:
         if not indices or len(set(indices)) != len(indices):
             given = f"{name}_model.devices={list(indices)}"
             raise ValueError(f"{given}; it is a list of different GPUs such as [0, 1], or null")
-        if count not in (None, len(indices)):
-            raise ValueError(
-                f"{name}_model.num_devices={count}, but {name}_model.devices={list(indices)} names {len(indices)}; "
-                "give one of the two"
-            )
         return cls(name, len(indices), tuple(indices))
 
 
@@ -245,15 +237,12 @@ def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[
     owner: dict[int, _Role] = {}
     for role in roles:
         for index in role.indices or ():
+            key = f"{role.section}.devices"
             if not 0 <= index < visible:
-                raise ValueError(
-                    f"{role.section}.devices={list(role.indices or ())}: there is no GPU {index}, {visible} visible "
-                    f"(0 to {visible - 1})"
-                )
+                raise ValueError(f"{key}={list(role.indices or ())}: there is no GPU {index}, {visible} visible")
             if index in owner:
                 raise ValueError(
-                    f"GPU {index} is in both {owner[index].section}.devices and {role.section}.devices; make the "
-                    f"lists disjoint, or leave {role.section}.devices null to share"
+                    f"GPU {index} is in both {owner[index].section}.devices and {key}; leave {key} null to share"
                 )
             owner[index] = role
 
@@ -276,10 +265,8 @@ def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[
         elif free:
             plan["inference"] = tuple(free)
         else:
-            raise ValueError(
-                f"{_sum(counts)}, {visible} visible: none is left to sample, and in async mode inference shares only "
-                "a machine's single GPU; use sync mode, or give training fewer"
-            )
+            why = "none is left to sample; use sync mode, or give training fewer"
+            raise ValueError(f"{_sum(counts)}, {visible} visible: {why}")
     return {name: tuple(_gpu(index) for index in indices) for name, indices in plan.items()}
 
 
@@ -316,12 +303,12 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
 def _remedy(roles: list[_Role], mode: str, alone: bool) -> str:
     """The setting to change when the groups need more than there is: that of the largest, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
-    verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
+    key = f"{role.section}.{'num_devices' if role.indices is None else 'devices'}"
     if (role.count or 0) > 1:
-        return f"{verb} {role.section}.{key}"
+        return f"lower {key}"
     if role.name == "inference" and mode == "async" and not alone:
         return "use sync mode, where inference can share the training device"
-    return f"leave {role.section}.{key} null to share the training device"
+    return f"leave {key} null to share the training device"
 
 
 def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: int | None) -> int:

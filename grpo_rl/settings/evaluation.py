@@ -9,12 +9,12 @@ from typing import Any, Literal
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from grpo_rl.by_name import is_name, short_name
+from grpo_rl.by_name import short_name
 from grpo_rl.settings.compose import explained
 from grpo_rl.settings.declaration import Section, declared, setting, unknown
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.task_settings import settings_for_task
-from grpo_rl.settings.tasks import SINGLE
+from grpo_rl.settings.tasks import SINGLE, check_names
 
 URL = re.compile(r"https?://")
 """The beginning of an endpoint's name."""
@@ -31,8 +31,6 @@ OWN_NAMES = {
 """Settings of training for which an evaluation has its own."""
 PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")
 """Sections of training's config that an evaluation reads, too."""
-
-
 TASK_NAMES = ", ".join((*SINGLE, "package.module:Class"))
 
 
@@ -90,17 +88,12 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     for key, value in values.items():
         known[key].check(key, value)
     own = EvalSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-    names, given = SINGLE, {short_name(name) for name in own.tasks if is_name(name)}
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
-    wrong = [name for name in own.tasks if name not in names and not is_name(name)]
-    if wrong := wrong + [name for name in own.path if name not in names and name not in given]:
-        raise ValueError(unknown("task", wrong[0], [*names, *given, "package.module:Class"]))
+    check_names(own.tasks, "tasks")
     short = [short_name(name) for name in own.tasks]
-    if twice := [name for name in short if short.count(name) > 1]:
-        raise ValueError(f"tasks names {twice[0]} twice")
     if idle := [name for name in own.path if name not in short]:
-        raise ValueError(f"path.{idle[0]} is of no task of tasks={list(own.tasks)}")
+        raise ValueError(f"path.{idle[0]}: {unknown('task', idle[0], short)}")
     return own, rest
 
 

@@ -16,11 +16,6 @@ OF_GRPO = (
 """Settings and sections of sampling and rewards, which SFT has none of."""
 LENGTHS = ("inference_model.max_model_len", "sampling.max_new_tokens")
 """Those among them that SFT reads: the lengths that GRPO can go on with."""
-BECAUSE = {
-    "sampling.temperature": ": a demonstration is scored by the model's own distribution",
-    "evaluate.keep_best": ": the best model is that of a held-out reward",
-    "evaluate.patience": ": it follows a held-out reward",
-}
 
 
 def is_read(key: str) -> bool:
@@ -47,6 +42,5 @@ def check_sft(settings: Sections) -> None:
     for key, setting in declarations(settings.env.dataset).items():
         if not is_read(key) and (value := select(settings, key)) != setting.default:
             raise ValueError(
-                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses{BECAUSE.get(key, '')}; "
-                "leave it out"
+                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses; leave it out"
             )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from pathlib import Path
 
-from grpo_rl.envs.sources import HUB_PREFIX, Source, format_of, is_hub_name
+from grpo_rl.envs.sources import Source, repository_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.adapters import need
 from grpo_rl.policies.model_folder import check_name
@@ -56,8 +55,6 @@ def check_engine(settings: Settings) -> None:
 def _check_rows(settings: Settings, source: Source, split: str) -> None:
     """Has the task's own loader say what is wrong with a path where nothing is, unless it may be of the hub."""
     path = source.path
-    if path is None or path.startswith(HUB_PREFIX) or glob.has_magic(path):
+    if path is None or repository_of(path) or glob.has_magic(path) or os.path.exists(os.path.expanduser(path)):
         return
-    file = Path(os.path.expanduser(path))
-    if not file.exists() and (format_of(file) is not None or not is_hub_name(path)):
-        task_spec(settings.env.dataset).rows(source, split, settings.env)
+    task_spec(settings.env.dataset).rows(source, split, settings.env)

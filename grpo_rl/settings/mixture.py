@@ -106,18 +106,12 @@ def check_mixture(settings: Sections) -> None:
         return
     for name in OF_DATA:
         if settings.env[name] != Env.__dataclass_fields__[name].metadata["setting"].default:
-            first = next(iter(found))
-            raise ValueError(
-                f"env.{name}={plain(settings.env[name])} is of no task of the mixture; give it to the one that it is "
-                f"of: env.mixture.{first}.{name}"
-            )
+            given, own = f"env.{name}={plain(settings.env[name])}", f"env.mixture.{next(iter(found))}.{name}"
+            raise ValueError(f"{given} is of no task of the mixture; give it to the one that it is of: {own}")
     if settings.mode == "sft":
         raise ValueError("env.mixture: mode=sft imitates the responses of one task; set env.dataset to it")
     if settings.loss.advantage == "multi_reward":
-        raise ValueError(
-            "loss.advantage=multi_reward compares each part of the reward over all groups, and the tasks of a mixture "
-            "have different parts; use another advantage"
-        )
+        raise ValueError("loss.advantage=multi_reward compares each part of the reward, and tasks have different ones")
     for i, task in enumerate(settings.evaluate.tasks):
         if (name := short_name(str(task["task"]))) in found:
             raise ValueError(f"evaluate.tasks[{i}]: {name} is a task of the mixture, and so evaluated; leave it out")
@@ -159,22 +153,14 @@ def check_agent(settings: Sections) -> None:
         return
     own = settings.env.task
     if bool(own["command"]) == bool(own["agent"]):
-        raise ValueError(
-            f"env.command={own['command']} and env.agent={own['agent']}; set one of them: a program, or "
-            "package.module:function"
-        )
+        raise ValueError(f"env.command={own['command']} and env.agent={own['agent']}; set one of them")
     scorer = own["scorer"]
     if scorer in EPISODES:
-        raise ValueError(
-            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
-            f"message; leave env.scorer out and let the agent tell its reward, or train with env.dataset={scorer}"
-        )
+        raise ValueError(f"env.scorer={scorer} rewards the steps of an episode, not a final message; leave it out")
     names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
     if scorer is not None and not is_name(scorer) and scorer not in names:
         raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
     if scorer is None and not settings.env.path:
         raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
     if settings.env.curriculum:
-        raise ValueError(
-            "env.curriculum counts the rewards of single responses, not of an agent's sessions; leave it out"
-        )
+        raise ValueError("env.curriculum counts the rewards of responses, not of an agent's sessions; leave it out")

@@ -131,7 +131,6 @@ class InferenceModel(Section):
         False,
         "on GPUs that also train: the engine frees their memory during training",
         mode="sync",
-        because="in mode=async sampling goes on during training",
     )
     max_restarts: int = setting(
         3,
@@ -162,7 +161,6 @@ class SamplingSection(Section):
         "temperature of the sampled distribution, whose log-probs are trained on",
         more_than=0,
         at_most=2,
-        because="greedy responses to one prompt are all equal",
     )
     top_p: float = setting(
         1.0,

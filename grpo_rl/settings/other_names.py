@@ -14,6 +14,7 @@ SAME: Mapping[str, str] = {
     "num_generations": "env.repeats",
     "max_completion_length": "sampling.max_new_tokens",
     "num_iterations": "train.epochs",
+    "importance_sampling_level": "loss.ratio",
     "beta": "policy.kl_coef",
     "entropy_coef": "policy.entropy_coef",
     "epsilon": "loss.clip_low",
@@ -23,6 +24,7 @@ SAME: Mapping[str, str] = {
     "top_entropy_quantile": "loss.top_entropy_fraction",
     "mask_truncated_completions": "loss.mask_truncated",
     "gradient_checkpointing": "train_model.gradient_checkpointing",
+    "min_p": "sampling.min_p",
     "vllm_gpu_memory_utilization": "inference_model.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "inference_model.tensor_parallel_size",
     "vllm_enable_sleep_mode": "inference_model.sleep",
@@ -33,6 +35,7 @@ SAME: Mapping[str, str] = {
     "model_name_or_path": "model.name",
     "chat_template": "model.chat_template",
     "system_prompt": "env.system_prompt",
+    "project": "logger.project",
     "run_name": "logger.name",
     "output_dir": "hydra.run.dir",
 }

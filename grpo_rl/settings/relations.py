@@ -21,6 +21,7 @@ SCRIPTS = {
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
 """The command that starts a run of each mode: from a checkout, or installed."""
+NO_DEVICES = "leave ref_model.num_devices and ref_model.devices at null"
 
 
 def check_relations(settings: Sections) -> None:
@@ -45,8 +46,7 @@ def _check_data(settings: Sections) -> None:
     context, response = settings.inference_model.max_model_len, settings.sampling.max_new_tokens
     if context <= response:
         raise ValueError(
-            f"inference_model.max_model_len={context} leaves no room for a prompt beside "
-            f"sampling.max_new_tokens={response}"
+            f"inference_model.max_model_len={context} leaves no room beside sampling.max_new_tokens={response}"
         )
     for ours, theirs in settings.env.columns.items():
         if not isinstance(theirs, str):
@@ -55,20 +55,10 @@ def _check_data(settings: Sections) -> None:
         raise ValueError("env.eval_path needs env.corpus: the documents beside env.path do not answer its questions")
     if settings.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
-    _check_evaluate(settings)
-
-
-def _check_evaluate(settings: Sections) -> None:
-    evaluate = settings.evaluate
-    wants = {"samples": evaluate.samples, "tasks": evaluate.tasks, "keep_best": evaluate.keep_best}
-    wants["patience"] = evaluate.patience
-    if not evaluate.rows and (idle := [name for name, value in wants.items() if value]):
-        raise ValueError(f"evaluate.{idle[0]} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
-    if evaluate.patience and not evaluate.frequency:
-        raise ValueError(
-            f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
-        )
-    read_tasks(evaluate.tasks)
+    for name in ("samples", "tasks", "keep_best", "patience"):
+        if settings.evaluate[name] and not settings.evaluate.rows:
+            raise ValueError(f"evaluate.{name} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
+    read_tasks(settings.evaluate.tasks)
 
 
 def _check_sampling(settings: Sections) -> None:
@@ -76,8 +66,7 @@ def _check_sampling(settings: Sections) -> None:
     Sampling(**sampling)
     if sampling.ignore_eos and settings.loss.mask_truncated and not sampling.stop:
         raise ValueError(
-            "with sampling.ignore_eos=true every response meets the length limit, and loss.mask_truncated=true leaves "
-            "those out of the loss; set one of them to false"
+            "with sampling.ignore_eos=true every response meets the length limit; set loss.mask_truncated=false"
         )
 
 
@@ -87,18 +76,15 @@ def _check_mode(settings: Sections) -> None:
     own, other = ("async", "sync") if settings.mode == "async" else ("sync", "async")
     for key, setting in declarations(settings.env.dataset).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:
-            because = f": {setting.because}" if setting.because else ""
-            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}{because}; run {SCRIPTS[other]}")
+            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}; run {SCRIPTS[other]}")
     if own == "sync":
         return
     if settings.ray.address is None and (settings.ray.nodes or 1) > 1:
         raise ValueError(
             f"ray.nodes={settings.ray.nodes} needs a cluster; set ray.address (auto where this is part of it)"
         )
-    if settings.inference_model.engine != "vllm":
-        raise ValueError(
-            f"mode=async samples with inference_model.engine=vllm, not {settings.inference_model.engine}; use mode=sync"
-        )
+    if (engine := settings.inference_model.engine) != "vllm":
+        raise ValueError(f"mode=async samples with inference_model.engine=vllm, not {engine}; use mode=sync")
 
 
 def _check_lora(settings: Sections) -> None:
@@ -111,15 +97,9 @@ def _check_lora(settings: Sections) -> None:
             raise ValueError(f"train_model.lora.{idle[0]}={value} without adapters; set train_model.lora.rank")
         return
     if lora.push == "adapter" and settings.inference_model.engine != "vllm":
-        raise ValueError(
-            f"train_model.lora.push=adapter needs inference_model.engine=vllm, not {settings.inference_model.engine}, "
-            "which takes weights alone; use merged"
-        )
+        raise ValueError("train_model.lora.push=adapter needs inference_model.engine=vllm; use merged")
     if settings.policy.kl_coef and _reference_has_devices(settings):
-        raise ValueError(
-            "with train_model.lora the reference is the policy without its adapters, on the policy's device; leave "
-            "ref_model.num_devices and ref_model.devices at null"
-        )
+        raise ValueError(f"with train_model.lora the reference is on the policy's device; {NO_DEVICES}")
 
 
 def _reference_has_devices(settings: Sections) -> bool:
@@ -129,24 +109,14 @@ def _reference_has_devices(settings: Sections) -> bool:
 def _check_parallel(settings: Sections) -> None:
     train = settings.train_model
     if train.parallel is not None and _reference_has_devices(settings):
-        raise ValueError(
-            f"ref_model.num_devices or ref_model.devices with train_model.parallel={train.parallel}: each trainer "
-            "scores the reference on its own device; leave both at null"
-        )
+        raise ValueError(f"with train_model.parallel={train.parallel} the reference is on each trainer's; {NO_DEVICES}")
     if train.cpu_offload and train.parallel != "fsdp":
-        raise ValueError(
-            f"train_model.cpu_offload=true with train_model.parallel={train.parallel}; only fsdp fetches weights "
-            "from there: set train_model.parallel=fsdp"
-        )
+        raise ValueError(f"train_model.cpu_offload=true needs train_model.parallel=fsdp, not {train.parallel}")
     if train.quantization and train.parallel == "fsdp":
-        raise ValueError(
-            f"train_model.quantization={train.quantization} with train_model.parallel=fsdp: a base in so few bits is "
-            "not sharded here; use ddp, where each process holds all of it"
-        )
+        raise ValueError(f"train_model.quantization={train.quantization} is not sharded; use train_model.parallel=ddp")
     if train.lora.export == "adapter" and train.parallel == "fsdp":
         raise ValueError(
-            "train_model.lora.export=adapter with train_model.parallel=fsdp: sharded adapters are written merged only; "
-            "set train_model.lora.export=merged, or use ddp"
+            "with train_model.parallel=fsdp adapters are written merged: set train_model.lora.export=merged"
         )
 
 
@@ -155,13 +125,11 @@ def _check_loss(settings: Sections) -> None:
     masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
     if loss.ratio == "sequence" and (masks_tokens or loss.top_entropy_fraction < 1):
         raise ValueError(
-            "loss.ratio=sequence gives all tokens of a response one gradient, so that loss.top_entropy_fraction and a "
-            "loss.correction=mask by token would leave none of them out; use loss.ratio=sequence_token"
+            "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
+            "loss.ratio=sequence_token"
         )
     if loss.normalizer is not None and loss.aggregate != "constant":
-        raise ValueError(
-            f"loss.normalizer is {loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null"
-        )
+        raise ValueError(f"loss.normalizer={loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null")
     check_loss(**loss_terms(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
@@ -173,25 +141,13 @@ def _check_distillation(settings: Sections) -> None:
     reference = settings.ref_model
     what = "loss.surrogate=none trains on the KL to a teacher alone"
     if settings.train_model.lora.rank:
-        raise ValueError(
-            f"{what}, and with train_model.lora the reference is the policy without its adapters, to which the KL "
-            "begins at 0; set train_model.lora.rank=0, or imitate responses of the teacher in mode=sft"
-        )
+        raise ValueError(f"{what}, and with train_model.lora the reference is the policy; set train_model.lora.rank=0")
     if reference.name in (None, settings.model.name):
-        raise ValueError(
-            f"{what}, and the reference is the policy's own model, {settings.model.name}, to which the KL begins at 0; "
-            "set ref_model.name=TEACHER, a model with the same vocabulary"
-        )
+        raise ValueError(f"{what}, and the reference is the policy's own model; set ref_model.name=TEACHER")
     if reference.refresh != "never":
-        raise ValueError(
-            f"{what}, and ref_model.refresh={reference.refresh} would renew the teacher from the policy; set it to "
-            "never"
-        )
+        raise ValueError(f"{what}, and ref_model.refresh={reference.refresh} would renew it; set it to never")
     if settings.train.max_resamples:
-        raise ValueError(
-            f"train.max_resamples={settings.train.max_resamples} resamples zero-variance groups, and with "
-            "loss.surrogate=none they teach as much as others; set it to 0"
-        )
+        raise ValueError(f"{what}, and all groups teach; set train.max_resamples to 0")
 
 
 def _check_reference(settings: Sections) -> None:
@@ -201,15 +157,9 @@ def _check_reference(settings: Sections) -> None:
     if other and not policy.kl_coef:
         raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
     if other and settings.train_model.lora.rank:
-        raise ValueError(
-            "with train_model.lora the reference is the policy without its adapters; leave ref_model.name at null and "
-            "ref_model.refresh at never"
-        )
+        raise ValueError("with train_model.lora the reference is the policy; leave ref_model.name and refresh out")
 
 
 def _check_replay(settings: Sections) -> None:
     if settings.policy.router_replay and settings.inference_model.engine != "vllm":
-        raise ValueError(
-            f"policy.router_replay=true needs inference_model.engine=vllm: {settings.inference_model.engine} records "
-            "no experts, and computes them as the trainer does; set it to false"
-        )
+        raise ValueError("policy.router_replay=true needs inference_model.engine=vllm, which records experts")

@@ -39,9 +39,7 @@ class Env(Section):
     )
     eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
     num_envs: int = setting(4, "prompts per collection", at_least=1)
-    repeats: int = setting(
-        8, "group size G: responses per prompt", at_least=2, because="a group of one response has no advantage"
-    )
+    repeats: int = setting(8, "group size G: responses per prompt", at_least=2)
     long_prompt: Literal["error", "skip"] = setting(
         "error",
         "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it",

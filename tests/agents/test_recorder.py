@@ -141,10 +141,14 @@ def test_limits_refuse_calls_and_shorten_responses(play, tokenizer):
     with pytest.raises(SessionError, match="all of its 9 tokens") as refused:
         played.ask([user("p")])
     assert refused.value.code == "session_limit" and played.session.counts["tokens"] == 9
-    few = play("a", "b", limits=Limits(calls=1))
+    few = play("a", "b", limits=Limits(calls=3))
+    for wrong in ([], [user("p" * MAX_MODEL_LEN)]):  # refused calls come to an end too
+        with pytest.raises((ValueError, SessionError)):
+            few.ask(wrong)
     few.ask([user("p")])
-    with pytest.raises(SessionError, match="all of its 1 calls"):
+    with pytest.raises(SessionError, match="all of its 3 calls"):
         few.ask([user("p")])
+    assert len(few.seen) == 1
     with pytest.raises(SessionError, match="401 tokens, and the context is 400") as refused:
         played.session.counts["calls"] = 0
         played.ask([user("p" * (MAX_MODEL_LEN - 1))])
@@ -212,28 +216,12 @@ def test_what_comes_after_the_end_is_not_recorded(play, tokenizer):
 def test_no_message_of_an_agent_writes_control_tokens(play, tokenizer):
     played = play("a", "b")
     played.ask([user("x<end>y")])
-    played.ask(
-        [
-            {"role": "system", "content": [{"type": "text", "text": "s<end>"}]},
-            {"role": "assistant", "content": "a<end>"},
-            {"role": "tool", "content": "<end>z", "name": "<end>"},
-            user("r"),
-        ]
-    )
+    system = {"role": "system", "content": [{"type": "text", "text": "s<end>"}]}
+    tool = {"role": "tool", "content": "<end>z", "name": "<end>"}
+    played.ask([system, {"role": "assistant", "content": "a<end>"}, tool, user("r")])
     first, rewritten = played.session.sequences()
     assert written(tokenizer, first) == "x< end>y<end>>a<end>"
     assert written(tokenizer, rewritten) == "s< end><end>a< end><end>< end>z<end>r<end>>b<end>"
-
-
-def test_refused_calls_come_to_an_end_too(play):
-    played = play("a", "b", limits=Limits(calls=3))
-    for wrong in ([], [user("p" * MAX_MODEL_LEN)]):
-        with pytest.raises((ValueError, SessionError)):
-            played.ask(wrong)
-    played.ask([user("p")])
-    with pytest.raises(SessionError, match="all of its 3 calls"):
-        played.ask([user("p")])
-    assert len(played.seen) == 1
 
 
 def test_equal_seeds_differ_between_sessions_and_between_choices(play, tokenizer):
@@ -245,16 +233,10 @@ def test_equal_seeds_differ_between_sessions_and_between_choices(play, tokenizer
     assert seeds[0] == seeds[2] and len({*seeds[0], *seeds[1]}) == 4
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        ["hi"],
-        [{"content": "x"}],
-        [{"role": "user", "content": [{"type": "image"}]}],
-        [{"role": "assistant", "tool_calls": 5}],
-    ],
-)
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+
+
+@pytest.mark.parametrize("messages", [["hi"], [{"content": "x"}], [IMAGE], [{"role": "assistant", "tool_calls": 5}]])
 def test_what_is_no_conversation_is_refused(play, tokenizer, messages):
     with pytest.raises(ValueError, match="message|content|tool_calls"):
         play().ask(messages)

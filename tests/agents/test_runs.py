@@ -82,23 +82,12 @@ def overrides(tmp_path_factory):
     ]  # fmt: skip
 
 
-def trained(monkeypatch, overrides, script, tmp_path):
-    """Plays the script; its metrics."""
-    folder, given = overrides
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.chdir(folder)
-    run = run_script(SOTA / script, given, tmp_path / "run")
-    summary = json.loads((run / "summary.json").read_text())
-    assert {"eval_before", "eval_after", "eval_gain_ci95"} <= set(summary)
-    return read_metrics(run)
-
-
 @pytest.mark.nightly
 def test_a_model_is_evaluated_through_an_agent_by_a_command(monkeypatch, overrides, tmp_path):
     folder, given = overrides
     monkeypatch.syspath_prepend(folder)
-    own = [word for word in given if word.startswith("env.") and not word.startswith(("env.dataset", "env.eval_path"))]
-    own = [word for word in own if not word.startswith(("env.num_envs", "env.path"))]
+    others = ("env.dataset", "env.eval_path", "env.num_envs", "env.path")
+    own = [word for word in given if word.startswith("env.") and not word.startswith(others)]
     words = ["tasks=[agent]", f"path.agent={folder / 'rows.jsonl'}", "samples=2", f"out={tmp_path / 'out'}"]
     words += ["engine=transformers", "max_model_len=128", "max_new_tokens=6", *own]
     assert main(["eval", str(folder / "model"), *words]) == 0
@@ -112,8 +101,12 @@ def test_a_model_is_evaluated_through_an_agent_by_a_command(monkeypatch, overrid
 def test_both_scripts_train_an_agent_for_three_steps_with_vllm(monkeypatch, overrides, tmp_path, script):
     pytest.importorskip("vllm")
     folder, given = overrides
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
     given = [*given, "env.repeats=6", "train.optim_batch_size=12", "train.total_dialog_turns=36"]
-    rows = trained(monkeypatch, (folder, given), script, tmp_path)
+    run = run_script(SOTA / script, given, tmp_path / "run")
+    assert {"eval_before", "eval_after", "eval_gain_ci95"} <= set(json.loads((run / "summary.json").read_text()))
+    rows = read_metrics(run)
     assert len(rows) >= 3 and all({"eval/reward", "eval/reasoning_format", "eval/failed"} <= set(row) for row in rows)
     last = rows[-1]
     assert last["agents/sessions"] == last["total/responses"]  # what counts is of training alone

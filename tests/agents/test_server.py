@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import resource
 import threading
 
 import aiohttp
@@ -50,13 +49,10 @@ class Served:
 
     async def raw(self, path, body=None, key=None):
         headers = {"Authorization": f"Bearer {key or self.key}"}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(
-                "GET" if body is None else "POST", self.server.url + path, data=body, headers=headers
-            ) as got,
-        ):
-            return got.status, await got.json()
+        method = "GET" if body is None else "POST"
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.request(method, self.server.url + path, data=body) as got:
+                return got.status, await got.json()
 
 
 def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
@@ -86,10 +82,7 @@ def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
 
 
 FUNCTIONS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": f"Does {name}.", "parameters": {"type": "object", "properties": {}}},
-    }
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("multiply", "page")
 ]
 
@@ -125,9 +118,9 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
             second = (await served.chat(*messages, tools=FUNCTIONS)).choices[0].message
             assert second.content == "There is a 12." and not second.tool_calls
             await served.chat(*messages, second, user("bye"), tools=FUNCTIONS)
-            return served.played, [call.model_dump() for call in calls], results
+            return served.played
 
-    played, calls, results = asyncio.run(agent())
+    played = asyncio.run(agent())
     session, (first, second, third) = played.session, played.seen
     assert second[0][: len(first[0] + first[1])] == first[0] + first[1]
     # Qwen3's takes thoughts out of earlier turns once the user speaks again, so that no such call can extend another.
@@ -135,15 +128,9 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
     assert (third[0][: len(second[0] + second[1])] == second[0] + second[1]) is not forgets
     assert (session.counts["extended"], session.counts["rewritten"]) == ((1, 1) if forgets else (2, 0))
     assert ("changes earlier turns" in session.problems.get("template", "")) is forgets
-    # Between them stands what the family's template writes, and no more.
-    for call in calls:
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    dialog = [user("12?"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
-    whole = tokenizer.apply_chat_template(dialog, tools=FUNCTIONS, add_generation_prompt=True, tokenize=False)
     between = tokenizer.decode(second[0][len(first[0] + first[1]) :])
-    assert whole.endswith(FAMILIES[family][2] + between) and between.count("so ") == len(results)
-    prompt = tokenizer.decode(first[0])
-    assert all(f'"{tool["function"]["name"]}"' in prompt for tool in FUNCTIONS)
+    assert between.count("so ") == len(wanted)
+    assert all(f'"{tool["function"]["name"]}"' in tokenizer.decode(first[0]) for tool in FUNCTIONS)
     found = [zip(one.ids, one.trainable, strict=True) for one in session.sequences()]
     assert [i for one in found for i, own in one if own] == [i for ids in said for i in ids]
 
@@ -207,15 +194,8 @@ def test_a_reward_is_told_by_a_call_and_an_ended_session_takes_none(play, tokeni
         async with Served(play, tokenizer, "a") as served:
             assert await served.raw("/reward", b'{"reward": 1}') == (200, {"reward": 1})
             assert (await served.raw("/reward", b'{"reward": 0.5}'))[0] == 200
-            for wrong in (
-                b"{}",
-                b'{"reward": true}',
-                b'{"reward": NaN}',
-                b'{"reward": "1"}',
-                b"[1]",
-                b'{"reward": 1' + b"0" * 400 + b"}",
-            ):
-                status, told = await served.raw("/reward", wrong)
+            for wrong in (b"", b'"reward": true', b'"reward": NaN', b'"reward": "1"', b'"reward": 1' + b"0" * 400):
+                status, told = await served.raw("/reward", b"{" + wrong + b"}")
                 assert status == 400 and told["error"]["param"] == "reward"
             assert served.server.end(served.key) == 0.5 and served.played.session.ended
             assert (await served.raw("/reward", b'{"reward": 1}'))[0] == 401
@@ -304,9 +284,8 @@ def test_connections_beyond_the_most_are_closed_and_told_in_one_line(play, token
             while served.server._runner.server.connections:
                 await asyncio.sleep(0.01)
             await served.chat(user("p"))
-            assert [*served.server.problems.values()] == [
-                "agents have opened more than 5 connections: further ones close"
-            ]
+            (told,) = served.server.problems.values()
+            assert "more than 5 connections" in told
 
     asyncio.run(agent())
     assert caplog.records == []
@@ -366,32 +345,6 @@ def test_a_long_text_keeps_nobody_waiting(play, tokenizer, monkeypatch):
     asyncio.run(agent())
 
 
-def test_a_session_that_is_refused_whatever_it_asks_comes_to_an_end(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, "a", session={"limits": Limits(calls=3)}) as served:
-            found = [await served.raw("/chat/completions", b"{") for _ in range(4)]
-            assert [status for status, _ in found] == [400, 400, 400, 403]
-            assert found[-1][1]["error"]["code"] == "session_limit"
-
-    asyncio.run(agent())
-
-
-def test_the_soft_limit_of_open_files_is_raised(play, tokenizer):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = min(1024, hard) if hard > 0 else 1024
-    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
-
-    async def agent():
-        async with Served(play, tokenizer, "a"):
-            return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    try:
-        wanted = server_module.OPEN_FILES if hard < 0 else min(server_module.OPEN_FILES, hard)
-        assert asyncio.run(agent()) == (wanted, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
     async def agent():
         async with Served(play, tokenizer, "a", "b") as served:
@@ -441,15 +394,7 @@ def test_what_is_not_there_or_makes_no_sense_is_refused_with_its_field(fields):
 
 
 def test_sampling_is_the_runs_in_training_and_the_requests_otherwise():
-    asked = {
-        "temperature": 0.1,
-        "top_p": 0.5,
-        "max_tokens": 50,
-        "stop": "#",
-        "seed": 4,
-        "model": "gpt-4o",
-        "user": "me",
-    }
+    asked = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 50, "stop": "#", "seed": 4, "model": "gpt-4o", "user": "u"}
     trained, free = read(**asked), read(is_trained=False, **asked)
     assert trained.sampling == Sampling(max_new_tokens=20, temperature=0.8, stop=("#",), seed=4)
     assert free.sampling == Sampling(max_new_tokens=20, temperature=0.1, top_p=0.5, stop=("#",), seed=4)

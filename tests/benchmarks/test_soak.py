@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import signal
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -56,58 +55,20 @@ def test_what_outlives_the_command_is_named_and_what_others_have_is_not(script, 
     assert series["samples"]["processes"][-1] == 2.0
 
 
-def test_the_exit_code_and_the_last_line_tell(script):
-    command = [sys.executable, script("soak").__file__, "--minutes", "0.06", "--every", "0.1"]
-    done = subprocess.run([*command, sys.executable, "-c", STEADY], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].endswith("samples, exit code -2: nothing creeps or is left")
-    done = subprocess.run([*command, "false"], capture_output=True, text=True)
-    assert done.returncode == 1 and "FAILED: the command ended by itself" in done.stdout
-
-
 def test_noise_and_a_step_at_the_beginning_are_no_creep_and_a_slow_leak_in_noise_is(script):
     judged, rng, at = script("soak").judged, np.random.default_rng(0), np.arange(0.0, 1800.0, 5.0)
-    alike = np.zeros(len(at))
-    for i in range(1, len(at)):
-        alike[i] = 0.9 * alike[i - 1] + rng.normal()
+    alike = signal.lfilter([1.0], [1.0, -0.9], rng.normal(size=len(at)))  # each sample resembles the one before it
     curves = {
         "noise": 1000 + alike,
         "a step": 1000 + 50.0 * (at > 600),
         "a warm-up": 1000 * (1 - np.exp(-at / 30)),
         "a leak": 1000 + alike + at / 60,
         "seen more often": (rng.random(len(at)) < 0.6 + at / 4500).astype(float),  # an entry that comes and goes
-        "one left behind every ten minutes": at // 600,
+        "one in ten minutes": at // 600,
         "memory": 1000 + at / 1800,  # a MiB in half an hour, of which a fifth is not judged
     }
     samples = [{name: float(curve[i]) for name, curve in curves.items()} for i in range(len(at))]
     found = {finding.name: finding for finding in judged(at, samples, 1800.0)}
-    assert [name for name, finding in found.items() if finding.creeps] == [
-        "a leak",
-        "one left behind every ten minutes",
-    ]
+    assert {name for name, finding in found.items() if finding.creeps} == {"a leak", "one in ten minutes"}
     assert found["seen more often"].an_hour.low > 0, "it would have been taken for one"
     assert found["a leak"].an_hour.low < 60 < found["a leak"].an_hour.high
-
-
-def test_a_trend_covers_its_slope_where_samples_resemble_their_neighbours(script):
-    trend = script("soak").trend
-    rng, at = np.random.default_rng(0), np.arange(300.0)
-    covered = naive = 0
-    for _ in range(300):
-        noise, shocks = np.zeros(300), rng.normal(size=300)
-        for i in range(1, 300):
-            noise[i] = 0.9 * noise[i - 1] + shocks[i]
-        values = 0.01 * at + noise
-        found, line = trend(at, values), stats.linregress(at, values)
-        covered += found.low <= 0.01 <= found.high
-        naive += abs(line.slope - 0.01) <= 1.97 * line.stderr
-    assert covered >= 0.92 * 300 and naive < 0.6 * 300
-
-
-def test_a_trend_of_blocks_is_the_line_through_their_means(script):
-    trend = script("soak").trend
-    values = [0, 2, 1, 3, 1, 5, 4, 4]  # means 1, 2, 3, 4 at 0.5, 2.5, 4.5, 6.5
-    assert trend(range(8), values, blocks=4).ci95 == pytest.approx([0.5, 0.5])
-    assert trend([t / 7 for t in range(40)], [0.1] * 40).ci95 == [0.0, 0.0]
-    with pytest.raises(ValueError, match="7 times and 7 values give no slope by 4 blocks"):
-        trend(range(7), values[:7], blocks=4)

@@ -53,12 +53,7 @@ DATA = {
     "math500/math500.json": [{"problem": f"What is {i}/7?", "answer": rf"\frac{{{i}}}{{7}}"} for i in range(8)],
     "hotpotqa/hotpotqa_train_corpus.json": FACTS,
     "hotpotqa/hotpotqa_train.json": [
-        {
-            "question": f"Where has a river {i} bridges?",
-            "answer": title,
-            "supporting_facts": [[title, 0]],
-            "context": [[title, texts]],
-        }
+        {"question": f"{i} bridges?", "answer": title, "supporting_facts": [[title, 0]], "context": [[title, texts]]}
         for i, (title, texts) in enumerate(FACTS.items())
     ],
     "scitldr/scitldr_A_dev.jsonl": [{"source": [f"We show {i}.", "It is small."]} for i in range(8)],

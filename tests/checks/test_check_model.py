@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoTokenizer,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from tokenizers.normalizers import Lowercase
+from transformers import AutoTokenizer
 
 from grpo_rl.checks import trial
 from grpo_rl.checks.template import template_findings
@@ -31,9 +26,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SHORT = ["inference_model.max_model_len=256", "sampling.max_new_tokens=32"]
 ENGINE = ["--engine", "transformers"]
-SIZES = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,6 +55,11 @@ def check(capsys):
     return run
 
 
+def plant(monkeypatch, engine):
+    """Puts an engine into the trial."""
+    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: engine(folder, 256))
+
+
 def fixes(lines):
     return {about: text for about, (kind, text) in lines.items() if kind == "FIX"}
 
@@ -70,18 +67,6 @@ def fixes(lines):
 def edit(folder, file, **values):
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def without(folder, *patterns):
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink()
 
 
 # ---- the whole check ----
@@ -93,7 +78,7 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     out = capsys.readouterr().out
     words = shlex.split(out.rpartition("Train it: ")[2])
     assert words[:3] == ["grpo-rl", "train", f"model.name={name}"]
-    assert [line.split()[0] for line in out.splitlines() if line.strip()] == ["OK"] * 14 + ["OK."]
+    assert [line.split()[0] for line in out.splitlines() if line.strip()] == ["OK"] * 13 + ["OK."]
     folder = run_script(ROOT / "sota" / "grpo.py", words[2:], tmp_path / "run")
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
     (mean,) = re.findall(r"log-probs differ by (\S+) nats", out)
@@ -109,7 +94,7 @@ def test_responses_are_sampled_as_in_training_but_for_their_length(model, check,
             asked.append(sampling)
             return super().generate(prompts, n, sampling)
 
-    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: Asked(folder, 256))
+    plant(monkeypatch, Asked)
     cuts = dict(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01)
     words = [*(f"sampling.{name}={value}" for name, value in cuts.items()), "sampling.stop=[ab]"]
     more = ["sampling.ignore_eos=true", "sampling.max_new_tokens=40", "inference_model.max_model_len=256"]
@@ -118,161 +103,66 @@ def test_responses_are_sampled_as_in_training_but_for_their_length(model, check,
     assert code == 0 and lines["sampler, trainer"][0] == "OK"  # which scored with the kept sets
 
 
-def mixture():
-    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, max_position_embeddings=512)
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2))
-
-
-def hybrid():
-    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, pad_token_id=0, max_position_embeddings=512)
-    return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("made", [mixture, hybrid])
-def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, made):
-    torch.manual_seed(0)
-    made().to(torch.bfloat16).save_pretrained(copied)
-    code, lines = check(copied, *SHORT, *ENGINE)
-    assert code == 0 and not fixes(lines)
-    for about in ("weights", "sampling", "sampler, trainer", "gradient"):
-        assert lines[about][0] == "OK", lines[about]
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("fault", "line", "told"),
+    ("temperature", "shift", "line", "told"),
     [
-        (
-            dict(sampled_at=0.6),
-            "sampler, trainer",
-            "more than mismatch.bound=0.2: wrong temperature",
-        ),
-        (dict(shifted_by=float("nan")), "sampling", "none of which is a finite number"),
-        (
-            dict(shifted_by=0.5),
-            "sampler, trainer",
-            "more than mismatch.bound=0.2: unexplained",
-        ),
+        (0.6, 0.0, "sampler, trainer", "more than mismatch.bound=0.2: wrong temperature"),
+        (1.0, float("nan"), "sampling", "none of which is a finite number"),
+        (1.0, 0.5, "sampler, trainer", "more than mismatch.bound=0.2: unexplained"),
     ],
 )
-def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(model, check, monkeypatch, fault, line, told):
+def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(
+    model, check, monkeypatch, temperature, shift, line, told
+):
     class Faulty(TransformersEngine):
         def generate(self, prompts, n, sampling):
-            if "sampled_at" in fault:
-                sampling = type(sampling)(fault["sampled_at"], max_new_tokens=sampling.max_new_tokens)
-            samples = super().generate(prompts, n, sampling)
+            samples = super().generate(prompts, n, Sampling(temperature, max_new_tokens=sampling.max_new_tokens))
             for sample in samples:
-                sample.log_probs.sub_(fault.get("shifted_by", 0.0))
+                sample.log_probs.sub_(shift)
             return samples
 
-    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: Faulty(folder, 256))
+    plant(monkeypatch, Faulty)
     code, lines = check(model, *SHORT, *ENGINE)
-    assert code == 1 and list(fixes(lines)) == [line]
-    assert told in fixes(lines)[line]
+    assert code == 1 and list(fixes(lines)) == [line] and told in fixes(lines)[line]
 
 
-@pytest.mark.nightly
-def test_weights_that_do_not_arrive_and_an_engine_that_fails_are_to_be_fixed(model, check, monkeypatch):
-    class Deaf(TransformersEngine):
-        def update_weights(self, weights, version):
-            super().update_weights(((name, tensor + 1) for name, tensor in weights), version)
-
-    def fails(settings, folder, devices):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: Deaf(folder, 256))
-    code, lines = check(model, *SHORT, *ENGINE)
-    assert code == 1 and "did not arrive" in fixes(lines)["delivery"]
-    monkeypatch.setattr(trial, "make_engine", fails)
-    code, lines = check(model, *SHORT)
-    assert code == 1
-    assert fixes(lines) == {
-        "engine vllm": "RuntimeError: no such kernel; --engine transformers samples without vLLM, slowly"
-    }
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("change", "about", "told"),
-    [
-        (
-            lambda folder: weights(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight")),
-            "weights",
-            r"lacks weights of LlamaForCausalLM: model\.layers\.0\.mlp\.up_proj\.weight",
-        ),
-        (
-            lambda folder: weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan)),
-            "weights",
-            r"not finite, in model\.norm\.weight",
-        ),
-        (
-            lambda folder: edit(folder, "config.json", intermediate_size=128),
-            "weights",
-            r"holds model\.layers\.0\.mlp\.down_proj\.weight with shape \[64, 96\], .* asks for \[64, 128\] \(6 such",
-        ),
-    ],
-)
-def test_damaged_weights_are_to_be_fixed(copied, check, change, about, told):
-    change(copied)
+def test_damaged_weights_are_to_be_fixed(copied, check):
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     code, lines = check(copied, *SHORT, *ENGINE)
-    assert code == 1 and list(fixes(lines)) == [about] and re.search(told, fixes(lines)[about])
+    assert code == 1 and list(fixes(lines)) == ["weights"]
+    assert "not finite, in model.norm.weight" in fixes(lines)["weights"]
 
 
 # ---- without weights ----
 
 
 @pytest.mark.parametrize(
-    ("change", "about", "told"),
+    ("file", "change", "about", "told"),
     [
-        (lambda folder: without(folder, "config.json"), "model", "has no config.json"),
-        (
-            lambda folder: edit(folder, "config.json", model_type="foo", auto_map={"AutoConfig": "foo.FooConfig"}),
-            "model",
-            r"does not have; code in a model's folder \(trust_remote_code\) is never run",
-        ),
-        (lambda folder: edit(folder, "config.json", hidden_size="wide"), "config", "'hidden_size' expected int"),
-        (
-            lambda folder: edit(folder, "config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-            "gate",
-            "LlamaForCausalLM cannot be trained here: rope_type dynamic",
-        ),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer", "needs the files that its tokenizer"),
-        (
-            lambda folder: edit(folder, "config.json", vocab_size=100),
-            "tokenizer",
-            "it has ids up to 256, and the model embeds 100",
-        ),
-        (
-            lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}"),
-            "chat template",
-            "the tokenizer's chat template refuses messages",
-        ),
-        (
-            lambda folder: edit(folder, "generation_config.json", eos_token_id=[5]),
-            "end of turn",
-            r"writes '<end>' \(0\) at the end of a response, and generation stops at 5 alone",
-        ),
-        (
-            lambda folder: edit(folder, "config.json", max_position_embeddings=128),
-            "context",
-            "set inference_model.max_model_len=128",
-        ),
+        ("config.json", dict(hidden_size="wide"), "config", "'hidden_size' expected int"),
+        ("config.json", dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "gate", "rope_type dynamic"),
+        ("config.json", dict(vocab_size=100), "tokenizer", "it has ids up to 256, and the model embeds 100"),
+        ("chat_template.jinja", "{% for m in messages %}", "chat template", "chat template refuses messages"),
+        ("generation_config.json", dict(eos_token_id=[5]), "end of turn", "and generation stops at 5 alone"),
+        ("config.json", dict(max_position_embeddings=128), "context", "set inference_model.max_model_len=128"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_one_line_without_its_weights(copied, check, change, about, told):
-    change(copied)
+def test_what_is_wrong_with_a_folder_is_one_line_without_its_weights(copied, check, file, change, about, told):
+    if isinstance(change, str):
+        (copied / file).write_text(change)
+    else:
+        edit(copied, file, **change)
     code, lines = check(copied, "--quick", *SHORT)
-    assert code == 1 and list(fixes(lines)) == [about] and re.search(told, fixes(lines)[about])
+    assert code == 1 and list(fixes(lines)) == [about] and told in fixes(lines)[about]
 
 
 def test_entries_that_a_trained_models_generation_config_will_not_have_are_a_note(copied, check):
     edit(copied, "generation_config.json", do_sample=False, temperature=0.9)
     code, lines = check(copied, "--quick", *SHORT)
-    assert code == 0 and not fixes(lines)
-    kind, text = lines["written files"]
-    assert kind == "note" and text.startswith("transformers ignores temperature in")
+    assert code == 0 and lines["written files"][0] == "note" and "temperature" in lines["written files"][1]
 
 
 def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypatch):
@@ -297,40 +187,27 @@ def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
 
 TURN = "{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}"
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+PLAIN = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}"
 
 
-def on_template(model, template, ends=(0,)):
+def on_template(model, template, ends=(0,), normalizer=None):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
+    tokenizer.backend_tokenizer.normalizer = normalizer or tokenizer.backend_tokenizer.normalizer
     return {finding.about: finding for finding in template_findings(tokenizer, set(ends), len(tokenizer))}
 
 
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}", None),
+        (PLAIN, None),
         (  # the first user's message says how many there are
             f"{{% for m in messages %}}{{{{ messages | length if loop.first }}}}{TURN}{{% endfor %}}{ASKS}",
-            "use a template that only appends; until then, tasks of one turn only",
-        ),
-        (  # ids of a response change only when the one after the next comes
-            f"{{% for m in messages %}}{TURN}{{{{ 'x' if messages | length > 4 }}}}{{% endfor %}}{ASKS}",
-            "message 5 changes the ids of those before it",
+            "use a template that only appends",
         ),
         (  # as Qwen3's: thoughts before the last question are left out
             "{% for m in messages %}{% set text = m['content'] if loop.revindex0 < 1 else "
             "m['content'].split('</think>')[-1] %}<{{ m['role'] }}>{{ text }}<end>{% endfor %}" + ASKS,
-            "strips <think>…</think> from earlier responses",
-        ),
-        (  # as Qwen3's without thoughts: an empty one since the last question, also where a tool replies
-            "{% set at = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-            "{% set at.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<{{ m['role'] }}>"
-            "{% if loop.index0 > at.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
-            "{{ m['content'] }}<end>{% endfor %}" + ASKS,
-            "tasks of one turn, and those where tools reply (env.tool_role=tool)",
-        ),
-        (  # as DeepSeek-R1's: thoughts are always left out
-            "{% for m in messages %}<{{ m['role'] }}>{{ m['content'].split('</think>')[-1] }}<end>{% endfor %}" + ASKS,
             "strips <think>…</think> from earlier responses",
         ),
     ],
@@ -340,20 +217,25 @@ def test_templates_that_change_earlier_turns_are_told(model, template, told):
     assert (finding.kind == "OK") if told is None else (finding.kind == "note" and told in finding.text)
 
 
-def test_the_token_behind_a_response_has_to_end_generation(model):
-    template = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}"
-    assert str(on_template(model, template, ends=[7, 0])["end of turn"]).endswith("<end> (0), where generation stops")
-    assert on_template(model, template, ends=[7, 8])["end of turn"].kind == "FIX"
-    assert "generation stops at 7, 8 alone" in on_template(model, template, ends=[7, 8])["end of turn"].text
-    assert "no response would end" in on_template(model, template, ends=[])["end of turn"].text
-    assert on_template(model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")["end of turn"].kind == "note"
-    assert on_template(model, None)["end of turn"].kind == "OK"  # the tokenizer's own eos is <end>
-    assert on_template(model, None, ends=[7])["end of turn"].kind == "FIX"
+@pytest.mark.parametrize(
+    ("template", "ends", "kind", "told"),
+    [
+        (PLAIN, [7, 0], "OK", "<end> (0), where generation stops"),
+        (PLAIN, [7, 8], "FIX", "generation stops at 7, 8 alone"),
+        (PLAIN, [], "FIX", "no response would end"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [0], "note", "writes none"),
+        (None, [0], "OK", "<end> (0)"),  # the tokenizer's own eos is <end>
+    ],
+)
+def test_the_token_behind_a_response_has_to_end_generation(model, template, ends, kind, told):
+    found = on_template(model, template, ends)
+    assert found["end of turn"].kind == kind and told in found["end of turn"].text
+    assert (found["chat template"].kind == "OK") == (template is not None)
 
 
 def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys):
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    (copied / "chat_template.jinja").write_text(f"{refusing}{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}")
+    (copied / "chat_template.jinja").write_text(f"{refusing}{PLAIN}")
     assert main(["check-model", str(copied), "--quick", *SHORT]) == 0
     out = capsys.readouterr().out
     assert "no system role: env.system_prompt=null" in out and "no tool role" not in out
@@ -361,9 +243,5 @@ def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys
 
 
 def test_a_tokenizer_that_changes_text_is_told(model):
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    from tokenizers.normalizers import Lowercase
-
-    tokenizer.backend_tokenizer.normalizer = Lowercase()
-    (finding,) = [f for f in template_findings(tokenizer, {0}, 257) if f.about == "text of ids"]
+    finding = on_template(model, PLAIN, normalizer=Lowercase())["text of ids"]
     assert finding.kind == "note" and "'so \\\\frac{1}{2} , or 0.5 .'" in finding.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import os
 import sys
@@ -71,16 +72,23 @@ def listening(process):
     return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
-def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can_enter_its_folder():
-    async def main():
-        engine = await launch("engine 0", Engine, num_cpus=0.1)
-        addresses = [ip for child in psutil.Process().children(recursive=True) for ip in listening(child)]
-        addresses += listening(psutil.Process())
-        await engine.close()
-        return engine.node, addresses
+def asynchronous(test):
+    """Runs a coroutine as a test."""
 
-    node, addresses = asyncio.run(main())
-    assert node == "127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
+    @functools.wraps(test)
+    def run():
+        asyncio.run(test())
+
+    return run
+
+
+@asynchronous
+async def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can_enter_its_folder():
+    engine = await launch("engine 0", Engine, num_cpus=0.1)
+    addresses = [ip for child in psutil.Process().children(recursive=True) for ip in listening(child)]
+    addresses += listening(psutil.Process())
+    await engine.close()
+    assert engine.node == "127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
     exposed = [ip for ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback]
     assert not exposed
     assert not ray._private.worker.get_dashboard_url()
@@ -89,39 +97,35 @@ def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can
     assert any(parent.stat().st_mode & 0o077 == 0 for parent in folder.parents)
 
 
-def test_an_actors_engine_answers_and_its_errors_are_its_own():
-    async def main():
-        engine = await launch("engine 0", Engine, num_cpus=0.1)
-        assert engine.max_model_len == 64 and engine.dtype is torch.bfloat16 and engine.pids != [os.getpid()]
-        samples = await engine.generate("a", [5, 6, 7], 2, Sampling())
-        assert samples.response_ids.tolist() == [0, 1, 2, 0, 1, 2]
-        with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
-            await engine.generate("b", [], 1, Sampling())
-        assert engine.submit("generate", "c", [5], 1, Sampling()).result(timeout=30).response_ids.tolist() == [0]
-        with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
-            engine.submit("generate", "d", [], 1, Sampling()).result(timeout=30)
-        await engine.close()
-        await engine.close()
-        with pytest.raises(EngineDeadError, match=r"engine 0 on .* was closed; it was asked for check_health"):
-            await engine.check_health()
-
-    asyncio.run(main())
+@asynchronous
+async def test_an_actors_engine_answers_and_its_errors_are_its_own():
+    engine = await launch("engine 0", Engine, num_cpus=0.1)
+    assert engine.max_model_len == 64 and engine.dtype is torch.bfloat16 and engine.pids != [os.getpid()]
+    samples = await engine.generate("a", [5, 6, 7], 2, Sampling())
+    assert samples.response_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        await engine.generate("b", [], 1, Sampling())
+    assert engine.submit("generate", "c", [5], 1, Sampling()).result(timeout=30).response_ids.tolist() == [0]
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        engine.submit("generate", "d", [], 1, Sampling()).result(timeout=30)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineDeadError, match=r"engine 0 on .* was closed; it was asked for check_health"):
+        await engine.check_health()
 
 
-def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
-    async def main():
-        fleet = Fleet(lambda number: launch(f"engine {number}", Engine, num_cpus=0.1), size=1)
-        await fleet.start()
-        await fleet.admit(await fleet.present())
-        with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
-            await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
-        await fleet.new_engine()
-        await fleet.admit(await fleet.present())
-        samples = await fleet.call(lambda e: e.generate("a", [12], 1, Sampling()))
-        assert samples.response_ids.tolist() == [0] and fleet.restarts == 1
-        await fleet.close()
-
-    asyncio.run(main())
+@asynchronous
+async def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
+    fleet = Fleet(lambda number: launch(f"engine {number}", Engine, num_cpus=0.1), size=1)
+    await fleet.start()
+    await fleet.admit(await fleet.present())
+    with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
+        await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
+    await fleet.new_engine()
+    await fleet.admit(await fleet.present())
+    samples = await fleet.call(lambda e: e.generate("a", [12], 1, Sampling()))
+    assert samples.response_ids.tolist() == [0] and fleet.restarts == 1
+    await fleet.close()
 
 
 def refuse(why: str) -> Engine:
@@ -129,32 +133,25 @@ def refuse(why: str) -> Engine:
 
 
 @pytest.mark.nightly
-def test_what_cannot_start_says_why():
-    async def main():
-        with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
-            await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
-        assert type(caught.value) is EngineDeadError, "another one would say the same"
-        with pytest.raises(ValueError, match="^engine 3 did not start: lower max_model_len$"):
-            await launch("engine 3", lambda: refuse("lower max_model_len"), num_cpus=0.1)
-        with pytest.raises(EngineStartError, match="engine 4 did not start"):
-            await launch("engine 4", lambda: os._exit(1), num_cpus=0.1)
-        with pytest.raises(
-            EngineDeadError,
-            match=r"within 2 s.* loads slowly.* no room for 64 CPUs and 0 GPUs",
-        ):
-            await launch("engine 4", Engine, num_cpus=64, deadline_s=2)
-
-    asyncio.run(main())
+@asynchronous
+async def test_what_cannot_start_says_why():
+    with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
+        await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
+    assert type(caught.value) is EngineDeadError, "another one would say the same"
+    with pytest.raises(ValueError, match="^engine 3 did not start: lower max_model_len$"):
+        await launch("engine 3", lambda: refuse("lower max_model_len"), num_cpus=0.1)
+    with pytest.raises(EngineStartError, match="engine 4 did not start"):
+        await launch("engine 4", lambda: os._exit(1), num_cpus=0.1)
+    with pytest.raises(EngineDeadError, match=r"within 2 s.* loads slowly.* no room for 64 CPUs and 0 GPUs"):
+        await launch("engine 4", Engine, num_cpus=64, deadline_s=2)
 
 
 @pytest.mark.nightly
-def test_an_actor_that_hangs_is_named_in_time_and_counts_as_dead():
-    async def main():
-        engine = await launch("engine 5", Engine, num_cpus=0.1)
-        begun = time.monotonic()
-        with pytest.raises(EngineDeadError, match=r"engine 5 on .* did not answer check_health within 2 s"):
-            await engine.generate("a", [14], 1, Sampling())
-        await engine.close()
-        return time.monotonic() - begun
-
-    assert asyncio.run(main()) < 30
+@asynchronous
+async def test_an_actor_that_hangs_is_named_in_time_and_counts_as_dead():
+    engine = await launch("engine 5", Engine, num_cpus=0.1)
+    begun = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"engine 5 on .* did not answer check_health within 2 s"):
+        await engine.generate("a", [14], 1, Sampling())
+    await engine.close()
+    assert time.monotonic() - begun < 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 from simulation import virtual_time
@@ -48,116 +49,111 @@ async def push(fleet, weights, only_new=False):
     return [number for took in await asyncio.gather(*map(one, engines)) for number in took]
 
 
-def harbour(launch_s=0.0):
-    """A launcher, and all that it has launched."""
-    engines = []
+def harbour(launch_s=0.0, fails=None):
+    """A launcher, and all that it has launched; ``fails`` are errors of its launches, by their number from 0."""
+    engines, count = [], 0
 
     async def launch(number):
+        nonlocal count
+        this, count = count, count + 1
         await asyncio.sleep(launch_s)
-        engines.append(Engine(number, len(engines)))
+        if error := (fails or {}).get(this):
+            raise error
+        engines.append(Engine(number, this))
         return engines[-1]
 
     return launch, engines
 
 
-def test_a_call_goes_to_the_engine_with_the_least_to_do():
-    async def main():
-        fleet = Fleet(harbour()[0], size=3)
-        await fleet.start()
-        await push(fleet, "v0")
-        calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), answers)) for answers in (8, 2, 4, 1, 1)]
-        return [number for number, _, _ in await asyncio.gather(*calls)]
+def simulated(test):
+    """Runs a coroutine as a test, in virtual time."""
 
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        virtual_time.run(test(*arguments, **named))
+
+    return run
+
+
+async def dies(fleet):
+    """Starts a fleet of one engine, which dies of its first call."""
+    await fleet.start()
+    (engine,) = await fleet.present()
+    await fleet.admit([engine])
+    engine.alive = False
+    with pytest.raises(EngineLostError):
+        await fleet.call(lambda e: e.answer())
+
+
+@simulated
+async def test_a_call_goes_to_the_engine_with_the_least_to_do():
+    fleet = Fleet(harbour()[0], size=3)
+    await fleet.start()
+    await push(fleet, "v0")
+    calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), answers)) for answers in (8, 2, 4, 1, 1)]
     # 8, 2 and 4 answers to each; one more to the second (3), and again to it (4, as many as the third, but first).
-    assert virtual_time.run(main()) == [0, 1, 2, 1, 1]
+    assert [number for number, _, _ in await asyncio.gather(*calls)] == [0, 1, 2, 1, 1]
 
 
-def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
-    async def main():
-        launch, engines = harbour(launch_s=3.0)
-        fleet = Fleet(launch, size=2)
-        await fleet.start()
-        assert sorted(await push(fleet, "v1")) == [0, 1]
-        engines[0].alive = False
-        calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), 1)) for _ in range(4)]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        lost = [r for r in results if isinstance(r, EngineLostError)]
-        assert len(lost) == 2 and fleet.restarts == 1
-        assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1  # the other goes on
-        assert await push(fleet, "v2") == [1]  # it is being launched still
-        await fleet.new_engine()
-        assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1
-        assert await push(fleet, "v2", only_new=True) == [0]
-        assert [(e.number, e.launch, e.weights) for e in engines] == [(0, 0, "v1"), (1, 1, "v2"), (0, 2, "v2")]
-        assert engines[0].closed
-        busy = asyncio.create_task(fleet.call(lambda e: e.answer(), 1))
-        assert (await fleet.call(lambda e: e.answer(), 1))[1] in (1, 2)
-        await busy
-        await fleet.close()
-        assert all(e.closed for e in engines)
-
-    virtual_time.run(main())
+@simulated
+async def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
+    launch, engines = harbour(launch_s=3.0)
+    fleet = Fleet(launch, size=2)
+    await fleet.start()
+    assert sorted(await push(fleet, "v1")) == [0, 1]
+    engines[0].alive = False
+    calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), 1)) for _ in range(4)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    lost = [r for r in results if isinstance(r, EngineLostError)]
+    assert len(lost) == 2 and fleet.restarts == 1
+    assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1  # the other goes on
+    assert await push(fleet, "v2") == [1]  # it is being launched still
+    await fleet.new_engine()
+    assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1
+    assert await push(fleet, "v2", only_new=True) == [0]
+    assert [(e.number, e.launch, e.weights) for e in engines] == [(0, 0, "v1"), (1, 1, "v2"), (0, 2, "v2")]
+    assert engines[0].closed
+    busy = asyncio.create_task(fleet.call(lambda e: e.answer(), 1))
+    assert (await fleet.call(lambda e: e.answer(), 1))[1] in (1, 2)
+    await busy
+    await fleet.close()
+    assert all(e.closed for e in engines)
 
 
-def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
-    async def main():
-        launch, engines = harbour()
-        fleet = Fleet(launch, size=2)
-        await fleet.start()
-        engines[1].alive = False
-        assert await push(fleet, "v1") == [0]
-        await fleet.new_engine()
-        assert await push(fleet, "v2") == [0, 1]
-        assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
-
-    virtual_time.run(main())
+@simulated
+async def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
+    launch, engines = harbour()
+    fleet = Fleet(launch, size=2)
+    await fleet.start()
+    engines[1].alive = False
+    assert await push(fleet, "v1") == [0]
+    await fleet.new_engine()
+    assert await push(fleet, "v2") == [0, 1]
+    assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
 
 
-def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_often():
-    async def main():
-        launch, engines = harbour(launch_s=2.0)
-        fleet = Fleet(launch, size=1, max_restarts=1)
-
-        await fleet.start()
-        await push(fleet, "v1")
-        engines[0].alive = False
-        with pytest.raises(EngineLostError):
-            await fleet.call(lambda e: e.answer())
-        call = asyncio.ensure_future(fleet.call(lambda e: e.answer()))
-        await fleet.new_engine()
-        await push(fleet, "v1", only_new=True)
-        assert (await call)[1:] == (1, "v1")
-        engines[1].alive = False
-        with pytest.raises(EngineLostError):
-            await fleet.call(lambda e: e.answer())
-        with pytest.raises(EngineDeadError, match=r"engine 0 died; slot 0 has lost 2 \(.*max_restarts=1"):
-            await fleet.call(lambda e: e.answer())
-
-    virtual_time.run(main())
+@simulated
+async def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_often():
+    launch, engines = harbour(launch_s=2.0)
+    fleet = Fleet(launch, size=1, max_restarts=1)
+    await dies(fleet)
+    call = asyncio.ensure_future(fleet.call(lambda e: e.answer()))
+    await fleet.new_engine()
+    await push(fleet, "v1", only_new=True)
+    assert (await call)[1:] == (1, "v1")
+    engines[1].alive = False
+    with pytest.raises(EngineLostError):
+        await fleet.call(lambda e: e.answer())
+    with pytest.raises(EngineDeadError, match=r"engine 0 died; slot 0 has lost 2 \(.*max_restarts=1"):
+        await fleet.call(lambda e: e.answer())
 
 
-def test_an_engine_that_cannot_be_launched_again_ends_the_waiting():
-    async def main():
-        count = 0
-
-        async def launch(number):
-            nonlocal count
-            count += 1
-            if count > 1:
-                raise OSError("no memory")
-            return Engine(number, 0)
-
-        fleet = Fleet(launch, size=1)
-        await fleet.start()
-        (engine,) = await fleet.present()
-        await fleet.admit([engine])
-        engine.alive = False
-        with pytest.raises(EngineLostError):
-            await fleet.call(lambda e: e.answer())
-        with pytest.raises(EngineDeadError, match="engine 0 can't be started again: no memory"):
-            await fleet.call(lambda e: e.answer())
-
-    virtual_time.run(main())
+@simulated
+async def test_an_engine_that_cannot_be_launched_again_ends_the_waiting():
+    fleet = Fleet(harbour(fails={1: OSError("no memory")})[0], size=1)
+    await dies(fleet)
+    with pytest.raises(EngineDeadError, match="engine 0 can't be started again: no memory"):
+        await fleet.call(lambda e: e.answer())
 
 
 def test_a_fleet_has_an_engine():
@@ -165,101 +161,67 @@ def test_a_fleet_has_an_engine():
         Fleet(harbour()[0], size=0)
 
 
-def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same():
-    async def main():
-        launch, engines = harbour()
-        fleet = Fleet(launch, size=1)
-        await fleet.start()
-        await fleet.admit(await fleet.present())
+@simulated
+async def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same(monkeypatch):
+    async def broken(_):
+        raise OSError("its pipe is gone")
 
-        async def broken():
-            raise OSError("its pipe is gone")
+    monkeypatch.setattr(Engine, "close", broken)
+    launch, engines = harbour()
+    fleet = Fleet(launch, size=1)
+    await dies(fleet)
+    await fleet.new_engine()
+    assert len(engines) == 2
 
-        engines[0].alive, engines[0].close = False, broken
-        with pytest.raises(EngineLostError):
-            await fleet.call(lambda e: e.answer())
+
+@pytest.mark.parametrize(("max_restarts", "took_s"), [(3, 2 + 4), (2, 2)])  # a pause before each further try
+@simulated
+async def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_restarts, took_s):
+    error = EngineStartError("engine 0 did not start: head.\n\n  more\nthe node ran out of memory.\n")
+    launch, engines = harbour(fails={1: error, 2: error})
+    fleet = Fleet(launch, size=1, max_restarts=max_restarts)
+    await dies(fleet)
+    began = asyncio.get_running_loop().time()
+    if max_restarts == 3:
         await fleet.new_engine()
-        assert len(engines) == 2
-
-    virtual_time.run(main())
-
-
-@pytest.mark.parametrize(("max_restarts", "starts"), [(3, 4), (2, 3)])
-def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_restarts, starts):
-    async def main():
-        launches = 0
-
-        async def launch(number):
-            nonlocal launches
-            launches += 1
-            if launches in (2, 3):
-                raise EngineStartError("engine 0 did not start: head.\n\n  more\nthe node ran out of memory.\n")
-            return Engine(number, 0)
-
-        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
-        await fleet.start()
-        (engine,) = await fleet.present()
-        await fleet.admit([engine])
-        engine.alive = False
-        with pytest.raises(EngineLostError):
-            await fleet.call(lambda e: e.answer())
-        began = asyncio.get_running_loop().time()
-        if max_restarts == 3:
+    else:
+        with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
             await fleet.new_engine()
-        else:
-            with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
-                await fleet.new_engine()
-        events = [text for text in fleet.events if "did not start" in text]
-        assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in events)
-        return launches, fleet.restarts, asyncio.get_running_loop().time() - began
-
-    made, restarts, took_s = virtual_time.run(main())
-    assert (made, restarts) == (starts, max_restarts)
-    assert took_s == (2 + 4 if max_restarts == 3 else 2)  # a pause before each further try
+    events = [text for text in fleet.events if "did not start" in text]
+    assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in events)
+    assert [e.launch for e in engines] == [0, 3][: max_restarts - 1] and fleet.restarts == max_restarts
+    assert asyncio.get_running_loop().time() - began == took_s
 
 
-def test_an_engine_that_dies_while_it_is_first_started_is_replaced_too():
-    async def main(max_restarts):
-        launches = 0
-
-        async def launch(number):
-            nonlocal launches
-            launches += 1
-            if launches < 3:
-                raise EngineStartError("engine 0 did not start: its process was killed")
-            return Engine(number, 0)
-
-        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
-        await fleet.start()
-        return launches, fleet.restarts, len(fleet.events)
-
-    assert virtual_time.run(main(2)) == (3, 2, 2)
+@simulated
+async def test_an_engine_that_dies_while_it_is_first_started_is_replaced_too():
+    error = EngineStartError("engine 0 did not start: its process was killed")
+    fleet = Fleet(harbour(fails={0: error, 1: error})[0], size=1, max_restarts=2)
+    await fleet.start()
+    assert (fleet.restarts, len(fleet.events)) == (2, 2)
     with pytest.raises(EngineStartError, match="its process was killed"):
-        virtual_time.run(main(1))
+        await Fleet(harbour(fails={0: error, 1: error})[0], size=1, max_restarts=1).start()
 
 
-def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
-    async def main():
-        launches = 0
+@simulated
+async def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
+    launches = 0
 
-        async def launch(number):
-            nonlocal launches
-            launches += 1
-            if launches == 3:
-                raise OSError("no room")
-            await asyncio.sleep(5.0 if launches == 4 else 0.0)
-            return Engine(number, launches)
+    async def launch(number):
+        nonlocal launches
+        launches += 1
+        if launches == 3:
+            raise OSError("no room")
+        await asyncio.sleep(5.0 if launches == 4 else 0.0)
+        return Engine(number, launches)
 
-        fleet = Fleet(launch, size=2)
-        await fleet.start()
-        await fleet.admit(await fleet.present())
-        for engine in await fleet.present():
-            engine.alive = False
-        lost = await asyncio.gather(*(fleet.call(lambda e: e.answer()) for _ in range(2)), return_exceptions=True)
-        assert all(isinstance(error, EngineLostError) for error in lost)
-        await fleet.new_engine()
-        return asyncio.get_running_loop().time(), fleet.events
-
-    time, events = virtual_time.run(main())
-    assert time == 6.0, "the second engine, five seconds after both had died at 1"
-    assert any("can't be started again: no room. The others go on without it" in one for one in events)
+    fleet = Fleet(launch, size=2)
+    await fleet.start()
+    await fleet.admit(await fleet.present())
+    for engine in await fleet.present():
+        engine.alive = False
+    lost = await asyncio.gather(*(fleet.call(lambda e: e.answer()) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(error, EngineLostError) for error in lost)
+    await fleet.new_engine()
+    assert asyncio.get_running_loop().time() == 6.0, "the second engine, five seconds after both had died at 1"
+    assert any("can't be started again: no room. The others go on without it" in one for one in fleet.events)

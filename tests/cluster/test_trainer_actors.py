@@ -45,37 +45,43 @@ def test_ranks_meet_and_the_first_ones_result_comes_back():
     assert rank == 0 and len({*pids, os.getpid()}) == 3
 
 
+def stops(rendezvous):
+    if rendezvous.rank == 0:
+        time.sleep(1.0)  # it writes a report
+    raise SystemExit(f"Stopped after step 3. Go on with: resume=folder-of-rank-{rendezvous.rank}")
+
+
+def dies(rendezvous):
+    if rendezvous.rank == 1:
+        os._exit(1)
+    time.sleep(600)
+
+
+def fails(rendezvous):
+    raise ZeroDivisionError("of rank 0")
+
+
 @pytest.mark.nightly
-def test_a_run_that_stops_by_itself_stops_the_script_with_its_words_and_what_waits_for_it_has_names(monkeypatch):
+@pytest.mark.parametrize(
+    ("work", "count", "error", "told"),
+    [
+        (stops, 2, SystemExit, "^Stopped after step 3. Go on with: resume=folder-of-rank-0$"),
+        (dies, 2, RuntimeError, r"the trainer on [\d.]+ died: .* go on with resume="),
+        (fails, 1, ZeroDivisionError, "of rank 0"),
+    ],
+)
+def test_how_trainers_end_comes_back_in_their_words_and_waits_have_names(monkeypatch, work, count, error, told):
     names, wait = [], ray.wait
 
     def recorded(*arguments, **named):
         names.extend(open_wait.what for open_wait in PROCESS.open)
         return wait(*arguments, **named)
 
-    def stop(rendezvous):
-        raise SystemExit("Stopped after step 3. Go on with: resume=outputs/x")
-
-    with pytest.raises(SystemExit, match="Stopped after step 3. Go on with: resume=outputs/x"):
-        monkeypatch.setattr(ray, "wait", recorded)
-        trained(stop, count=1)
-    assert list(dict.fromkeys(names)) == [
-        "all trainers to have a place",
-        "the trainers to end",
-        "rank zero to write what is to be kept",
-    ]
-    assert not PROCESS.open
-
-
-@pytest.mark.nightly
-def test_one_that_dies_is_told_though_the_others_wait_for_it():
-    def die(rendezvous):
-        if rendezvous.rank == 1:
-            os._exit(1)
-        time.sleep(600)
-
-    with pytest.raises(RuntimeError, match=r"the trainer on [\d.]+ died: .* go on with resume="):
-        trained(die)
+    monkeypatch.setattr(ray, "wait", recorded)
+    with pytest.raises(error, match=told):
+        trained(work, count)
+    assert names[0] == "all trainers to have a place" and "the trainers to end" in names and not PROCESS.open
+    assert work is not stops or names[-1] == "rank zero to write what is to be kept"
 
 
 @pytest.mark.nightly
@@ -95,26 +101,6 @@ def test_a_trainer_that_is_killed_is_started_again_with_all_others_and_finds_wha
     assert (rendezvous.rank, rendezvous.size, rendezvous.start) == (0, 2, 1)
     assert len({*before, now, os.getpid()}) == 4
     assert not any(os.path.exists(f"/proc/{pid}") for pid in before), "a process of the first start is still there"
-
-
-@pytest.mark.nightly
-def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
-    def stop(rendezvous):
-        if rendezvous.rank == 0:
-            time.sleep(1.0)  # it writes a report
-        raise SystemExit(f"Stopped. Go on with: resume=folder-of-rank-{rendezvous.rank}")
-
-    with pytest.raises(SystemExit, match="resume=folder-of-rank-0"):
-        trained(stop)
-
-
-@pytest.mark.nightly
-def test_an_error_keeps_its_words():
-    def fail(rendezvous):
-        raise ZeroDivisionError("of rank 0")
-
-    with pytest.raises(ZeroDivisionError, match="of rank 0"):
-        trained(fail, count=1)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.data.advantages import GROUP_KINDS, AdvantageEstimator, batch_advantages, group_advantages
@@ -48,12 +48,6 @@ def test_equal_rewards_give_exact_zeros(reward, size, kind):
     assert group_advantages(torch.full((size,), reward), kind).eq(0).all()
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(reward):
-    with pytest.raises(ValueError, match="rewards must be finite"):
-        group_advantages(torch.tensor([0.0, reward]))
-
-
 # Two groups of two and one of three responses.
 TABLES = [torch.tensor([[0.0, 2.0], [4.0, 4.0]], dtype=torch.float64), torch.tensor([[1.0, 1.0, 4.0]]).double()]
 DEVIATIONS = torch.tensor([-1.0, 1.0, 0.0, 0.0, -1.0, -1.0, 2.0], dtype=torch.float64)
@@ -73,20 +67,6 @@ def test_advantages_of_a_collection_match_the_table_worked_out_by_hand(kind, var
     torch.testing.assert_close(got, DEVIATIONS / (variance**0.5 + 1e-4), rtol=1e-12, atol=0)
 
 
-def test_parts_of_the_reward_match_the_table_worked_out_by_hand():
-    # Two responses: z-scores are +-1/sqrt(2), whatever the part's scale, up to the 1e-4. Part b weighs 2.
-    #   group 1: a 0 100 -> -z z    b 0 1 -> -z z    sums -3z 3z
-    #   group 2: a 5 5   -> 0 0     b 1 0 -> z -z    sums  2z -2z
-    # Squares 2 * 9 z^2 + 2 * 4 z^2 = 13 with z^2 = 1/2, over 3.
-    parts = {
-        "a": torch.tensor([[0.0, 100.0], [5.0, 5.0]]).double(),
-        "b": torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double(),
-    }
-    (got,) = batch_advantages([parts["a"] + parts["b"]], "multi_reward", parts=[parts], weights={"b": 2.0})
-    expected = torch.tensor([[-3.0, 3.0], [2.0, -2.0]]).double() / 2**0.5 / (13 / 3) ** 0.5
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
-
-
 def test_a_part_that_some_responses_lack_is_normalised_z_scores_where_present():
     # Part a of the first group is 2 and 0 of two responses: +-z; b is -1, 0 and 1 of all three, whose std is 1: sums
     # -1, z and 1 - z. In the second group no response has a, and one has b, which has nothing to compare with.
@@ -100,34 +80,14 @@ def test_a_part_that_some_responses_lack_is_normalised_z_scores_where_present():
     torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
 
 
-@st.composite
-def collections(draw):
-    """Rewards of groups of two sizes, as tables, and two parts that add up to them."""
-    tables = []
-    for size in (2, 5):
-        count = draw(st.integers(1, 4))
-        values = draw(st.lists(st.integers(-4, 12), min_size=2 * count * size, max_size=2 * count * size))
-        tables.append(torch.tensor(values, dtype=torch.float64).reshape(2, count, size) / 4)
-    return [table.sum(0) for table in tables], [{"a": table[0], "b": table[1]} for table in tables]
-
-
-@pytest.mark.slow
-@given(collections(), st.sampled_from(("batch_std", "batch_zscore")), st.floats(0.5, 8))
-def test_the_std_of_a_collection_takes_a_common_scale_away_and_keeps_that_between_groups(collection, kind, scale):
-    rewards, _ = collection
-    assume(torch.cat([(t - t.mean(-1, keepdim=True)).flatten() for t in rewards]).std() > 0.1)
-    once, scaled = (batch_advantages([scale**k * table for table in rewards], kind) for k in (0, 1))
-    for a, b in zip(once, scaled, strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-3, atol=1e-12)
-
-
-@pytest.mark.slow
-@given(collections(), st.sampled_from(KINDS + BATCH_KINDS), st.floats(0.1, 3))
-def test_a_clip_bounds_advantages_and_leaves_the_others(collection, kind, clip):
-    rewards, parts = collection
-    free, clipped = (batch_advantages(rewards, kind, bound, parts) for bound in (None, clip))
+@pytest.mark.parametrize("kind", KINDS + BATCH_KINDS)
+def test_a_clip_bounds_advantages_and_leaves_the_others(kind):
+    rewards = [torch.tensor([[0.0, 2.0], [4.0, 3.5]]).double(), torch.tensor([[1.0, 1.25, 4.0]]).double()]
+    parts = [{"a": table / 4, "b": table**2} for table in rewards]
+    free, clipped = (batch_advantages(rewards, kind, bound, parts) for bound in (None, 0.8))
+    assert max(float(table.abs().max()) for table in free) > 0.8
     for a, b in zip(free, clipped, strict=True):
-        assert b.abs().max() <= clip and torch.equal(b[a.abs() <= clip], a[a.abs() <= clip])
+        assert torch.equal(b, a.clamp(-0.8, 0.8))
 
 
 # ---- groups to groups with advantages ----
@@ -157,19 +117,17 @@ def test_a_kl_penalty_in_the_reward_moves_advantages_and_leaves_rewards_as_the_t
     estimator = AdvantageEstimator("no_std", kl_coef=2.0)
     (penalised,) = estimator([group])
     assert penalised.advantages.tolist() == [-2.0, 2.0] and penalised.rewards.tolist() == [1.0, 0.0]
-    with pytest.raises(ValueError, match="write them with TrainPolicy.add_log_probs"):
-        estimator([random_group()])
 
 
 def test_parts_of_the_reward_get_z_scores_of_their_own_with_groups_of_different_sizes():
-    # Each part is 0 and 1 somewhere in its group: the z-scores of two responses are +-1/sqrt(2), and the sums with
-    # weights 1 and 3 of the first group +-2/sqrt(2) (the parts disagree), of the second +-4/sqrt(2), the third 0.
+    # The z-scores of two responses are +-1/sqrt(2) whatever the part's scale, and the sums with weights 1 and 3 of the
+    # first group +-2/sqrt(2) (the parts disagree), of the second +-4/sqrt(2), the third 0.
     def group(i, a, b):
         parts = {"a": torch.tensor(a), "b": torch.tensor(b)}
         return replace(random_group(group_id=i, lengths=[1] * len(a), rewards=[0.0] * len(a)), reward_parts=parts)
 
     estimator = AdvantageEstimator("multi_reward", reward_weights={"b": 3.0})
-    groups = [group(0, [1.0, 0.0], [0.0, 1.0]), group(1, [0.0, 1.0], [0.0, 1.0]), group(2, [0.5] * 3, [0.0] * 3)]
+    groups = [group(0, [100.0, 0.0], [0.0, 1.0]), group(1, [0.0, 1.0], [0.0, 1.0]), group(2, [0.5] * 3, [0.0] * 3)]
     sums = torch.tensor([-2.0, 2.0, -4.0, 4.0, 0.0, 0.0, 0.0]) / 2**0.5
     got = torch.cat([group.advantages for group in estimator(groups)])
     torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)

@@ -13,12 +13,10 @@ from transformers import AutoTokenizer
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
-from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
@@ -91,12 +89,31 @@ def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, val
     assert all(x.isfinite().all() for x in step.policy.model.parameters())
 
 
-def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model):
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"])
+def test_what_no_log_probability_shows_is_found_in_the_layer_nearest_to_the_loss(model, path):
+    backward = "attn" in path
+
+    def poison(output, marked):
+        if not backward:  # a prompt's second token has no way to a response behind the last attention
+            return output.masked_fill(marked, math.nan)
+        output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
+
     step = Step(model)
-    # Behind the last attention the second token of a prompt has no way to a response, but to the gradient it has.
-    step.plant("model.layers.1.mlp.down_proj", lambda out, marked: out.masked_fill(marked, math.nan))
-    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no response"
+    step.plant(path, poison)
+    found = f"group 2: the loss is finite, and {'the gradient of ' * backward}the output of {path}"
     assert found in step.take().trouble
+
+
+def test_a_wrong_number_of_the_sampler_is_named_by_its_own_name(model):
+    for change, found in [
+        (lambda x: x.index_fill(0, torch.tensor([4]), math.nan),  # the second token of the second response
+         "sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"),
+        (lambda x: x - 100,  # e^100 is not in fp32
+         "loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"),
+    ]:  # fmt: skip
+        step = Step(model)
+        step.batch[1] = replace(step.batch[1], log_probs=change(step.batch[1].log_probs))
+        assert f"group 1: {found}" in step.take().trouble
 
 
 @pytest.mark.nightly
@@ -117,46 +134,6 @@ def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model)
     assert step.explain() == "Where it comes from could not be traced: out of memory."
 
 
-def test_each_group_is_looked_at_with_the_weights_of_the_whole_step(model):
-    step, weights = Step(model), []
-
-    class Watched(GRPOLoss):
-        def forward(self, tokens):
-            weights.append(tokens["weight"].sum().item())
-            return super().forward(tokens)
-
-    locate_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
-    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many responses, whose weights sum to 1
-
-
-def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
-    step = Step(model)
-
-    def poison(output, marked):
-        output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
-
-    step.plant("model.layers.0.self_attn.o_proj", poison)
-    trouble = step.take().trouble
-    assert "group 2: the loss is finite, and the gradient of the output of model.layers.0.self_attn.o_proj" in trouble
-
-
-def test_a_number_that_was_wrong_before_it_was_scored_is_named_by_its_own_name(model):
-    step = Step(model)
-    log_probs = step.batch[1].log_probs.clone()
-    log_probs[4] = math.nan  # responses of 3 and 4 tokens: the second token of the second
-    step.batch[1] = replace(step.batch[1], log_probs=log_probs)
-    found = "group 1: sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"
-    assert found in step.take().trouble
-
-
-def test_a_ratio_that_overflows_is_told_with_the_log_ratios(model):
-    step = Step(model)
-    step.batch[0] = replace(step.batch[0], log_probs=step.batch[0].log_probs - 100)  # e^100 is not in fp32
-    trouble = step.take().trouble
-    found = "group 0: loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"
-    assert found in trouble
-
-
 def test_weights_that_are_broken_already_are_said_to_be(model):
     step = Step(model)
     with torch.no_grad():
@@ -174,51 +151,35 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
 def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
-    model, tiny_run, whose, tmp_path, monkeypatch, capsys
+    model, tiny_run, tmp_path, monkeypatch, capsys
 ):
     rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generate = TransformersEngine.generate
     (three,) = AutoTokenizer.from_pretrained(model)("3", add_special_tokens=False)["input_ids"]
-
-    def broken_sampler(engine, prompts, n, sampling):
-        samples = generate(engine, prompts, n, sampling)
-        for prompt, s in zip(prompts, samples, strict=True):
-            if three in prompt:
-                s.log_probs[0] = math.nan
-        return samples
-
     scored = TrainPolicy.score
 
-    def broken_trainer(policy, groups):
+    def broken(policy, groups):
         log_prob, entropy = scored(policy, groups)
         bad = torch.cat([torch.full((len(g.response_ids),), three in g.prompt_ids) for g in groups])
         return torch.where(bad, math.nan, log_prob), entropy
 
-    if whose == "log_prob":
-        monkeypatch.setattr(TrainPolicy, "score", broken_trainer)
-    else:
-        monkeypatch.setattr(TransformersEngine, "generate", broken_sampler)
+    monkeypatch.setattr(TrainPolicy, "score", broken)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     overrides = [
         *tiny_run, f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "train.optim_batch_size=16",
         "train.total_dialog_turns=160", "train.max_bad_steps=2", "policy.entropy_coef=0.01", "train.lineage=true",
         "train.micro_batch_tokens=8192",
     ]  # fmt: skip
-    message = rf"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): {whose} of token 0"
+    message = r"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): log_prob of token 0"
     with pytest.raises(NonFiniteError, match=message):
         run_script(SCRIPT, overrides, tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
     # The step that stopped the run has its lineage too, in which NaN is a number and null is not.
-    assert StepParts(tmp_path / "run" / TOKENS_FOLDER).steps() == [1, 2]
     stored = read_step(tmp_path / "run", 2)
     (update,) = stored.updates
-    said = {"log_prob": {i: log_prob for i, (log_prob, _) in update.scored.items()},
-            "sampler_log_prob": {group.group_id: group.log_probs for group in stored.groups}}  # fmt: skip
-    assert {group.row for group in stored.groups if said[whose][group.group_id].isnan().any()} == {3}
+    nan = {i for i, (log_prob, _) in update.scored.items() if log_prob.isnan().any()}
+    assert {group.row for group in stored.groups if group.group_id in nan} == {3}
     assert len(update.scored) == len(stored.groups) == 4

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import closing, contextmanager
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.envs.base import Prompt
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8, 10, 11]]
@@ -37,19 +43,30 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["transformers", "vllm"])
-def engine(request, model_folder):
-    if request.param == "vllm":
+@contextmanager
+def engine_of(kind, folder, max_model_len, dtype="bfloat16", **of_vllm):
+    """An engine of this kind; closed at the end."""
+    if kind == "vllm":
         pytest.importorskip("vllm")
         from grpo_rl.engines.vllm.engine import VLLMEngine
 
-        made = VLLMEngine(model_folder, max_model_len=64)
+        made = VLLMEngine(folder, max_model_len, dtype=dtype, **of_vllm)
     else:
-        from grpo_rl.engines.transformers import TransformersEngine
+        made = TransformersEngine(folder, max_model_len, dtype=dtype)
+    with closing(made):
+        yield made
 
-        made = TransformersEngine(model_folder, max_model_len=64)
-    yield made
-    made.close()
+
+def as_groups(prompts, samples):
+    """Unrewarded groups of the samples of each prompt."""
+    pairs = enumerate(zip(prompts, samples, strict=True))
+    return [group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), sample) for i, (prompt, sample) in pairs]
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def engine(request, model_folder):
+    with engine_of(request.param, model_folder, 64) as made:
+        yield made
 
 
 @pytest.fixture
@@ -124,18 +141,6 @@ def test_minimum_length_holds_back_the_end(engine):
     assert all(sample.offsets.diff().eq(20).all() for sample in samples)
 
 
-def test_prompts_that_leave_no_room_are_refused(engine):
-    with pytest.raises(ValueError, match="64 tokens"):
-        engine.generate([[3] * 64], n=1, sampling=Sampling())
-    with pytest.raises(ValueError, match="0 tokens"):
-        engine.generate([[]], n=1, sampling=Sampling())
-
-
-def test_several_greedy_responses_are_refused(engine):
-    with pytest.raises(ValueError, match="2 greedy responses"):
-        engine.generate([[5]], n=2, sampling=Sampling(temperature=0.0))
-
-
 def test_pushed_weights_are_what_it_samples_from(engine, trainer_model):
     sync = WeightSync(trainer_model, engine, engine.version)
     before = engine.version
@@ -157,10 +162,7 @@ def test_pushed_weights_are_what_it_samples_from(engine, trainer_model):
         "model.embed_tokens.weight",
         "model.norm.weight",
         "model.layers.1.self_attn.k_proj.weight",
-        "model.layers.0.self_attn.o_proj.weight",
-        "model.layers.1.mlp.up_proj.weight",
         "model.layers.0.mlp.down_proj.weight",
-        "model.layers.1.input_layernorm.weight",
     ],
 )
 def test_one_changed_number_is_a_failed_delivery_that_names_the_tensor(engine, trainer_model, name):
@@ -184,10 +186,6 @@ def test_sleeping_and_waking_keeps_the_weights(engine, trainer_model):
 
 def test_a_models_own_generation_defaults_do_not_bend_the_distribution(model_folder, tmp_path):
     """Some models ship a temperature, a nucleus and a repetition penalty; only what is asked for may count."""
-    import shutil
-
-    from grpo_rl.engines.transformers import TransformersEngine
-
     folder = tmp_path / "opinionated"
     shutil.copytree(model_folder, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

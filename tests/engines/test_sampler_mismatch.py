@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept, score
 from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.envs.base import Prompt
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightSync
+from tests.engines.test_contract import as_groups, engine_of
 
 pytestmark = pytest.mark.nightly
 
@@ -45,10 +42,7 @@ class Sampled(NamedTuple):
 
 
 def sample(engine, prompts, sampling):
-    return [
-        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
-        for i, (prompt, s) in enumerate(zip(prompts, engine.generate(prompts, 4, sampling), strict=True))
-    ]
+    return as_groups(prompts, engine.generate(prompts, 4, sampling))
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -64,13 +58,7 @@ def sampled(request, default_model):
         for row in rows
     ]
     policy = TrainPolicy.load(default_model, torch.bfloat16, temperature=0.9)
-    if request.param == "vllm":
-        from grpo_rl.engines.vllm.engine import VLLMEngine
-
-        Engine = partial(VLLMEngine, sampling=Sampling(top_p=0.9))
-    else:
-        from grpo_rl.engines.transformers import TransformersEngine as Engine
-    with closing(Engine(default_model, max_model_len=512)) as engine:
+    with engine_of(request.param, default_model, 512, sampling=Sampling(top_p=0.9)) as engine:
         weights = WeightSync(policy.model, engine)
         weights.push()
         groups = sample(engine, prompts, SAMPLING)

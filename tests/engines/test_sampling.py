@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import StopString, text_decoder
 from grpo_rl.testing import save_tiny_model
+from tests.engines.test_contract import engine_of
 
 pytestmark = pytest.mark.slow
 
@@ -34,17 +35,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def engine(request, folder):
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm.engine import VLLMEngine
-
-        made = VLLMEngine(folder, max_model_len=256, sampling=Sampling(top_k=3, stop=PAIRS))
-    else:
-        from grpo_rl.engines.transformers import TransformersEngine
-
-        made = TransformersEngine(folder, max_model_len=256)
-    yield made
-    made.close()
+    with engine_of(request.param, folder, 256, sampling=Sampling(top_k=3, stop=PAIRS)) as made:
+        yield made
 
 
 def defined(logits, sampling):
@@ -182,8 +174,3 @@ def test_a_stop_string_may_begin_within_a_token_and_end_within_another_or_be_a_s
     assert [stop.completed_by(i) for i in ids[:5]] == [False, False, False, False, True]
     special = StopString(text_decoder(folder), [5, 6], ["<end>"])
     assert [special.completed_by(token) for token in (7, 0)] == [False, True]
-
-
-def test_a_stop_string_and_a_least_length_are_refused_together():
-    with pytest.raises(ValueError, match="use one of them"):
-        Sampling(stop=("x",), min_new_tokens=2, max_new_tokens=4)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import json
 import re
 from decimal import Decimal
@@ -8,15 +7,13 @@ from decimal import Decimal
 import pytest
 
 from grpo_rl.envs.base import Unjudgeable
-from grpo_rl.envs.calculator import CALCULATOR, Calculator, load_rows
+from grpo_rl.envs.calculator import Calculator, load_rows
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.tools.arithmetic import calculate
 from tests.envs.conftest import said
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}
-
-
 CALL = "Calculator: 6*7+8"
 
 
@@ -79,27 +76,10 @@ def test_each_call_is_answered_until_the_policy_answers():
     )
 
 
-@pytest.mark.parametrize("form", ["line", "json"])
-@pytest.mark.parametrize("role", ["tool", "user"])
-def test_the_prompt_shows_calls_and_what_the_calculator_says_to_them(form, role):
-    task = Calculator([ROW], form=form, tool_role=role)
-    system, *examples, question = task.prompt(ROW)
-    assert question == {"role": "user", "content": ROW["question"]}
-    assert CALCULATOR.written(form) in system["content"] and "{call}" not in system["content"]
-    for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
-        assert asked["role"] == "user"
-        assert task.reply(ROW, [call]) == [result] and result["role"] == role
-        assert answer == {"role": "assistant", "content": f"<answer>{result['content']}</answer>"}
-    assert len(examples) == 8
-    assert Calculator([ROW], system_prompt=None, examples=()).prompt(ROW) == [question]
-
-
 def test_the_examples_in_the_prompt_earn_nothing():
     task = Calculator([{"question": "?", "answer": "#### 17"}])
     for end in ([], [{"role": "assistant", "content": ""}]):
         assert task.score_dialog(task.rows[0], task.prompt(ROW) + end).total == 0
-    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no call"):
-        Calculator([ROW], examples=[{"question": "?", "answer": "1"}])
 
 
 def test_a_row_without_a_gold_number_is_no_right_answer():
@@ -110,25 +90,13 @@ def test_a_row_without_a_gold_number_is_no_right_answer():
     assert Calculator([]).gold(ROW) == "50" and Calculator([]).gold({"answer": "none"}) is None
 
 
-def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):
-    parse, failed = ast.parse, []
-
-    def once_wrong(text):
-        if not failed:
-            failed.append(text)
-            raise SystemError("AST constructor recursion depth mismatch (before=42, after=37)")
-        return parse(text)
-
-    monkeypatch.setattr(ast, "parse", once_wrong)
-    assert calculate("2+3") == "5" and failed == ["2+3"]
-
-
 # ---- the environment and its data ----
 
 
 def test_generated_problems_are_solved_by_their_steps():
     rows = problems(500)
     assert len({row["question"] for row in rows}) == 500
+    assert problems(20) == rows[:20] and rows[0] not in problems(500, seed=1)
     for row in rows:
         start, *steps = re.findall(r"\d+", row["question"])
         words = re.findall(r"add|subtract|multiply|divide", row["question"])
@@ -142,34 +110,25 @@ def test_generated_problems_are_solved_by_their_steps():
     assert all(any(word in row["question"] for row in rows) for word in ("add", "subtract", "multiply", "divide"))
 
 
-def test_a_seed_gives_the_same_problems_again_and_another_gives_others():
-    assert problems(50, seed=3) == problems(50, seed=3) and problems(20, seed=3) == problems(50, seed=3)[:20]
-    assert not {row["question"] for row in problems(200, 0)} & {row["question"] for row in problems(200, 1)}
-
-
 def test_no_held_out_problem_is_trained_on():
     train, test = load_rows("arithmetic", "train"), load_rows("arithmetic", "test")
     assert (len(train), len(test)) == (2000, 200)
     assert not {row["question"] for row in train} & {row["question"] for row in test}
-    with pytest.raises(ValueError, match="arithmetic has no split 'dev'; it has train and test"):
-        load_rows("arithmetic", "dev")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("split", "rows", "calculations"), [("train", 7473, 23716), ("test", 1319, 4281)])
-def test_the_calculations_in_gsm8k_have_the_values_that_are_written_there(real_data, split, rows, calculations):
+def test_the_calculations_in_gsm8k_have_their_values_and_its_solutions_are_right_answers(
+    real_data, split, rows, calculations
+):
     found = load_rows(real_data / "gsm8k" / f"{split}.jsonl")
     assert len(found) == rows
     # <<48/2=24>>; one of the test split's has no number on its right side, <<3/4=3/4>>.
     pairs = [pair for row in found for pair in re.findall(r"<<([^=<>]+)=([-\d.]+)>>", row["answer"])]
     assert len(pairs) == calculations
     assert [pair for pair in pairs if Decimal(calculate(pair[0])) != Decimal(pair[1])] == []
-
-
-def test_the_solutions_of_gsm8k_are_right_answers(real_data):
-    rows = load_rows(real_data / "gsm8k" / "test.jsonl")
-    task = Calculator(rows)
-    for row in rows:
+    task = Calculator(found)
+    for row in found:
         assert task.score(row, row["answer"]).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.0}
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, encode_reply, harmless
+from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
-from tests.envs.scoring import scored
 
 REPLY = [{"role": "tool", "content": "12"}]
 
@@ -26,12 +25,6 @@ def tokenizer(tmp_path_factory):
 
 def written(tokenizer, last):
     return tokenizer.decode(encode_reply(tokenizer, REPLY, last))
-
-
-def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
-    end, other = tokenizer.eos_token_id, tokenizer("x")["input_ids"][-1]
-    assert written(tokenizer, end) == "12<end>>"
-    assert written(tokenizer, other) == "<end>12<end>>"
 
 
 def test_no_reply_writes_special_tokens_whatever_its_role(tokenizer):
@@ -173,26 +166,7 @@ def test_a_template_tells_where_a_turn_ends_of_a_tokenizer_that_was_loaded_other
     assert decode_responses(tokenizer, [tokenizer("5<end>")["input_ids"]]) == ["5"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_format_reward_sees_the_tags_of_a_thought_that_are_special_tokens(family):
-    tokenizer = tokenizer_of(family)
-    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
-    end = FAMILIES[family][2]
-    env = LLMEnv(Format([{"prompt": "?"}]), tokenizer, num_envs=1, repeats=2)
-    ids = tokenizer(f"<think>2 + 3</think>5{end}", add_special_tokens=False)["input_ids"]
-    assert [reward.total for reward in scored(env, 0, [ids, ids[1:]])] == [1.0, 0.0]
-
-
-class Format(Task):
-    """Pays 1 for a thought in tags, then an answer."""
-
-    reward_parts = ("format",)
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def prompt(self, row):
-        return [{"role": "user", "content": row["prompt"]}]
-
-    def score(self, row, response):
-        return Reward({"format": float(bool(re.fullmatch(r"<think>.+</think>\d+", response)))})
+def test_a_reward_sees_the_tags_of_a_thought_that_are_special_tokens(thinking):
+    task = PromptResponse([{"prompt": "?"}], reward=lambda completion: ["<think>" in text for text in completion])
+    ids = thinking("<think>2 + 3</think>5<end>", add_special_tokens=False)["input_ids"]
+    assert [reward.total for reward in LLMEnv(task, thinking, 1, 2).score(0, [ids, ids[1:]])] == [1.0, 0.0]

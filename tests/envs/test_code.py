@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -77,17 +76,18 @@ def test_a_name_of_a_test_is_not_the_programs_to_give(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tests", [["import numpy\nassert f(2) == 3"], ["assert other(f(2)) == 3"], ["assert f(2) == 3"]], ids=str
+    ("test", "setup", "why"),
+    [
+        ("import numpy\nassert f(2) == 3", "", "numpy"),
+        ("assert f(2) == 3", "import numpy", "numpy"),
+        ("assert other(f(2)) == 3", "", "NameError"),  # the program is not asked for what its reference has not
+    ],
 )
-def test_tests_that_fail_for_any_program_are_said_to_be_unjudgeable(tests, tmp_path):
-    row = {"question": "q", "tests": tests, "solution": "def f(x): return 3"}
-    if tests == ["assert f(2) == 3"]:
-        row["test_setup_code"] = "import numpy"
-    (row,) = rows_of(tmp_path, row)
-    task = Code([], sandbox=SANDBOX)
-    asked_first = "other(" in tests[0]  # the program is not asked for what its reference has not
-    with pytest.raises(Unjudgeable, match="NameError" if asked_first else "numpy"):
-        task.score(row, fenced("def f(x): return 3"))
+def test_tests_that_fail_for_any_program_are_said_to_be_unjudgeable(test, setup, why, tmp_path):
+    solution = "def f(x): return 3"
+    (row,) = rows_of(tmp_path, {"question": "q", "tests": [test], "test_setup_code": setup, "solution": solution})
+    with pytest.raises(Unjudgeable, match=why):
+        Code([], sandbox=SANDBOX).score(row, fenced(solution))
 
 
 def test_functions_under_a_main_guard_or_with_infinite_results_are_tested():
@@ -95,16 +95,6 @@ def test_functions_under_a_main_guard_or_with_infinite_results_are_tested():
     dataclass = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
     row = {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [Infinity]}'}
     assert Code([], sandbox=SANDBOX).score(row, fenced(dataclass + guarded)).parts["all_passed"] == 1.0
-
-
-@pytest.mark.nightly
-def test_programs_that_wait_take_no_siblings_time_and_lose():
-    task = Code([], sandbox=SANDBOX, time_s=1)
-    task.ready(8)
-    waiting = [fenced(f"import time; time.sleep(100 + {n})") for n in range(3)]
-    *lost, right = task.score_many([ECHO] * 4, [*waiting, fenced("print('a b')")])
-    assert [reward.parts["tests"] for reward in (*lost, right)] == [0.0, 0.0, 0.0, 0.25]
-    assert [reward.measures["timed_out"] for reward in (*lost, right)] == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.slow
@@ -146,7 +136,11 @@ def test_what_should_come_out_is_not_in_the_prompt(tmp_path):
 @pytest.mark.slow
 def test_a_group_is_judged_at_once_and_a_program_out_of_time_is_measured():
     task = Code([ECHO], sandbox=SANDBOX, time_s=1)
-    responses = [fenced("print(input())"), fenced("while True: pass"), "no program", fenced("print('a b')")] * 2
+    responses = [
+        response
+        for too_long in ("while True: pass", "import time; time.sleep(100)")
+        for response in (fenced("print(input())"), fenced(too_long), "no program", fenced("print('a b')"))
+    ]
     rewards = task.score_many([ECHO] * 8, responses)
     assert [reward.parts["tests"] for reward in rewards] == [0.5, 0.0, 0.0, 0.25] * 2
     assert [reward.measures.get("timed_out") for reward in rewards] == [0.0, 1.0, None, 0.0] * 2
@@ -173,23 +167,15 @@ def test_generated_tasks_are_solved_by_their_solutions_and_none_is_in_both_split
         assert task.score(row, task.demonstration(row)).parts["all_passed"] == 1.0, row["question"]
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ({"question": "q"}, "it has no tests; give them in a column tests, input_output, test_list or test"),
-        ({"question": "q", "tests": [1]}, "tests holds 1; a test is Python code, or has an input and an output"),
-        ({"question": "q", "tests": {"inputs": ["1"], "outputs": []}}, "it must have as many inputs as outputs"),
-    ],
-)
-def test_a_row_that_can_t_be_judged_is_named_before_the_run(row, complaint, tmp_path):
-    with pytest.raises(ValueError, match="rows.jsonl, line 1.*" + re.escape(complaint)):
-        rows_of(tmp_path, row)
-
-
 def test_at_most_so_many_tests_are_run_at_equal_distances():
     row = {"tests": [{"input": str(i), "output": ""} for i in range(10)]}
     assert [given for given, _ in read_tests(row, 4).pairs] == ["0", "2", "5", "7"]
     assert len(read_tests(row)) == 10
+
+
+def test_a_row_that_can_t_be_judged_is_named_before_the_run(tmp_path):
+    with pytest.raises(ValueError, match="rows.jsonl, line 1.*it must have as many inputs as outputs"):
+        rows_of(tmp_path, {"question": "q", "tests": {"inputs": ["1"], "outputs": []}})
 
 
 @pytest.mark.parametrize(

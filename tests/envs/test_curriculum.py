@@ -11,7 +11,6 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.envs.curriculum import Bounds, Curriculum
 from grpo_rl.envs.mixture import MixtureEnv
 
 
@@ -71,23 +70,6 @@ def test_rows_that_are_too_long_do_not_count_as_drawn(tokenizer):
     env = make(tokenizer, Levels(0, 10**9), {"rest": 100}, 2, max_prompt_tokens=longest, long_prompt="skip")
     sampler = collector(env, tokenizer)
     assert [levels(env, sampler.collect(4)) for _ in range(3)] == [[0, 0]] * 3 and env.skipped == 1
-
-
-class Growing(dict):
-    """Has another row whenever one is looked up, as if another thread had noted it."""
-
-    def __getitem__(self, row):
-        self[1000 + len(self)] = (1.0, 1.0, 0)
-        return super().__getitem__(row)
-
-
-def test_groups_may_be_noted_while_metrics_are_taken():
-    """An asynchronous collection notes groups in the thread of its engines."""
-    curriculum = Curriculum(Bounds(), Levels(1))
-    for row in range(2):
-        curriculum.note(row, [Reward({"right": 2.0})], 0)
-    curriculum._seen = Growing(curriculum._seen)
-    assert curriculum.metrics()["curriculum/too_easy"] == 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.gsm8k import GSM8K
-from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import task_spec
@@ -21,12 +20,6 @@ from tests.envs.chat_templates import tokenizer_of
 
 END = 0
 GSM8K_ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(5)]
-CHAT = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "And 1 more?"},
-    {"role": "assistant", "content": "3"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +35,8 @@ def test_prompts_have_the_ids_of_the_environment_and_responses_those_of_the_text
     task = GSM8K(GSM8K_ROWS)
     env = LLMEnv(task, tokenizer, num_envs=5, repeats=2, max_prompt_tokens=200, seed=3)
     rows = demonstrations(task, tokenizer, seed=3)
+    # The tiny model's template announces a new turn by a sign that it leaves out of earlier ones.
+    assert rows.written_otherwise == [0, 1, 2, 3, 4]
     for prompt, group in zip(env.next_prompts(), rows.take(5), strict=True):
         assert (group.row, group.size) == (prompt.row, 1)
         assert group.prompt_ids.tolist() == prompt.ids.tolist()
@@ -49,18 +44,14 @@ def test_prompts_have_the_ids_of_the_environment_and_responses_those_of_the_text
         assert group.response_ids.tolist() == [*tokenizer(text)["input_ids"], END]
 
 
-def test_rows_that_the_template_writes_with_other_ids_are_told(tokenizer):
-    # The tiny model's template announces a new turn by a sign that it leaves out of earlier ones.
-    assert demonstrations(GSM8K(GSM8K_ROWS), tokenizer).written_otherwise == [0, 1, 2, 3, 4]
+def test_a_template_that_writes_earlier_turns_alike_gives_the_ids_of_the_whole_conversation(tokenizer):
     same = copy.deepcopy(tokenizer)
     same.chat_template = same.chat_template.replace("{{ m", "{% if m['role'] == 'assistant' %}>{% endif %}{{ m")
     rows = demonstrations(GSM8K(GSM8K_ROWS), same)
     assert not rows.written_otherwise
     (group,) = rows.take(1)
-    whole = [
-        *rows.task.prompt(GSM8K_ROWS[group.row]),
-        {"role": "assistant", "content": GSM8K_ROWS[group.row]["answer"]},
-    ]
+    row = GSM8K_ROWS[group.row]
+    whole = [*rows.task.prompt(row), {"role": "assistant", "content": row["answer"]}]
     written = same.apply_chat_template(whole, tokenize=True, return_dict=False)
     assert [*group.prompt_ids.tolist(), *group.response_ids.tolist()] == written
 
@@ -91,9 +82,7 @@ def test_chat_rows_of_every_task_and_columns_of_other_names_are_imitated_as_the_
 ASKED, SAID = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "two"}
 
 
-@pytest.mark.parametrize(
-    "completion", ["two", ["two"], [SAID], [ASKED, SAID], [{"role": "system", "content": "Add"}, ASKED, SAID]]
-)
+@pytest.mark.parametrize("completion", ["two", ["two"], [{"role": "system", "content": "Add"}, ASKED, SAID]])
 def test_a_column_of_completions_is_imitated(completion):
     row = {"prompt": "1 + 1?", "completion": completion}
     task = PromptResponse([row], completion_column="completion", system_prompt="Add")
@@ -143,15 +132,6 @@ def test_what_the_template_would_leave_out_of_a_demonstration_is_refused_with_it
     task = PromptResponse([{"messages": [ASKED, call]}], prompt_column="messages")
     with pytest.raises(ValueError, match="row 0: the tokenizer's chat template leaves out 'I add.' of the message"):
         Demonstrations(task, tokenizer, [tokenizer.eos_token_id], 2000, 500)
-    thought = {"role": "assistant", "content": "2", "reasoning_content": "One and one."}
-    task = PromptResponse([{"messages": [ASKED, thought]}], prompt_column="messages")
-    with pytest.raises(ValueError, match="row 0: .*leaves out 'One and one.'"):
-        Demonstrations(task, tokenizer, [tokenizer.eos_token_id], 2000, 500)
-
-
-def test_the_solution_of_a_mathematical_problem_is_imitated():
-    row = {"problem": "1 + 1?", "solution": r"It is $\boxed{2}$."}
-    assert Math([row]).demonstration(row) == r"It is $\boxed{2}$."
 
 
 @pytest.mark.parametrize(
@@ -162,20 +142,17 @@ def test_the_solution_of_a_mathematical_problem_is_imitated():
             lambda: PromptResponse([{"prompt": "Hi", "to": "Ho"}, {"prompt": "Hi", "to": " "}], completion_column="to"),
             "the demonstration of row 1 is ' '; give it a text, or remove the row",
         ),
-        (lambda: PromptResponse([{"m": CHAT[1:2]}], prompt_column="m"), "no question before"),
+        (lambda: PromptResponse([{"m": [SAID]}], prompt_column="m"), "no question before"),
+        # As data have it that a chat template was applied to: a policy would learn to end twice.
+        (
+            lambda: GSM8K([*GSM8K_ROWS, {"question": "1 + 1?", "answer": "2<end>and 3"}]),
+            "of row 5 has '<end>' in its text, at which generation ends.*remove such",
+        ),
     ],
 )
 def test_rows_without_anything_to_imitate_are_refused(task, message, tokenizer):
     with pytest.raises(ValueError, match=message):
         demonstrations(task(), tokenizer)
-
-
-def test_a_text_with_an_end_of_turn_in_it_is_refused(tokenizer):
-    # As data have it that a chat template was applied to: a policy would learn to end twice.
-    for text in ("2<end>", "2<end>and 3"):
-        rows = [*GSM8K_ROWS, {"question": "1 + 1?", "answer": text}]
-        with pytest.raises(ValueError, match="of row 5 has '<end>' in its text, at which generation ends.*remove such"):
-            demonstrations(GSM8K(rows), tokenizer)
 
 
 def test_a_thought_that_the_prompt_begins_is_not_begun_twice(tokenizer):

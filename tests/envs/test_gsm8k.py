@@ -1,18 +1,11 @@
 from __future__ import annotations
 
-import json
-import time
-
 import pytest
-import torch
-from torchrl.envs.utils import check_env_specs
 
-from grpo_rl.data import keys
 from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading import patterns
-from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
-from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -51,6 +44,8 @@ def test_the_three_rewards_are_paid_apart():
         ("", (0.0, 0.0, 0.0)),
     ]:
         assert tuple(task.score(ROW, response).parts.values()) == expected, response
+    with pytest.raises(ValueError, match="answer of row 1 has no number: 'none'"):
+        GSM8K([ROW, {"question": "How many?", "answer": "none"}])
 
 
 @pytest.mark.slow
@@ -67,34 +62,6 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
 
 
-@pytest.mark.alone
-def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
-    monkeypatch.setattr(patterns, "_workers", lambda _: workers)
-    task = GSM8K([ROW], reasoning_pattern=r"^(x+x+)+y", answer_pattern=r"\d$")
-    guard, told = ScoreGuard(task, deadline_s=12.0, max_failed_fraction=1.0), []
-    guard.tell = told.append
-    responses = [*["42"] * 4, *["x" * 40] * 4, *["42"] * 4]
-    with IsolatedCalls(patterns.search, workers=1, deadline_s=5.0) as workers:
-        start = time.monotonic()
-        results = guard.score(ROW, responses, "row 3")
-    assert time.monotonic() - start < 12  # four of 5 s each are 20 s
-    assert [getattr(result, "total", None) for result in results] == [*[2.5] * 4, *[None] * 4, *[2.5] * 4]
-    assert guard.failed == {"timeout": 4}
-    assert "^(x+x+)+y" in told[0] and r"\d$" not in told[0] and f"'{'x' * 40}'" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
-        ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
-    ],
-)
-def test_a_wrong_setting_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        GSM8K(**{"rows": [ROW], **options})
-
-
 def test_examples_are_earlier_turns():
     task = GSM8K([ROW], system_prompt="Be brief.", examples=[{"question": "1 + 1?", "answer": "#### 2"}])
     assert task.prompt(ROW) == [
@@ -104,23 +71,6 @@ def test_examples_are_earlier_turns():
         {"role": "user", "content": "What is 50 - 8?"},
     ]
     assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
-
-
-def test_the_environment_scores_what_a_policy_samples(tmp_path, tokenizer):
-    (path := tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n\n{json.dumps(ROW)}\n")
-    env = GSM8KEnv(2, 2, tokenizer, path=path, system_prompt=None)
-    check_env_specs(env)
-
-    def policy(tensordict):
-        for row, text in zip(tensordict.unbind(0), [IN_FORM, "41", "42.", "<answer>42</answer>"], strict=True):
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        return tensordict
-
-    rollout = env.rollout(max_steps=1, policy=policy)
-    assert rollout[keys.REWARD].flatten().tolist() == [3.0, 0.0, 2.0, 2.5]
-    # Both rows ask the same question: what makes two groups of them is the id.
-    assert rollout[keys.GROUP_ID].flatten().unique().numel() == 2
-    assert env.query(0) == "What is 50 - 8?" and env.gold(0) == "42"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.envs.tools.functions import FunctionTask
 from tests.envs.chat_templates import tokenizer_of
 from tests.envs.scoring import scored
 from tests.envs.tools.plain_parser import PlainParser
@@ -102,12 +101,6 @@ def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):
     assert prompts[0].query == env.query(prompts[0].row)
 
 
-def test_a_position_of_other_tasks_is_refused(tokenizer):
-    state = mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": 1}).state_dict()
-    with pytest.raises(ValueError, match="a mixture of a, b, and this one is of a, c; resume with the same tasks"):
-        mixture(tokenizer, {"a": Says("x"), "c": Says("y")}, {"a": 1, "c": 1}).load_state_dict(state)
-
-
 def test_single_turns_groups_and_conversations_go_together_in_one_collection(tokenizer):
     env = three(tokenizer, num_envs=12, scales={"gsm8k": 3.0})
     end = tokenizer.eos_token_id
@@ -143,67 +136,21 @@ def test_a_tasks_failures_count_under_its_name_and_resume_with_it(tokenizer):
     assert other.metrics() == {"failed/bad": 2}
 
 
-def test_a_mixture_is_a_torchrl_environment(tokenizer):
-    env = mixture(tokenizer, {"a": Says("x"), "b": Compares("y")}, {"a": 1, "b": 1}, num_envs=4)
-    state = env.reset()
-    for row in state.unbind(0):
-        row["tokens", "response"] = torch.tensor([*tokenizer("x")["input_ids"], tokenizer.eos_token_id])
-    done = env.step(state)["next"]
-    for row, query in zip(done.unbind(0), done["query"], strict=True):
-        assert float(row["reward"]) == 1.0 == float(row["reward_parts", "a/right" if query == "x" else "b/longest"])
-
-
-def test_which_responses_are_right_is_told_by_the_task_of_the_reward(tokenizer):
-    task = three(tokenizer).task
-    assert task.is_right(Reward({"gsm8k/right": 1.0})) is True and task.is_right(Reward({"gsm8k/right": 0.0})) is False
+def test_the_reward_of_a_mixture_tells_whether_it_is_right_and_gives_that_of_the_task_back(tokenizer):
+    task = three(tokenizer, scales={"gsm8k": 4.0}).task
+    assert task.is_right(Reward({"gsm8k/right": 4.0})) is True and task.is_right(Reward({"gsm8k/right": 0.0})) is False
     assert task.is_right(Reward({"ifeval/longest": 1.0})) is None and task.tells_right
-
-
-def test_a_scaled_reward_that_fp32_can_not_hold_ends_the_run(tokenizer):
-    env = mixture(tokenizer, {"a": Says("x")}, {"a": 1}, scales={"a": 1e39})
-    with pytest.raises(ScoreError, match="a: a reward of 1e.39 at its scale is too large; lower the scale"):
-        scored(env, 0, [tokenizer("x")["input_ids"]])
-
-
-def test_the_reward_of_a_task_comes_back_from_that_of_the_mixture(tokenizer):
-    task = mixture(tokenizer, {"a": Says("x")}, {"a": 1}, scales={"a": 4.0}).task
     reward = Reward({"right": 1.0}, {"characters": 3.0})
-    assert task.own("a", task.named("a", reward)) == reward
+    assert task.own("gsm8k", task.named("gsm8k", reward)) == reward
 
 
-class Shouts(FunctionTask):
-    """Pays for the loud word, which a function gives."""
-
-    reward_parts = ("loud",)
-
-    def __init__(self, *words: str) -> None:
-        self.rows = [{"word": word} for word in words]
-        self.tools = (self.shout,)
-
-    @staticmethod
-    def shout(word: str) -> str:
-        """Shouts.
-
-        Args:
-            word: the word
-        """
-        return word.upper()
-
-    def prompt(self, row):
-        return [{"role": "user", "content": f"Shout {row['word']}."}]
-
-    def score(self, row, response):
-        return Reward({"loud": float(response == row["word"].upper())})
-
-
-CALLS = {
-    "calculator": ('{"name": "calculator", "arguments": {"expression": "6*7"}}', "42", "<answer>42</answer>"),
-    "shout": ('{"name": "shout", "arguments": {"word": "boo"}}', "BOO", "BOO"),
-}
+SHOWN = '"name": "calculator"'
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
+REWARDS = {"says": 1.0, "calculator": 3.0}
 
 
 class Policy(ScriptedEngine):
-    """Calls the tool that its prompt shows, and then says what it heard; without a tool it says "x"."""
+    """Calls the calculator if its prompt shows it, and then says what it heard; without a tool it says "x"."""
 
     def __init__(self, tokenizer):
         super().__init__(self.respond)
@@ -211,20 +158,14 @@ class Policy(ScriptedEngine):
 
     def respond(self, prompt, g):
         text = self.tokenizer.decode(prompt)
-        said = "x"
-        if shown := [name for name in CALLS if f'"name": "{name}"' in text]:
-            call, result, last = CALLS[shown[0]]
-            heard = f"<tool_response>\n{result}\n" in text
-            said = last if heard else f"<tool_call>\n{call}\n</tool_call>"
-        return [*self.tokenizer(said)["input_ids"], self.tokenizer.eos_token_id]
+        called = "<answer>42</answer>" if "<tool_response>\n42\n" in text else CALL
+        return [*self.tokenizer(called if SHOWN in text else "x")["input_ids"], self.tokenizer.eos_token_id]
 
 
 def with_tools():
     tokenizer = tokenizer_of("qwen3")
-    calculator = Calculator(
-        [{"question": "6 * 7?", "answer": "#### 42"}], form="function", examples=(), system_prompt=None
-    )
-    tasks = {"says": Says("x"), "calculator": calculator, "shouts": Shouts("boo")}
+    rows = [{"question": "6 * 7?", "answer": "#### 42"}]
+    tasks = {"says": Says("x"), "calculator": Calculator(rows, form="function", examples=(), system_prompt=None)}
     envs = {name: LLMEnv(task, tokenizer, 2, 2, tool_parser=PlainParser) for name, task in tasks.items()}
     env = MixtureEnv(envs, dict.fromkeys(tasks, 1.0), 12, 2)
     env.check_prompts()
@@ -236,17 +177,12 @@ def test_each_task_has_its_own_tools():
     groups = SyncCollector(
         env, EnginePolicy(Policy(tokenizer), Sampling(max_new_tokens=500)), total_dialog_turns=24
     ).collect(2)
-    own = {"says": [], "calculator": ["calculator"], "shouts": ["shout"]}
-    rewards = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
-    seen = set()
-    for group in groups:
-        row = env.task.rows[group.row]
-        text = tokenizer.decode(group.prompt_ids)
-        assert [name for name in CALLS if f'"name": "{name}"' in text] == own[row["task"]]
+    rows = [env.task.rows[group.row] for group in groups]
+    assert {row["task"] for row in rows} == {"says", "calculator"}
+    for group, row in zip(groups, rows, strict=True):
+        assert (SHOWN in tokenizer.decode(group.prompt_ids)) is (row["task"] == "calculator")
         assert group.prompt_ids.tolist() == env.encode(row)
-        assert group.rewards.tolist() == [rewards[row["task"]]] * 2, row
-        seen.add(row["task"])
-    assert seen == set(own)
+        assert group.rewards.tolist() == [REWARDS[row["task"]]] * 2, row
 
 
 def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
@@ -255,10 +191,8 @@ def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
     rewards = torch.zeros(24)
     for _ in range(2):
         for row in state.unbind(0):
-            said = policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0)
-            row[keys.TOKENS_RESPONSE] = torch.tensor(said)
+            row[keys.TOKENS_RESPONSE] = torch.tensor(policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0))
         state = env.step(state)["next"]
         rewards += torch.stack([row["reward"] for row in state.unbind(0)]).flatten()
-    expected = {"says": 1.0, "calculator": 3.0, "shouts": 1.0}
     tasks = [env.task.rows[int(row[keys.ROW])]["task"] for row in state.unbind(0)]
-    assert rewards.tolist() == [expected[task] for task in tasks]
+    assert rewards.tolist() == [REWARDS[task] for task in tasks]

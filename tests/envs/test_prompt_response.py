@@ -8,7 +8,6 @@ import pytest
 from grpo_rl.envs.base import LLMEnv, ScoreGuard
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.rewards.combined import with_rewards
-from grpo_rl.envs.rewards.functions import RewardFunctionError
 from grpo_rl.envs.task import Reward, Unjudgeable
 from tests.envs.chat_templates import tokenizer_of
 
@@ -55,12 +54,8 @@ def test_a_column_that_some_rows_lack_is_no_column():
     rows = [*ROWS, {"prompt": "Nod.", "completion": "."}]
     task = PromptResponse(rows, reward=lambda completion, **columns: [float("topic" in columns)] * len(completion))
     assert task.score(rows[0], "Hi.").total == 0.0
-    with pytest.raises(ValueError, match="asks for topic, which other rows have, and row 2 lacks; give it there, or"):
+    with pytest.raises(ValueError, match="asks for topic, and what it can get by name is completion.*of all rows"):
         PromptResponse(rows, reward=lambda completion, topic: [])
-    with pytest.raises(ValueError, match="completion_column=topic is no column of all rows, .*; row 2 lacks it"):
-        PromptResponse(rows, completion_column="topic")
-    with pytest.raises(ValueError, match="asks for solution, and what it can get by name is"):
-        PromptResponse(rows, reward=lambda completion, solution: [])
 
 
 def test_a_function_written_for_trl_runs_as_it_is():
@@ -102,18 +97,6 @@ def test_the_datas_own_response_is_there_for_logs(response, gold):
     assert PromptResponse([row], reward=LENGTH).gold(row) is None
 
 
-def test_what_is_no_number_costs_its_response_only():
-    def odd(completion):
-        return [float("nan") if text == "nan" else 1.0 for text in completion]
-
-    task = PromptResponse(ROWS, reward=[LENGTH, odd])
-    good, nan = task.score_many([ROWS[0]] * 2, ["x" * 20, "nan"])
-    assert good == Reward({"reward_len": 0.0, "odd": 1.0})
-    assert isinstance(nan, RewardFunctionError) and str(nan).startswith("odd returned nan")
-    with pytest.raises(RewardFunctionError, match="odd returned nan"):
-        task.score(ROWS[0], "nan")
-
-
 KINDS = [{"prompt": "1 + 1?", "kind": "math"}, {"prompt": "print", "kind": "code"}, {"prompt": "Hi", "kind": "chat"}]
 
 
@@ -137,8 +120,6 @@ def test_none_of_one_function_is_no_part_of_the_sum_and_of_all_is_not_judged():
         [Reward({"math": 4.0}), Reward({"math": 2.0})], [Reward({"code": -1.0}), Reward({"code": -0.5})],
     ]  # fmt: skip
     assert [result.kind for result in guard.score(KINDS[2], ["x"], "row 2")] == ["unjudgeable"]
-    with pytest.raises(Unjudgeable, match="math, code returned None"):
-        task.score(KINDS[2], "x")
 
 
 def test_added_rewards_judge_what_no_function_judges():
@@ -183,21 +164,8 @@ def test_a_message_that_says_more_than_its_content_is_the_demonstration():
     row = {"prompt": "1 + 1?", "completion": CALLS[1:2]}
     task = PromptResponse([row], completion_column="completion")
     assert task.demonstration(row) == KEPT_CALLS[1] and '"name": "add"' in task.gold(row)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": [CALLS[0], {"role": "assistant", "content": None}, CALLS[0]]}, "row 0: prompt is .*have texts as"),
-        (
-            {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]},
-            "row 0: prompt: the arguments '\\[1\\]' of a call are no JSON object",
-        ),
-        ({"prompt": "Hi", "tools": [{"type": "function"}]}, "row 0: tools is .*has no name"),
-    ],
-)
-def test_a_call_or_tool_that_no_template_could_show_is_refused_with_its_row(row, message):
-    with pytest.raises(ValueError, match=message):
+    row = {"prompt": [{**CALLS[1], "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}, CALLS[0]]}
+    with pytest.raises(ValueError, match=r"row 0: prompt: the arguments '\[1\]' of a call"):
         PromptResponse([row], reward=LENGTH)
 
 
@@ -223,12 +191,6 @@ def test_a_template_without_tools_gets_tools_and_calls_as_text():
     assert "<tools>" not in tokenizer.decode(without.ids)
     text = tokenizer.decode(shown.ids)
     assert f"<tools>\n{json.dumps({'type': 'function', 'function': ADD})}\n</tools>" in text and call in text
-
-
-def test_a_conversation_that_the_template_refuses_is_named_with_its_row():
-    rows = [{"prompt": "Hi"}, {"prompt": [CALLS[0], CALLS[0]]}]
-    with pytest.raises(ValueError, match="^row 1: the tokenizer's chat template refuses .*roles must alternate"):
-        LLMEnv(PromptResponse(rows, reward=LENGTH), tokenizer_of("mistral"), 2, 2).next_prompts()
 
 
 OWN = """

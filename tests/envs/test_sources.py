@@ -14,7 +14,6 @@ from grpo_rl.envs import countdown, gsm8k, ifeval, math, search_qa
 from grpo_rl.envs.agent import AgentEnv
 from grpo_rl.envs.calculator import load_rows as load_calculator
 from grpo_rl.envs.gsm8k import GSM8K
-from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
 
@@ -29,14 +28,11 @@ def lines(rows):
 
 @pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
 def test_a_compressed_file_is_read_as_the_file_in_it(tmp_path, ending, opener):
-    with opener(tmp_path / f"rows.jsonl{ending}", "wt") as file:
-        file.write(lines(ROWS))
-    with opener(tmp_path / f"rows.csv{ending}", "wt") as file:
-        file.write("question,answer\n3 + 4?,#### 7\n8 + 1?,#### 9\n")
-    assert load_rows(tmp_path / f"rows.jsonl{ending}") == ROWS
-    (tmp_path / "of::file:.jsonl").write_text(lines(ROWS))
-    assert load_rows(tmp_path / "of::file:.jsonl") == ROWS
-    assert load_rows(tmp_path / f"rows.csv{ending}") == ROWS
+    csv = "question,answer\n3 + 4?,#### 7\n8 + 1?,#### 9\n"
+    for name, text in ((f"rows.jsonl{ending}", lines(ROWS)), (f"rows.csv{ending}", csv)):
+        with opener(tmp_path / name, "wt") as file:
+            file.write(text)
+        assert load_rows(tmp_path / name) == ROWS
 
 
 def test_a_pattern_reads_all_its_files_in_order_and_a_broken_row_is_named_with_its_file_and_line(tmp_path):
@@ -46,6 +42,8 @@ def test_a_pattern_reads_all_its_files_in_order_and_a_broken_row_is_named_with_i
     (tmp_path / "part-1.jsonl").write_text("\n" + lines([{"question": "?", "solution": "1"}]))
     with pytest.raises(ValueError, match=r"part-1\.jsonl, line 2 has no answer; its columns are \['question', 'sol"):
         gsm8k.load_rows(tmp_path / "part-*.jsonl")
+    with pytest.raises(ValueError, match=r"env\.columns=\{question: ask\}: .*part-0\.jsonl, line 1 has no ask"):
+        gsm8k.load_rows(Source(str(tmp_path / "part-*.jsonl"), columns={"question": "ask"}))
 
 
 def test_a_folders_files_tell_their_splits_by_their_names(tmp_path):
@@ -133,20 +131,6 @@ def test_every_tasks_columns_may_have_other_names(task, tmp_path):
     assert load(Source(str(tmp_path / "theirs.jsonl"), columns=names)) == [expected]
 
 
-def test_a_column_that_is_missing_is_named_with_those_there_are_and_the_nearest(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(lines(THEIRS))
-    with pytest.raises(ValueError) as error:
-        gsm8k.load_rows(Source(str(path), columns={"question": "problm"}))
-    assert f"env.columns={{question: problm}}: {path}, line 1" in str(error.value)
-    assert "its columns are ['problem', 'solution', 'level']" in str(error.value)
-    path.write_text(lines([{"questions": "?", "answer": "1"}]))
-    with pytest.raises(
-        ValueError, match=re.escape("did you mean questions? env.columns={question: questions} renames")
-    ):
-        gsm8k.load_rows(path)
-
-
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
 
 
@@ -156,54 +140,31 @@ def test_chat_messages_are_a_prompt_and_the_assistants_last_one_is_the_gold_answ
     path.write_text(lines([{column: [*CHAT, {"role": "assistant", "content": "#### 7"}]}]))
     (row,) = gsm8k.load_rows(path)
     assert row == {"question": CHAT, "answer": "#### 7"}
+    path.write_text(lines([{column: [*CHAT, {"role": "assistant", "content": "well"}], "answer": "#### 7"}]))
+    assert gsm8k.load_rows(path) == [row]  # the row's own gold answer stays
     task = GSM8K([row], system_prompt="Ours.", examples=[{"question": "1 + 1?", "answer": "2"}])
     assert [message["content"] for message in task.prompt(row)] == ["S", "1 + 1?", "2", "3 + 4?"]
     assert task.score(row, "<answer>7</answer>").parts["correctness"] == 2.0
 
 
-def test_a_rows_own_gold_answer_stays_beside_a_conversation(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(lines([{"messages": [*CHAT, {"role": "assistant", "content": "well"}], "answer": "#### 7"}]))
-    assert gsm8k.load_rows(path) == [{"answer": "#### 7", "question": CHAT}]
-
-
-def test_the_prompt_of_a_conversation_is_what_stands_before_the_assistants_last_message():
-    row = {"messages": [*CHAT, {"role": "assistant", "content": "7"}]}
-    task = PromptResponse([row], reward="grpo_rl.envs.rewards.examples:reward_len", completion_column="messages")
-    assert task.prompt(row) == CHAT and task.gold(row) == "7"
-
-
-def test_a_gold_answer_that_says_more_than_its_text_is_refused_with_its_line(tmp_path):
-    said = {"role": "assistant", "content": "#### 7", "reasoning_content": "3 and 4."}
-    (tmp_path / "rows.jsonl").write_text(lines([{"messages": [*CHAT, said]}]))
-    with pytest.raises(ValueError, match="line 1: answer is .*reasoning_content.*it must be of type str"):
-        gsm8k.load_rows(tmp_path / "rows.jsonl")
-
-
-def test_tools_that_a_task_would_leave_out_are_refused_with_their_line(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(lines([{"messages": CHAT, "answer": "#### 7", "tools": [{"name": "add"}]}]))
-    with pytest.raises(ValueError, match="line 1 has tools, which this task would leave out"):
-        gsm8k.load_rows(path)
-    path.write_text(lines([{"messages": CHAT, "answer": "#### 7", "tools": None}]))
-    assert gsm8k.load_rows(path)[0]["question"] == CHAT
-
-
-def test_conversations_beside_the_prompt_are_not_read(tmp_path):
-    from datasets import Dataset
-
-    Dataset.from_list([row | {"messages": CHAT} for row in ROWS]).to_parquet(str(tmp_path / "rows.parquet"))
-    assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS
+REASONED = {"role": "assistant", "content": "#### 7", "reasoning_content": "3 and 4."}
 
 
 @pytest.mark.parametrize(
-    ("scorer", "path", "settings", "holds_out"),
+    ("row", "message"),
     [
-        ("calculator", "arithmetic", {}, True),
-        ("calculator", "mine.jsonl", {}, False),
-        ("verifiers", None, {"held_out": 0.1}, True),
-        (None, "arithmetic", {}, False),
+        ({"questions": "?", "answer": "1"}, "did you mean questions? env.columns={question: questions} renames"),
+        ({"messages": [*CHAT, REASONED]}, "reasoning_content"),
+        ({"messages": CHAT, "answer": "#### 7", "tools": [{"name": "add"}]}, "has tools, which this task would leave"),
     ],
 )
-def test_an_agents_data_has_held_out_rows_where_its_scorers_has(scorer, path, settings, holds_out):
-    assert AgentEnv.holds_out(path, {"scorer": scorer, "scorer_settings": settings}) is holds_out
+def test_what_a_task_can_not_read_of_a_row_is_named_with_its_line(tmp_path, row, message):
+    (tmp_path / "rows.jsonl").write_text(lines([row]))
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 1.*{re.escape(message)}"):
+        gsm8k.load_rows(tmp_path / "rows.jsonl")
+
+
+def test_an_agents_data_has_held_out_rows_where_its_scorers_has():
+    cases = [("calculator", "arithmetic", {}), ("verifiers", None, {"held_out": 0.1}), ("calculator", "mine.jsonl", {})]
+    found = [AgentEnv.holds_out(path, {"scorer": name, "scorer_settings": own}) for name, path, own in cases]
+    assert found == [True, True, False]

@@ -16,6 +16,7 @@ TABLE = [
     {"prompt": "Say hi.", "label": "2019-01-01", "count": 1},
     {"prompt": "None", "label": "two\nlines, and a comma", "count": 2},
 ]
+NESTED = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
 
 
 def table(rows):
@@ -37,12 +38,9 @@ def test_a_file_of_each_format_is_read_as_it_was_written(tmp_path, ending):
     else:
         table(TABLE).to_parquet(str(path))
     assert load_rows(path) == TABLE
-
-
-def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
-    rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
-    table(rows).to_parquet(str(tmp_path / "rows.parquet"))
-    assert load_rows(tmp_path / "rows.parquet") == rows
+    if ending == ".parquet":
+        table(NESTED).to_parquet(str(path))
+        assert load_rows(path) == NESTED
 
 
 def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
@@ -58,20 +56,6 @@ def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
         gsm8k.load_rows(tmp_path / "true.jsonl")
     (tmp_path / "math.csv").write_text("problem,answer\n3 + 4?,7\n")
     assert list(math.load_rows(tmp_path / "math.csv")) == [{"problem": "3 + 4?", "answer": "7"}]
-
-
-HALVES = ['{"prompt": "Say hi \\ud83d"}', '{"prompt": [{"role": "user", "content": "\\uDE00"}]}']
-
-
-@pytest.mark.parametrize("row", HALVES)
-def test_half_a_character_is_named_with_its_line(tmp_path, row):
-    whole = '{"prompt": "Say hi \\ud83d\\ude00"}'
-    (tmp_path / "rows.jsonl").write_text(f"{whole}\n{row}\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: prompt has half of a character, '\\ud(83d|e00)', as"):
-        load_rows(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.json").write_text(f"[{whole}, {row}]")
-    with pytest.raises(ValueError, match=r"rows\.json, row 1: prompt has half of a character"):
-        load_rows(tmp_path / "rows.json")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
@@ -91,12 +75,9 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
     [
         ("rows.jsonl", b'{"prompt": "a"}\n{oops\n', r"rows\.jsonl, line 2 is not JSON"),
         ("rows.jsonl", b"[" * 100_000, r"rows\.jsonl is not JSON"),
-        (
-            "rows.jsonl",
-            b'{"prompt": "a"}\n{"n": %s}' % (b"1" * 4301),
-            r"line 2 is not JSON .*4300 digits",
-        ),
+        ("rows.jsonl", b'{"prompt": "a"}\n{"n": %s}' % (b"1" * 4301), r"line 2 is not JSON .*4300 digits"),
         ("rows.jsonl", b"", r"rows\.jsonl has no rows"),
+        ("rows.jsonl", b'{"a": "\\ud83d\\ude00"}\n{"a": [{"b": "\\uDE00"}]}', r"line 2 has half of a character"),
         ("rows.jsonl", b"\xff\xfe", r"rows\.jsonl can't be read"),
         ("rows.json", b'[{"prompt": "a"}, 7]', r"rows\.json, row 1 is no object"),
         ("rows.parquet", b"PAR1\xff\xfe", r"rows\.parquet can't be read"),
@@ -111,9 +92,8 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
 
 
 def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
-    for name in ("missing.jsonl", "missing.csv"):
-        with pytest.raises(ValueError, match=rf"{name} can't be read"):
-            load_rows(tmp_path / name)
+    with pytest.raises(ValueError, match="missing.csv can't be read"):
+        load_rows(tmp_path / "missing.csv")
     with pytest.raises(ValueError, match="is a folder without files that end in .jsonl, .json, .csv, .parquet"):
         load_rows(tmp_path)
     with pytest.raises(ValueError, match=r"part-\*\.jsonl matches no file"):
@@ -125,9 +105,8 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
 @pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
     code = """
-from grpo_rl.envs import gsm8k, ifeval, math, tables
-loads = [gsm8k.load_rows, ifeval.load_rows, math.load_rows]
-for load in [*loads, *(lambda name=name: tables.load_rows(name) for name in ("trl-lib/tldr", "openai/gsm8k:main"))]:
+from grpo_rl.envs import ifeval, tables
+for load in (ifeval.load_rows, lambda: tables.load_rows("openai/gsm8k:main")):
     try:
         load()
     except ValueError as error:
@@ -136,7 +115,6 @@ for load in [*loads, *(lambda name=name: tables.load_rows(name) for name in ("tr
     # In a process of its own: the libraries read these settings when they are imported.
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=400)
-    names = ["openai/gsm8k:main", "google/IFEval", "DigitalLearningGmbH/MATH-lighteval", "trl-lib/tldr"]
-    for name, message in zip([*names, "openai/gsm8k:main"], result.stdout.splitlines(), strict=True):
+    for name, message in zip(["google/IFEval", "openai/gsm8k:main"], result.stdout.splitlines(), strict=True):
         assert message.startswith(f"{name} can't be had from the hub"), result.stderr
         assert "set env.path=FILE.jsonl" in message

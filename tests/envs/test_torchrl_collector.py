@@ -10,7 +10,6 @@ from torchrl.collectors import Collector
 
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.episodes import Episodes
-from grpo_rl.envs.gsm8k import GSM8K
 
 
 class Says(TensorDictModuleBase):
@@ -52,29 +51,16 @@ def collected(env, policy, steps, batches):
 
 
 @pytest.mark.slow
-def test_single_turns_come_in_complete_groups_with_their_rewards(tokenizer):
-    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(5)]
-    env = LLMEnv(GSM8K(rows), tokenizer, num_envs=2, repeats=3)
-    batches = collected(env, Says(tokenizer, ["#### 1", "none", "#### 3", "longer than others"]), 1, 5)
-    groups = []
-    for batch in batches:
-        for each in batch.reshape(-1).unbind(0):
-            number = int(each["row"])
-            text = env.decode(each["tokens", "response"])
-            groups.append(int(each["group_id"]))
-            expected = env.task.score(rows[number], text).total
-            assert each["next", "reward"].item() == pytest.approx(expected) and each["next", "done"].item()
-    assert groups == [group for group in range(10) for _ in range(3)]
-
-
-@pytest.mark.slow
-def test_a_second_turns_prompt_begins_with_the_ids_of_the_first(tokenizer):
+def test_conversations_come_in_complete_groups_with_rewards_and_prompts_that_go_on(tokenizer):
     env = LLMEnv(Twice([{"said": "a"}, {"said": "bc"}]), tokenizer, num_envs=2, repeats=2)
+    groups = []
     for batch in collected(env, Says(tokenizer, ["x", "yy", "zzz"]), 2, 2):
         assert batch.batch_size == (4, 2)
+        groups += [int(turn["group_id"]) for turn in batch[:, 1].unbind(0)]
         for first, second in (conversation.unbind(0) for conversation in batch.unbind(0)):
             before = torch.cat([first["tokens", "prompt"], first["tokens", "response"]])
             assert torch.equal(second["tokens", "prompt"][: len(before)], before)
             assert not first["next", "done"].item() and second["next", "done"].item()
             said = [env.decode(turn["tokens", "response"]) for turn in (first, second)]
             assert first["next", "reward"].item() == 0 and second["next", "reward"].item() == sum(map(len, said))
+    assert groups == [0, 0, 1, 1, 2, 2, 3, 3]

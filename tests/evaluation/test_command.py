@@ -60,22 +60,15 @@ def test_an_endpoint_is_scored_with_pass_at_k_and_majority(server, data, tmp_pat
 @pytest.mark.slow
 def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server, data, tmp_path, capsys):
     out, server.respond = tmp_path / "out", knows_up_to_three
-    words = [
-        "eval",
-        server.url,
-        "tasks=[gsm8k,countdown]",
-        f"path.gsm8k={data}",
-        "rows=4",
-        f"out={out}",
-        "concurrency=1",
-    ]
+    words = ["eval", server.url, "tasks=[gsm8k,countdown]", f"path.gsm8k={data}", "rows=4", f"out={out}"]
+    words += ["concurrency=1"]
     real = server.respond
     server.respond = lambda body: real(body) if "?" in body["messages"][-1]["content"][:2] else server.fail()
-    server.fail = lambda: server.failures.extend([(500, {})] * 99) or "late"
+    server.fail = lambda: server.replies.extend([(500, {})] * 99) or "late"
     assert main([*words, "retries=0"]) == 1  # the first puzzle is answered, the others fail
     told = capsys.readouterr()
     assert "countdown: failed" in told.err and f"go on with out={out}" in told.err and "accuracy" in told.out
-    server.failures.clear()
+    server.replies.clear()
     server.bodies.clear()
     server.respond = lambda body: "no idea"
     assert main(words) == 0
@@ -86,14 +79,13 @@ def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [ValueError, OutOfMemoryError])
-def test_a_task_that_cannot_be_judged_fails_alone(server, data, tmp_path, capsys, monkeypatch, kind):
+def test_a_task_that_cannot_be_judged_fails_alone(server, data, tmp_path, capsys, monkeypatch):
     server.respond = lambda body: "<answer>1</answer>\ud800"
     real = ServedSource.evaluate
 
     def evaluate(self, name, *rest):
         if name == "countdown":
-            raise kind("none of the 4 held-out responses could be judged")
+            raise OutOfMemoryError("none of the 4 held-out responses could be judged")
         return real(self, name, *rest)
 
     monkeypatch.setattr(ServedSource, "evaluate", evaluate)
@@ -117,10 +109,8 @@ def result(ids, **scores):
 
 
 def test_a_comparison_is_by_rows_with_a_verdict_in_words():
-    a, b = (
-        result("abcdefgh", accuracy=[0] * 8, reward=[0] * 8),
-        result("abcdefgh", accuracy=[1] * 7 + [0], reward=[1, 0] * 4),
-    )
+    a = result("abcdefgh", accuracy=[0] * 8, reward=[0] * 8)
+    b = result("abcdefgh", accuracy=[1] * 7 + [0], reward=[1, 0] * 4)
     table = comparison_table(("A", "B"), a, b)
     cells = {row[1]: row for row in zip(*(column.cells for column in table.columns), strict=True)}
     # Seven of eight gain 1: mean 0.875, standard error 0.3536 / sqrt(8) = 0.125, t(7) = 2.365
@@ -135,8 +125,6 @@ def test_a_comparison_is_by_rows_with_a_verdict_in_words():
     [
         (["m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k"),
         (["http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"], "127.0.0.1:9"),
-        (["--compare", "no/such", "other"], "no/such can't be read"),
-        (["http://127.0.0.1:9/v1", "tasks=[calculator]", "path.calculator=arithmetic", "served=x"], "several turns"),
     ],
 )
 def test_bad_input_is_told_in_one_line(words, message, capsys):
@@ -160,22 +148,15 @@ class Echo(Task):
         return Reward({"echo": self.weight * (response == row["word"])})
 
 
-def test_a_task_of_ones_own_is_evaluated_with_its_settings(server, tmp_path):
-    (tmp_path / "words.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
-    server.respond = lambda body: "day"
-    words = [f"tasks=[{__name__}:Echo]", f"path.Echo={tmp_path / 'words.jsonl'}", "env.weight=3"]
-    assert main(["eval", server.url, *words, f"out={tmp_path / 'out'}"]) == 0
-    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert stored["tasks"][f"{__name__}:Echo"]["scores"]["reward"]["mean"] == 1.5
-
-
 @pytest.mark.slow
-def test_a_comparison_names_the_overrides_that_differ_and_no_secret_is_stored(server, tmp_path, capsys):
+def test_a_task_of_ones_own_has_its_settings_which_a_comparison_names_and_no_secret_is_stored(server, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
     server.respond = lambda body: "day"
     words = [f"tasks=[{__name__}:Echo]", f"path.Echo={tmp_path / 'words.jsonl'}"]
     for name, own in (("a", "env.weight=3"), ("b", "env.api_key=hidden")):
         assert main(["eval", server.url, *words, own, f"out={tmp_path / name}"]) == 0
+    stored = json.loads((tmp_path / "a" / "eval.json").read_text())
+    assert stored["tasks"][f"{__name__}:Echo"]["scores"]["reward"]["mean"] == 1.5
     assert "hidden" not in (tmp_path / "b" / "eval.json").read_text()
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "Note: the evaluations differ in env.api_key, env.weight" in " ".join(capsys.readouterr().out.split())
@@ -192,15 +173,8 @@ def test_two_models_are_evaluated_on_one_engine_each_and_compared(data, tmp_path
     assert "B - A" in out and out.count("Written to") == 2
     _, tasks = read_eval_file(tmp_path / "out" / "b")
     assert list(tasks) == ["gsm8k", "calculator"]
-    assert set(tasks["calculator"].scores) == {
-        "reward",
-        "accuracy",
-        "sampled_reward",
-        "pass@1",
-        "pass@2",
-        "maj@2",
-        "tied",
-    }
+    sampled = {"sampled_reward", "pass@1", "pass@2", "maj@2", "tied"}
+    assert set(tasks["calculator"].scores) == {"reward", "accuracy"} | sampled
     assert len(pd.read_parquet(tmp_path / "out" / "a" / "responses")) == 2 * 4 * 3
 
 

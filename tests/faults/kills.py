@@ -17,7 +17,6 @@ should be.
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import random
 import shutil
@@ -31,23 +30,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kill_points import KINDS, Point, begin_anew_with_kill_points, folder_of_library, missing
-from starts import HUNG, MODES, Mode, Start, overrides, start, undisturbed, warm, working_in
+from starts import HUNG, MODES, Mode, overrides, start, undisturbed, warm, working_in
 
 SHARES = {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10}
 """Shares of the modes in all kills, in percent."""
 UNSEEN = "without a witness"
 """The kind of a kill that nothing tells of: perhaps for lack of memory."""
-NONE = "none"
-"""The kind of the last kill of a run that passed its point in none of its starts."""
 MOST_KILLS = 20
 """Kills of one run, most of them another's, after which it is given up."""
 AGAIN = 8
 """Every so many runs are started once more when they are finished."""
-BAD = ("lost", "doubled", "different", "refused")
-COUNTED = ("kills", "witnessed", *BAD)
-"""Counts of each mode and kind of point: starts that were to die and ended by SIGKILL, whoever sent it; those of them
-that told their point just before; and what was not as it should be in the end.
-"""
 
 Aim = tuple[int, int]
 """A rank, and the number of the point of its own at which it is to die."""
@@ -55,32 +47,27 @@ Aim = tuple[int, int]
 
 @dataclass
 class Campaign:
-    """The counts of kills and of what was lost in them."""
+    """The kills and what was not as it should be."""
 
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """By mode, kind of point and one of `COUNTED`."""
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Starts that were to die and ended by SIGKILL, by mode and kind of point, or `UNSEEN`."""
     faults: list[str] = field(default_factory=list)
     starts: int = 0
     runs: int = 0
 
-    def total(self, what: str) -> int:
-        """The sum of a count over all modes and kinds."""
-        return sum(count for (_, _, name), count in self.counts.items() if name == what)
+    @property
+    def witnessed(self) -> int:
+        """The kills whose point was told just before."""
+        return sum(count for (_, kind), count in self.kills.items() if kind != UNSEEN)
 
     def add(self, other: Campaign) -> None:
         """Adds another campaign's counts."""
-        self.counts.update(other.counts)
+        self.kills.update(other.kills)
         self.faults += other.faults
         self.starts, self.runs = self.starts + other.starts, self.runs + other.runs
 
-    def failed(self, kills: int) -> bool:
-        """True if fewer kills were witnessed than asked for, or anything was not as it should be."""
-        return bool(self.faults) or any(map(self.total, BAD)) or self.total("witnessed") < kills
 
-
-def campaign(
-    mode: Mode, kills: int, seed: int, work: Path, whole: Path, aims: list[Aim], until: float, tell=print
-) -> Campaign:
+def campaign(mode: Mode, kills: int, seed: int, work: Path, whole: Path, aims: list[Aim], until: float) -> Campaign:
     """Kills runs of a mode so many times, or until a time, and says what was not as it should be.
 
     Args:
@@ -90,9 +77,9 @@ def campaign(
     """
     from outcome import began_wrongly, compared, newest_step
 
-    rng, found, done = random.Random(seed), Campaign(), 0
+    rng, found = random.Random(seed), Campaign()
     command = overrides(mode, work)
-    while done < kills and time.monotonic() < until:
+    while found.witnessed < kills and time.monotonic() < until:
         folder = work / f"run {mode.name} {seed} {found.runs}"
         found.runs += 1
         hits: list[str] = []
@@ -106,46 +93,31 @@ def campaign(
                 faults.append(wrong)
             if ended.status != -signal.SIGKILL or len(hits) == MOST_KILLS:
                 break
-            kind = note_kill(found, mode.name, ended, at)
-            hits.append(kind)
-            done += kind != UNSEEN
-            if kind == UNSEEN:
-                faults.append(f"killed at {ended.died_at}, and {at} was its point: another killed it")
-            faults = [f"{fault}, killed at {ended.died_at}" for fault in faults]
-            rank, at = rng.choice(aims) if len(hits) < 4 and done < kills else (0, None)
-        wrong_at_the_end: dict[str, list[str]] = {}
+            died = ended.died_at
+            hits.append(died.kind if died and died.number == at else UNSEEN)
+            found.kills[mode.name, hits[-1]] += 1
+            if hits[-1] == UNSEEN:
+                faults.append(f"killed at {died}, and {at} was its point: another killed it")
+            rank, at = rng.choice(aims) if len(hits) < 4 and found.witnessed < kills else (0, None)
         if ended.status == 1 and (line := refusal(ended.said)):
-            wrong_at_the_end["refused"] = [line]  # nothing of a kill needs a hand
+            faults.append(f"refused: {line}")  # nothing of a kill needs a hand
         elif ended.status:
             how = f"hung for {ended.seconds:.0f} s" if ended.status == HUNG else f"ended with {ended.status}"
-            wrong_at_the_end["lost"] = [f"{how}: {ended.said[-1500:]}"]
+            faults.append(f"lost: {how}: {ended.said[-1500:]}")
         else:
-            wrong_at_the_end = compared(folder, whole, mode.exact)
+            faults += compared(folder, whole, mode.exact)
             if found.runs % AGAIN == 1:
                 again = start(mode, command, folder)
                 found.starts += 1
                 if again.status or "is finished after" not in again.said:
-                    more = f"started once more it ended with {again.status}: {again.said[-1500:]}"
-                    wrong_at_the_end["different"].append(more)
-        for what, of_kind in wrong_at_the_end.items():
-            found.counts[mode.name, hits[-1] if hits else NONE, what] += len(of_kind)
-            faults += [f"{what}: {fault}" for fault in of_kind]
-        found.faults += [f"{folder.name} ({', '.join(hits)}): {fault}" for fault in faults]
+                    faults.append(f"started once more it ended with {again.status}: {again.said[-1500:]}")
         for fault in faults:
-            tell(f"FAULT {folder.name}: {fault}", flush=True)
+            found.faults.append(f"{folder.name} ({', '.join(hits)}): {fault}")
+            print(f"FAULT {found.faults[-1]}", flush=True)
         if not faults:
             for path in work.glob(f"{folder.name}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     return found
-
-
-def note_kill(found: Campaign, mode: str, ended: Start, at: int | None) -> str:
-    """Counts a start that ended by SIGKILL; the kind of the point that it died at, which has to be the one aimed at."""
-    seen = ended.died_at is not None and ended.died_at.number == at
-    kind = ended.died_at.kind if ended.died_at and seen else UNSEEN
-    found.counts[mode, kind, "kills"] += 1
-    found.counts[mode, kind, "witnessed"] += seen
-    return kind
 
 
 def refusal(said: str) -> str | None:
@@ -155,13 +127,10 @@ def refusal(said: str) -> str | None:
 
 
 def table(found: Campaign) -> str:
-    """The counts as a Markdown table, and their sum."""
-    lines = [f"| mode | kill point | {' | '.join(COUNTED)} with a line |", "| --- " * (len(COUNTED) + 2) + "|"]
-    for mode, kind in itertools.product(MODES, [*KINDS, UNSEEN, NONE]):
-        counts = [found.counts[mode, kind, what] for what in COUNTED]
-        if any(counts):
-            lines.append(f"| {mode} | {kind} | {' | '.join(map(str, counts))} |")
-    return "\n".join([*lines, f"| all | | {' | '.join(str(found.total(what)) for what in COUNTED)} |"])
+    """The kills as a Markdown table."""
+    rows = [(mode, kind) for mode in MODES for kind in (*KINDS, UNSEEN) if found.kills[mode, kind]]
+    head = ["| mode | kill point | kills |", "| --- | --- | --- |"]
+    return "\n".join([*head, *(f"| {mode} | {kind} | {found.kills[mode, kind]} |" for mode, kind in rows)])
 
 
 def all_kinds_in_turn(passed: list[list[Point]], rng: random.Random) -> list[Aim]:
@@ -193,26 +162,18 @@ def in_turns(kills: int, modes: list[str], seed: int, work: Path, jobs: int, unt
         kinds = Counter(point.kind for of_rank in done.passed for point in of_rank)
         points = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
         print(f"{name}: {done.seconds:.1f} s a run, {kinds.total()} points: {points}", flush=True)
-        now, begun = time.monotonic(), found.total("witnessed")
+        now, begun = time.monotonic(), found.witnessed
         until_of_mode, left = now + (until - now) * count / left, left - count
         aims = all_kinds_in_turn(done.passed, random.Random(seed))
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-            made = [
-                pool.submit(
-                    campaign,
-                    MODES[name],
-                    count // jobs + (job < count % jobs),
-                    seed * jobs + job,
-                    work,
-                    whole,
-                    aims[job::jobs],
-                    until_of_mode,
-                )
-                for job in range(jobs)
-            ]
+            made = []
+            for job in range(jobs):
+                share, seed_of_job = count // jobs + (job < count % jobs), seed * jobs + job
+                arguments = MODES[name], share, seed_of_job, work, whole, aims[job::jobs], until_of_mode
+                made.append(pool.submit(campaign, *arguments))
             for one in made:
                 found.add(one.result())
-        print(f"{name}: {found.total('witnessed') - begun} kills in {time.monotonic() - now:.0f} s", flush=True)
+        print(f"{name}: {found.witnessed - begun} kills in {time.monotonic() - now:.0f} s", flush=True)
     return found
 
 
@@ -241,16 +202,14 @@ def main() -> int:
         until = begun + 60 * options.minutes
         found = in_turns(options.kills, options.modes, options.seed, work, options.jobs, until)
     print(table(found))
-    for fault in found.faults:
-        print(f"FAULT {fault}")
-    took, witnessed = time.monotonic() - begun, found.total("witnessed")
-    if witnessed < options.kills:
-        print(f"TOO FEW: {witnessed} of {options.kills} kills were witnessed in {took:.0f} s; raise --minutes")
+    took, too_few = time.monotonic() - begun, found.witnessed < options.kills
+    if too_few:
+        print(f"TOO FEW: {found.witnessed} of {options.kills} kills were witnessed; raise --minutes")
     print(
-        f"{witnessed} witnessed kills in {found.runs} runs of {found.starts} starts, {took:.0f} s: "
+        f"{found.witnessed} witnessed kills in {found.runs} runs of {found.starts} starts, {took:.0f} s: "
         f"{len(found.faults)} faults"
     )
-    return int(found.failed(options.kills))
+    return int(too_few or bool(found.faults))
 
 
 if __name__ == "__main__":

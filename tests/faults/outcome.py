@@ -40,27 +40,27 @@ def began_wrongly(said: str, status: int, newest: int | None) -> str | None:
     return None
 
 
-def counted(run: Path) -> tuple[list[str], list[str]]:
+def counted(run: Path) -> list[str]:
     """Losses and doublings among the steps and the groups that a run trains on."""
     rows = [row for row in read_metrics(run) if "reward/mean" in row]
     lineage = pq.read_table(run / "tokens.parquet", columns=["step", "group_id", "epoch"]).to_pylist()
     trained = {(row["step"], row["group_id"], row["epoch"]) for row in lineage}
     stored = [group for step in logged_steps(run) for group in {row["group_id"] for row in read_step(run, step)}]
-    lost, doubled = [], []
+    faults = []
     for what, found, expected in (
         ("step", [row["step"] for row in rows], range(1, STEPS + 1)),
         ("group of the lineage", [group for _, group, _ in trained], range(GROUPS * STEPS)),
         ("group of the completions", stored, range(GROUPS * STEPS)),
     ):
         counts = Counter(found)
-        lost += [f"{what} {i}" for i in expected if not counts[i]]
-        doubled += [f"{what} {i}" for i, count in counts.items() if count > 1]
+        faults += [f"lost: {what} {i}" for i in expected if not counts[i]]
+        faults += [f"doubled: {what} {i}" for i, count in counts.items() if count > 1]
     for row in rows:
         if "groups/started" in row:
             dropped = sum(value for name, value in row.items() if name.startswith("groups/dropped"))
             if row["groups/started"] != row["groups/trained"] + row["groups/open"] + dropped:
-                lost.append(f"a group started by step {row['step']}")
-    return lost, doubled
+                faults.append(f"lost: a group started by step {row['step']}")
+    return faults
 
 
 def _checkpoint(run: Path) -> dict[str, Any]:
@@ -138,7 +138,6 @@ def differences(folder: Path, whole: Path, exact: bool = True) -> list[str]:
     return [f"{name} differs" for name, view in views.items() if not same(view(folder), view(whole))]
 
 
-def compared(folder: Path, whole: Path, exact: bool = True) -> dict[str, list[str]]:
+def compared(folder: Path, whole: Path, exact: bool = True) -> list[str]:
     """What a finished run has lost, has twice and has different from the undisturbed one."""
-    lost, doubled = counted(folder)
-    return {"lost": lost, "doubled": doubled, "different": differences(folder, whole, exact)}
+    return [*counted(folder), *differences(folder, whole, exact)]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import functools
 import os
 import runpy
 import shutil
@@ -113,7 +111,6 @@ def warm(modes: list[Mode], work: Path) -> None:
     from grpo_rl.testing import run_script
 
     torch.set_num_threads(1)
-    _read_configs_once()
     if any(mode.script == "grpo_async.py" for mode in modes):
         _sample_in_this_process()
     for mode in modes:
@@ -123,16 +120,6 @@ def warm(modes: list[Mode], work: Path) -> None:
 
     gc.collect()
     gc.freeze()  # the collections of a run then have little to look through
-
-
-def _read_configs_once() -> None:
-    """Keeps the YAML files that Hydra reads for every start, a third of a second's worth."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-
-    read = functools.cache(FileConfigSource.load_config)
-    FileConfigSource.load_config = lambda self, path: copy.deepcopy(read(self, path))
-    FileConfigSource.__hash__ = lambda self: hash(self.path)
-    FileConfigSource.__eq__ = lambda self, other: self.path == other.path
 
 
 def undisturbed(mode: Mode, work: Path, *more: str) -> tuple[Path, Start]:

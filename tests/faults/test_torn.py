@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -26,22 +24,6 @@ def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken(ea
         assert f"| {kind} |{f' {each} |' * 5}" in done.stdout
     for kind in ("metrics", "log", "evaluation"):
         assert f"| {kind} | {each} | 0 | 0 | {each} | 0 |" in done.stdout
-
-
-def test_each_damage_changes_what_it_says(script):
-    torn, rng, content = script("torn"), random.Random(0), bytes(range(1, 200)) * 100
-    flipped = torn.flip(content, rng)
-    assert sum((a ^ b).bit_count() for a, b in zip(content, flipped, strict=True)) == 1
-    zeros = torn.zeros(content, rng)
-    assert len(zeros) == len(content) and zeros.count(0) == torn.PAGE
-    assert content.startswith(cut := torn.DAMAGES["cut off"](content, rng, b"")) and len(cut) < len(content)
-
-
-def test_a_steps_metrics_end_after_its_row_and_not_after_an_evaluation(script):
-    rows = [{"step": 0, "eval/reward": 1.0}, *({"step": step, "reward/mean": 0.5} for step in (1, 2, 3))]
-    lines = [json.dumps(row) + "\n" for row in [*rows, {"step": 3, "eval/reward": 1.0}]]
-    first = len(lines[0]) + len(lines[1])
-    assert script("torn").step_ends("".join(lines).encode())[1] == first
 
 
 def test_a_damage_that_is_taken_in_silence_is_a_fault(script, tmp_path):

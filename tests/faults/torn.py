@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import random
 import shutil
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from starts import MODES, STEPS, overrides, start, undisturbed, warm, working_in
@@ -28,27 +26,21 @@ from starts import MODES, STEPS, overrides, start, undisturbed, warm, working_in
 PAGE = 4096
 
 
-def flip(content: bytes, rng: random.Random) -> bytes:
-    """The content with a bit flipped."""
+def damaged(how: str, content: bytes, before: bytes, rng: random.Random) -> bytes | None:
+    """The content of a file after a damage, None where the file is gone; ``before`` is the file a step before."""
     at = rng.randrange(len(content))
-    return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+    page = at - at % PAGE
+    rest = content[page + PAGE :]
+    return {
+        "cut off": content[:at],
+        "bit flipped": content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :],
+        "page of zeros": content[:page] + bytes(len(content) - page - len(rest)) + rest,
+        "missing": None,
+        "an older one": before,
+    }[how]
 
 
-def zeros(content: bytes, rng: random.Random) -> bytes:
-    """The content with a page full of zeros."""
-    at = rng.randrange(0, len(content), PAGE)
-    page = content[at : at + PAGE]
-    return content[:at] + bytes(len(page)) + content[at + len(page) :]
-
-
-DAMAGES: dict[str, Callable[[bytes, random.Random, bytes], bytes | None]] = {
-    "cut off": lambda content, rng, before: content[: rng.randrange(len(content))],
-    "bit flipped": lambda content, rng, before: flip(content, rng),
-    "page of zeros": lambda content, rng, before: zeros(content, rng),
-    "missing": lambda content, rng, before: None,
-    "an older one": lambda content, rng, before: before,
-}
-"""Each damage of a file's content, given that of the file a step before."""
+DAMAGES = ("cut off", "bit flipped", "page of zeros", "missing", "an older one")
 KINDS = ("checkpoint", "shards", "metrics", "log", "evaluation")
 LOST = ("cut off", "missing")
 """The damages that logs and evaluations are looked for: they carry no digest."""
@@ -66,23 +58,20 @@ class Runs:
             (self.folders[name] / "summary.json").unlink()  # something is left to do
             shutil.rmtree(self.folders[name] / "model")
 
-    def files(self, kind: str) -> tuple[Path, list[tuple[str, str | None]]]:
-        """The run that has files of a kind, and these, each with the one of a step before."""
-        run = self.folders["two ranks" if kind == "shards" else "sync"]
-        last, before = (f"checkpoints/checkpoint_{step:06d}" for step in (STEPS, STEPS - 1))
-        if kind == "checkpoint":
-            return run, [(f"{last}.pt", f"{before}.pt")]
-        if kind == "shards":
-            names = sorted(path.name for path in (run / f"{last}.shards").iterdir())
-            assert len(names) == 2, names
-            return run, [(f"{last}.shards/{name}", f"{before}.shards/{name}") for name in names]
-        if kind == "log":
-            names = sorted(path.relative_to(run) for path in run.glob("*/*.parquet") if str(STEPS) in path.name)
-            names = [name for name in names if name.parts[0] != "held_out.parquet"]  # of after the last checkpoint
-            assert len(names) >= 2, names
-            before = {name: sorted((run / name).parent.glob("*.parquet"))[-2].relative_to(run) for name in names}
-            return run, [(str(name), str(before[name])) for name in names]
-        return run, [({"metrics": "metrics.jsonl", "evaluation": "evaluation.json"}[kind], None)]
+    def files(self, kind: str) -> tuple[Path, list[str]]:
+        """The run that has files of a kind, and these."""
+        run, last = self.folders["two ranks" if kind == "shards" else "sync"], f"checkpoints/checkpoint_{STEPS:06d}"
+        found = {
+            "checkpoint": [run / f"{last}.pt"],
+            "shards": sorted(run.glob(f"{last}.shards/*")),
+            "log": sorted(run.glob(f"*/part-{STEPS:08d}.parquet")),
+            "metrics": [run / "metrics.jsonl"],
+            "evaluation": [run / "evaluation.json"],
+        }[kind]
+        # The held-out responses are of after the last checkpoint.
+        names = [str(path.relative_to(run)) for path in found if path.parent.name != "held_out.parquet"]
+        assert len(names) >= 1 + (kind in ("shards", "log")), names
+        return run, names
 
 
 def step_ends(metrics: bytes) -> dict[int, int]:
@@ -99,25 +88,21 @@ def step_ends(metrics: bytes) -> dict[int, int]:
 def damage(runs: Runs, kind: str, how: str, rng: random.Random, to: Path) -> tuple[int | None, str]:
     """Copies a run and damages a file of the copy; the step that it has to go on from, None for none, and the file."""
     run, files = runs.files(kind)
-    name, beside = rng.choice(files)
+    name = rng.choice(files)
     shutil.copytree(run, to)
     content = (run / name).read_bytes()
-    lines = content.splitlines(keepends=True)
-    before = b"".join(lines[: rng.randrange(len(lines))]) if beside is None else (run / beside).read_bytes()
-    for _ in range(100):
-        damaged = DAMAGES[how](content, rng, before)
-        if damaged != content:
-            break
-    else:
-        raise AssertionError(f"{name} is the same whatever is done to it")
-    if damaged is None:
+    # The same file a step before.
+    before = (run / name.replace(f"checkpoint_{STEPS:06d}", f"checkpoint_{STEPS - 1:06d}")).read_bytes()
+    while (left := damaged(how, content, before, rng)) == content:  # a page that was zeros already
+        pass
+    if left is None:
         (to / name).unlink()
     else:
-        (to / name).write_bytes(damaged)
+        (to / name).write_bytes(left)
     if kind == "evaluation":
         return STEPS, name
     if kind == "metrics":
-        untouched = [k for k, end in step_ends(content).items() if (damaged or b"")[:end] == content[:end]]
+        untouched = [k for k, end in step_ends(content).items() if (left or b"")[:end] == content[:end]]
         return max(untouched, default=None), name
     return STEPS - 1, name
 
@@ -206,7 +191,7 @@ def torn(runs: Runs, count: int, seed: int, finish_every: int = 0) -> tuple[Coun
             if ended.status:
                 fault = ended.said[-2000:]
             else:
-                fault = "; ".join(itertools.chain(*compared(to, runs.work / "whole sync").values()))
+                fault = "; ".join(compared(to, runs.work / "whole sync"))
         else:
             fault = judge(runs, kind, how, to, expected, name)
         if fault:

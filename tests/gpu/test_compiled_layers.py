@@ -90,16 +90,6 @@ def test_in_bf16_they_are_no_further_from_fp64_than_uncompiled(policies, exact, 
         assert ours <= 1.3 * theirs + 1e-3
 
 
-def test_after_two_lengths_nothing_is_compiled_for_others():
-    policy = TrainPolicy(model().to("cuda", torch.bfloat16))
-    compile_layers(policy.model, with_attention=True)
-    for name in ("129", "5000 of two"):
-        scored(policy, name)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for name in ("128", "1300 of three"):
-            scored(policy, name)
-
-
 @pytest.mark.parametrize("tokens", [512, 16_384])
 def test_the_gradient_of_a_large_micro_batch_is_finite_and_the_sum_of_its_halves(policies, tokens):
     """At 16,384 tokens mask tables with a wrong layout once made gradients huge."""

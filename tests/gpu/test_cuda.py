@@ -15,20 +15,16 @@ from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.head_liger import liger_log_prob_and_entropy
-from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import forked_groups, random_group, save_tiny_model
+from tests.policies.test_attention_flex import SHAPES, dense, layout_of, who_sees_whom
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [40])]
+
+
 MIB = 1 << 20
-
-
-def layout_of(shapes, others=()) -> Layout:
-    groups = [random_group(p, lengths, 1000, group_id=i, seed=i) for i, (p, lengths) in enumerate(shapes)]
-    return pack([*groups, *others]).layout
 
 
 def random(*shape: int, seed: int = 0, dtype=torch.float32, spread: float = 1.0) -> torch.Tensor:
@@ -111,38 +107,14 @@ def test_the_heads_memory_does_not_grow_with_tokens_times_vocabulary():
     assert peak(16_384) - peak(8_192) <= 64 * MIB
 
 
-def separate_sequences(query, key, value, layout, scale, window, softcap):
-    """Attention from its definition, each response behind its own prompt."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
-    out = torch.zeros_like(query)
-    behind: list[torch.Tensor] = []  # the tokens up to each node's end
-    for node in layout.nodes:
-        before = behind[node.parent] if node.parent >= 0 else torch.arange(0, device=query.device)
-        behind.append(torch.cat([before, torch.arange(node.start, node.end, device=query.device)]))
-        tokens = behind[-1]
-        q, k, v = (x[:, :, tokens] for x in (query, key, value))
-        scores = q @ k.mT * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        back = torch.arange(len(tokens), device=query.device)[:, None] - torch.arange(len(tokens), device=query.device)
-        seen = (back >= 0) & (back < (window or len(tokens)))
-        rows = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-        # Every pass writes its ancestors' rows; they are the same in each.
-        out = out.index_copy(2, tokens, rows)
-    return out
-
-
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 2.0), (133, 2.0)])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_flex_attention_in_fp32_equals_separate_sequences_in_fp64(kv_heads, window, softcap):
+def test_flex_attention_in_fp32_equals_dense_attention_in_fp64(kv_heads, window, softcap):
     layout = layout_of(SHAPES, forked_groups())
-    total = layout.tokens
+    seen, total = who_sees_whom(layout, window).to(DEVICE), layout.tokens
     inputs = [random(1, heads, total, 64, seed=heads + i) for i, heads in enumerate((4, kv_heads, kv_heads))]
     up = [random(1, 4, total, 64, seed=9)]
-    exact = values_and_gradients(
-        lambda q, k, v: [separate_sequences(q, k, v, layout, 0.2, window, softcap)], [x.double() for x in inputs], up
-    )
+    exact = values_and_gradients(lambda q, k, v: [dense(q, k, v, seen, 0.2, softcap)], [x.double() for x in inputs], up)
     flex = values_and_gradients(lambda q, k, v: [flex_shared_prefix(q, k, v, layout, 0.2, window, softcap)], inputs, up)
     for result, expected in zip(flex, exact, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
@@ -150,7 +122,7 @@ def test_flex_attention_in_fp32_equals_separate_sequences_in_fp64(kv_heads, wind
 
 def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_sequences():
     layout = layout_of([(300, [200] * 4)])
-    total = layout.tokens
+    seen, total = who_sees_whom(layout, None).to(DEVICE), layout.tokens
     inputs = [random(1, heads, total, 64, seed=heads + i, dtype=torch.bfloat16) for i, heads in enumerate((8, 2, 2))]
     up = [random(1, 8, total, 64, seed=9)]
 
@@ -168,9 +140,7 @@ def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_se
     def shared(q, k, v):
         return [flex_shared_prefix(q, k, v, layout, 0.2)]
 
-    exact = values_and_gradients(
-        lambda q, k, v: [separate_sequences(q, k, v, layout, 0.2, None, None)], [x.double() for x in inputs], up
-    )
+    exact = values_and_gradients(lambda q, k, v: [dense(q, k, v, seen, 0.2)], [x.double() for x in inputs], up)
     plain, flex = values_and_gradients(sdpa, inputs, up), values_and_gradients(shared, inputs, up)
     for result, other, expected in zip(flex, plain, exact, strict=True):
         assert (result - expected).abs().mean() <= 1.2 * (other - expected).abs().mean()

@@ -52,22 +52,3 @@ def test_a_step_without_a_trained_token_has_zero_weights(how):
     trainable = torch.zeros(2, dtype=torch.bool)
     weights = token_weights(torch.tensor([0, 2]), trainable, how, StepTotals(2, 0, 1), torch.tensor([2]), NORMALIZER)
     assert weights.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"totals": StepTotals(1, 3, 1)}, "holds 2 sequences, more than totals.sequences=1"),
-        ({"how": "prompt_mean", "group_sizes": None}, "which prompt each of the 2 responses"),
-    ],
-)
-def test_what_cannot_be_of_a_whole_step_is_refused(change, message):
-    settings = {
-        "lengths": torch.tensor([1, 2]),
-        "trainable": torch.ones(3, dtype=torch.bool),
-        "how": "sequence_mean",
-        "totals": StepTotals(2, 3, 1),
-        "group_sizes": torch.tensor([2]),
-    }
-    with pytest.raises(ValueError, match=message):
-        token_weights(**settings | change)

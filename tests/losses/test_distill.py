@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tensordict import TensorDict
 
@@ -40,26 +39,3 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(out["loss"], kl, rtol=0, atol=1e-12)  # and the value is the KL
     assert out["loss_objective"] == 0
-
-
-def test_the_value_is_torchrls_estimate_token_by_token():
-    theirs = pytest.importorskip("torchrl.objectives.llm").k3_kl_token_estimate
-    log_prob, teacher = torch.tensor([-1.0, -2.0, -0.1]), torch.tensor([-1.5, -0.5, -0.1])
-    tokens = TensorDict(
-        log_prob=log_prob,
-        entropy=torch.ones(3),
-        sampler_log_prob=log_prob,
-        ref_log_prob=teacher,
-        advantage=torch.ones(3),
-        trainable=torch.ones(3, dtype=torch.bool),
-        weight=torch.ones(3),
-        batch_size=[3],
-    )
-    torch.testing.assert_close(distill().terms(tokens)["kl"], theirs(teacher, log_prob))
-
-
-def test_without_a_teacher_there_is_nothing_to_train_on():
-    with pytest.raises(ValueError, match="trains on the KL to the reference alone, which is off"):
-        GRPOLoss(surrogate="none")
-    with pytest.raises(ValueError, match=r"set policy\.kl_coef=1 and ref_model\.name=TEACHER"):
-        Settings.read(compose_config("grpo_gsm8k", ["loss=distill", "mode=sync"]))

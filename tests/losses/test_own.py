@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -52,16 +50,3 @@ def test_an_own_kl_has_the_loss_and_gradient_of_ours():
         return 0.5 * (ref_log_prob - log_prob) ** 2
 
     torch.testing.assert_close(result(kl=own_k2), result(kl="k2"))
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "message"),
-    [
-        (lambda log_ratio, advantage: (log_ratio * advantage).mean(), r"returned shape [] for 6 tokens"),
-        (lambda log_ratio, mask: log_ratio, "asks for mask; it can have log_ratio, advantage, log_prob"),
-    ],
-)
-def test_what_is_no_loss_of_each_token_is_refused(surrogate, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        result(surrogate=surrogate)
-    assert str(error.value).startswith("loss.surrogate=")

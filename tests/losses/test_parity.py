@@ -191,6 +191,21 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
+def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> SimpleNamespace:
+    """What TRL's losses read of a trainer, in one process."""
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
+        accelerator=SimpleNamespace(
+            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
+            pad_across_processes=lambda x, **_: x,
+        ),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **settings,
+    )  # fmt: skip
+
+
 def trl(batch: Batch, settings: dict, kl_coef: float):
     """The same by ``GRPOTrainer._compute_loss``, and its metrics."""
     GRPOTrainer = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError).GRPOTrainer
@@ -199,17 +214,13 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
     mask = batch.padded(batch.trained(settings).long())
     cispo = settings["surrogate"] == "cispo"  # whose epsilon_high is the bound itself
     by_mean = {"sequence_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}[settings["aggregate"]]
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
-        accelerator=SimpleNamespace(
-            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
-            pad_across_processes=lambda x, **_: x,
-        ),
+    trainer = trls_trainer(
+        batch,
+        log_prob,
         args=SimpleNamespace(
             delta=settings["dual_clip"], use_bias_correction_kl=settings["kl"] == "k3_is", steps_per_generation=1,
             sapo_temperature_pos=settings["tau_pos"], sapo_temperature_neg=settings["tau_neg"],
         ),
-        model=SimpleNamespace(training=True),
         loss_type=by_mean if settings["surrogate"] == "clipped" else settings["surrogate"],
         importance_sampling_level=settings["ratio"],
         beta=kl_coef,
@@ -221,9 +232,7 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
         off_policy_mask_threshold=None,
         use_vllm=settings["correction"] != "none",
         vllm_importance_sampling_correction=True,
-        aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     trainer.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, trainer)
     inputs = {
@@ -446,15 +455,7 @@ def trl_rloo(batch: Batch) -> torch.Tensor:
     log_prob = batch.log_prob.clone().requires_grad_()
     ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
     mask = batch.padded(batch.trainable.to(log_prob.dtype))
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
-        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
-        model=SimpleNamespace(training=True),
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        aux_loss_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-    )
+    trainer = trls_trainer(batch, log_prob, epsilon_low=0.2, epsilon_high=0.2)
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": torch.ones_like(ids[:, :1]),
@@ -606,10 +607,14 @@ def test_weights_of_sampler_against_trainer_equal_verls(how, level):
         torch.testing.assert_close(batch.padded(got) * mask, expected * mask, rtol=1e-12, atol=0)
 
 
+@pytest.fixture
+def nanstd():
+    return pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_z_scores_equal_trls_and_verls(group_size):
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_z_scores_equal_trls_and_verls(nanstd, group_size):
     rewards = random_rewards(group_size)
     rewards[0] = 0.5
     got = group_advantages(rewards)
@@ -635,8 +640,7 @@ def test_other_advantages_of_a_group_equal_verls(kind, name, settings):
     assert_verls(getattr(verl_core(), name), rewards, group_advantages(rewards, kind), **settings)
 
 
-def test_the_std_of_a_collections_rewards_equals_trls():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_the_std_of_a_collections_rewards_equals_trls(nanstd):
     for seed in BATCHES:
         rewards = random_rewards(4, seed=seed)
         (got,) = batch_advantages([rewards], "batch_std")
@@ -656,8 +660,7 @@ def test_the_batchs_z_score_equals_verls_where_every_response_has_as_many_tokens
 
 
 @pytest.mark.slow
-def test_normalised_parts_of_the_reward_equal_trls_and_verls():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_normalised_parts_of_the_reward_equal_trls_and_verls(nanstd):
     for seed in BATCHES:
         parts = {"a": random_rewards(4, seed=seed), "b": random_rewards(4, seed=seed + 10**6)}
         (got,) = batch_advantages([sum(parts.values())], "multi_reward", parts=[parts], weights={"b": 0.5})
@@ -675,8 +678,7 @@ def normalised_by_trl(parts: dict, nanstd) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, (sums - sums.nanmean()) / (nanstd(sums.flatten()) + 1e-4)
 
 
-def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_by_trl():
-    nanstd = pytest.importorskip("trl.trainer.utils", exc_type=ImportError).nanstd
+def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_by_trl(nanstd):
     for seed in BATCHES:
         a, b = random_rewards(4, seed=seed), random_rewards(4, seed=seed + 10**6)
         lacks = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed))

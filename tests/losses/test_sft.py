@@ -14,7 +14,7 @@ from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.losses.sft import SFTLoss, sft_loss
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import save_tiny_model, to_fp64
+from grpo_rl.testing import to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 # One system message and one long question for most, so that beginnings are shared; lengths differ, one is a letter.
@@ -28,27 +28,22 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def groups(folder):
+def groups(tiny_model):
     task = PromptResponse(ROWS, completion_column="reference", system_prompt="You count letters, and say how many.")
-    rows = Demonstrations(task, load_tokenizer(folder), [0], 200, 50)
+    rows = Demonstrations(task, load_tokenizer(tiny_model), [0], 200, 50)
     return rows.take(len(ROWS))
 
 
-def fp64_model(folder):
-    return to_fp64(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"))
+def fp64_model(tiny_model):
+    return to_fp64(LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa"))
 
 
 def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def of_ours(folder, groups, **batching):
-    model = fp64_model(folder)
+def of_ours(tiny_model, groups, **batching):
+    model = fp64_model(tiny_model)
     policy, loss, total = TrainPolicy(model), SFTLoss(), 0.0
     for tokens in scored_micro_batches(policy, groups, MicroBatching(aggregate="token_mean", **batching)):
         losses = loss(tokens)
@@ -57,9 +52,9 @@ def of_ours(folder, groups, **batching):
     return total, gradients(model)
 
 
-def of_transformers(folder, groups):
+def of_transformers(tiny_model, groups):
     """The mean over the labels of a padded batch, in one forward pass, by transformers itself."""
-    model = fp64_model(folder)
+    model = fp64_model(tiny_model)
     longest = max(group.num_tokens for group in groups)
     ids, mask = torch.zeros(2, len(groups), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)
@@ -78,11 +73,11 @@ def of_transformers(folder, groups):
 
 
 @pytest.mark.slow
-def test_loss_and_gradient_are_those_of_transformers_on_padded_sequences_however_the_step_is_split(folder, groups):
-    expected, by_name = of_transformers(folder, groups)
+def test_loss_and_gradient_are_those_of_transformers_on_padded_sequences_however_the_step_is_split(tiny_model, groups):
+    expected, by_name = of_transformers(tiny_model, groups)
     assert max(grad.abs().max() for grad in by_name.values()) > 1e-3
     for split in ({"max_tokens": 10**6}, {"max_tokens": 1}, {"max_tokens": 10**6, "count": 2}):
-        loss, grads = of_ours(folder, groups, **split)
+        loss, grads = of_ours(tiny_model, groups, **split)
         assert loss == pytest.approx(expected, abs=1e-9)
         for name, grad in by_name.items():
             torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-9, msg=name)

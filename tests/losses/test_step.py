@@ -20,7 +20,7 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model, to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
 
@@ -188,17 +188,6 @@ def test_the_entropy_floor_keeps_the_tokens_that_the_quantile_keeps(count, fract
     assert torch.equal(entropies >= top_entropy_floor(entropies, fraction), kept)
 
 
-def test_what_a_group_lacks_is_asked_for_by_name():
-    bare = random_group(group_id=7).with_advantages(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.add_log_probs"):
-        step_totals([bare], top_entropy_fraction=0.5)
-    with pytest.raises(ValueError, match=r"group 7 doesn't say which responses reached the length limit"):
-        step_totals([replace(bare, truncated=None)], mask_truncated=True)
-    with pytest.raises(ValueError, match="write it with TrainPolicy.add_log_probs"):
-        scored = complete_group([1, 2], 7)
-        gradient([scored], {"correction": "mask"}, [replace(scored, old_log_probs=None)], max_tokens=99)
-
-
 def test_totals_count_empty_responses_and_not_what_is_masked():
     groups = whole_step()
     totals = step_totals(groups)
@@ -240,12 +229,6 @@ def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     assert gradients[0].abs().max() > 1e-3
-
-
-def test_the_reference_adds_its_own_numbers(model):
-    reference = ReferencePolicy(LlamaForCausalLM(model.config).double())
-    (group,) = reference.add_log_probs(sampled_groups()[:1], 100)
-    assert group.ref_log_probs is not None and group.old_log_probs is None
 
 
 if __name__ == "__main__":

@@ -48,16 +48,13 @@ def test_loss_and_gradient_match_the_table_worked_out_by_hand(ratio, advantage, 
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
-def test_a_ratio_that_overflows_on_a_response_that_is_not_bad_has_a_zero_gradient(advantage):
+def test_a_ratio_that_overflows_has_a_zero_gradient_unless_the_response_is_bad(advantage):
     log_ratio = torch.tensor([1000.0], requires_grad=True)
     loss = clipped_surrogate(log_ratio, torch.tensor([advantage]))
     loss.sum().backward()
     assert loss.item() == pytest.approx(-1.2 * advantage)
     assert log_ratio.grad.item() == 0.0
-
-
-def test_a_ratio_that_overflows_on_a_bad_response_is_seen_as_infinite():
-    assert clipped_surrogate(torch.tensor([1000.0]), torch.tensor([-1.0])).item() == math.inf
+    assert clipped_surrogate(log_ratio, torch.tensor([-1.0])).item() == math.inf
 
 
 @pytest.mark.parametrize(
@@ -128,17 +125,6 @@ def test_gspo_gives_every_token_of_a_response_an_equal_share_of_the_gradient_and
         (weights * ratio).sum().backward()
         assert ratio.tolist() == pytest.approx([a, a, a, b, b])
         assert log_ratio.grad.tolist() == pytest.approx(gradient)
-
-
-def test_with_one_advantage_a_response_gspo_and_gspo_token_have_one_gradient():
-    # Trained tokens of a response weigh the same, so that its gradient is spread evenly either way.
-    gradients = []
-    for level in ("sequence", "sequence_token"):
-        log_ratio = torch.tensor([0.3, -0.1, 0.5], dtype=torch.float64, requires_grad=True)
-        ratio = leveled_log_ratio(log_ratio, level, torch.ones(3).bool(), torch.tensor([0, 0, 1]))
-        clipped_surrogate(ratio, torch.tensor([1.0, 1.0, -1.0]).double(), 0.2, 0.3).sum().backward()
-        gradients.append(log_ratio.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
 
 
 def test_clipped_tokens_are_those_whose_gradient_or_weight_a_clip_has_changed():

@@ -42,6 +42,15 @@ def test_a_row_says_all_about_one_answer():
     }
 
 
+def test_a_step_without_advantages_or_a_part_of_the_reward_does_not_break_the_dataset(tmp_path):
+    log, parts = CompletionsLog(tmp_path), ["correct", "format", "other"]
+    log.log(0, rows(0, advantages=False), parts)
+    log.log(1, [row | {"reward_other": 7.0} for row in rows(1)], parts)
+    table = pd.read_parquet(log.path)
+    assert table["advantage"].isna().tolist() == table["reward_other"].isna().tolist() == [True, True, False, False]
+    assert table["reward_other"].tolist()[2:] == [7.0, 7.0]
+
+
 def test_pandas_reads_the_folder_as_one_table_in_the_order_of_steps(tmp_path):
     log = CompletionsLog(tmp_path)
     for step in (2, 0, 10, 1):
@@ -53,35 +62,16 @@ def test_pandas_reads_the_folder_as_one_table_in_the_order_of_steps(tmp_path):
     assert table["reward"].sum() == pytest.approx(4 * 2.5)
 
 
-def test_a_step_without_advantages_does_not_break_the_dataset(tmp_path):
-    log = CompletionsLog(tmp_path)
-    log.log(0, rows(0, advantages=False))
-    log.log(1, rows(1))
-    assert pd.read_parquet(log.path)["advantage"].isna().tolist() == [True, True, False, False]
-
-
-def test_parts_of_the_reward_that_a_step_lacks_have_their_columns_in_it(tmp_path):
-    log = CompletionsLog(tmp_path)
-    log.log(0, rows(0), ["correct", "format", "other"])
-    log.log(1, [row | {"reward_other": 7.0} for row in rows(1)], ["correct", "format", "other"])
-    table = pd.read_parquet(log.path)
-    assert table["reward_other"].tolist()[2:] == [7.0, 7.0] and table["reward_other"].isna().tolist()[:2] == [True] * 2
-
-
 def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
     log = CompletionsLog(tmp_path)
     for step in range(5):
         log.log(step, rows(step))
+    log.log(0, [rows()[0] | {"completion": "broken \ud83d"}])  # half a character; the same step again
+    assert read_step(tmp_path, 0)[0]["completion"] == "broken ?"
     (log.path / ".part-00000005.tmp").write_bytes(b"")
     StepParts(log.path).truncate(2)
     assert logged_steps(tmp_path) == [0, 1, 2]
     assert sorted(p.name for p in log.path.iterdir()) == [f"part-0000000{i}.parquet" for i in range(3)]
-
-
-def test_half_a_character_can_be_written(tmp_path):
-    log = CompletionsLog(tmp_path)
-    log.log(0, [rows()[0] | {"completion": "broken \ud83d"}])
-    assert read_step(tmp_path, 0)[0]["completion"] == "broken ?"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ import math
 import os
 import struct
 import tempfile
-import threading
 import time
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from grpo_rl import cli
 from grpo_rl.monitor.completions import logged_steps
 from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.testing import run_script
 
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported, once for all
@@ -79,20 +76,6 @@ def from_tensorboard(run_dir):
     return [(name, e.step, e.value) for name in found.Tags()["scalars"] for e in found.Scalars(name)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "outcomes"), [("sync", {"reward/mean", "eval/reward"}), ("sft", {"loss/sft", "eval/loss"})]
-)
-def test_tensorboards_page_of_settings_has_the_outcomes_of_the_mode(tmp_path, mode, outcomes):
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
-    open_loggers(["tensorboard"], tmp_path, {"mode": mode}, lambda _: None)
-    (file,) = (tmp_path / "tensorboard").glob("events*")
-    values = [value for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value]
-    (content,) = (v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/experiment")
-    found = plugin.HParamsPluginData.FromString(content).experiment.metric_infos
-    assert {info.name.tag for info in found} == outcomes
-
-
 def from_trackio(run_dir):
     trackio = pytest.importorskip("trackio", exc_type=ImportError)
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
@@ -106,9 +89,9 @@ def is_metric(name):
     return name not in ("step", "timestamp", "completions")
 
 
-def from_mlflow(run_dir, uri=None):
+def from_mlflow(run_dir):
     mlflow = pytest.importorskip("mlflow", minversion="3")
-    client = mlflow.MlflowClient(uri or f"sqlite:///{run_dir / 'mlflow.db'}")
+    client = mlflow.MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
     run_id = (run_dir / "mlflow_id").read_text().strip()
     names = client.get_run(run_id).data.metrics
     return [(name, m.step, m.value) for name in names for m in client.get_metric_history(run_id, name)]
@@ -131,10 +114,14 @@ def check_same(found, expected, relative=1e-12):
         np.testing.assert_allclose(values[name, step], value, rtol=relative, equal_nan=True, err_msg=f"{name} {step}")
 
 
+def opened(backend, run_dir, say=print, config=None, **settings):
+    logger = {"backend": backend, "project": "p", "name": None, "mode": "offline", "settings": settings}
+    return open_loggers(logger, run_dir, config or {"lr": 1e-5, "a": {"b": [1]}}, say)
+
+
 def begin(name, run_dir, rows, say=print, **settings):
     """Loggers that were given these rows, beside the run's own file of metrics."""
-    of_wandb = {"mode": "offline"}
-    loggers = open_loggers(name, run_dir, {"lr": 1e-5, "a": {"b": [1]}}, say, {name: settings}, {}, of_wandb)
+    loggers = opened(name, run_dir, say, **{name: settings})
     log(loggers, run_dir, rows)
     return loggers
 
@@ -227,13 +214,13 @@ HERE = __name__
 
 def test_a_logger_that_fails_is_named_once_rests_and_ends_no_run(tmp_path):
     said = []
-    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, said.append)
+    loggers = opened([f"{HERE}:Flaky", "tensorboard"], tmp_path, said.append)
     flaky = Flaky.last
     rows = [(step, {"x": math.nan if step == 3 else float(step)}) for step in range(1, 40)]
     log(loggers, tmp_path, rows[:1])
     flaky.away = True
     log(loggers, tmp_path, rows[1:2])
-    loggers.table(2, [{"reward": 1.0}])
+    loggers.table(2, [{"reward": 1.0, "prompt": "p", "completion": "c"}])
     flaky.away = False
     log(loggers, tmp_path, rows[2:])
     assert [step for step, _ in flaky.got] == [1, *range(22, 40)] and flaky.tables == []  # 20 calls after the failure
@@ -244,11 +231,12 @@ def test_a_logger_that_fails_is_named_once_rests_and_ends_no_run(tmp_path):
         "metrics.jsonl has everything",
         f"Warning. The logger {HERE}:Flaky missed 22 calls; send the run again: grpo-rl send {tmp_path}",
     ]
+    check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
 
 
 @pytest.mark.parametrize("name", [f"{HERE}:Flaky", "tensorboard"])
 def test_a_run_is_sent_again_as_a_whole_and_in_the_place_of_what_the_logger_has(name, tmp_path):
-    log(open_loggers(name, tmp_path, {}, print), tmp_path, ROWS)
+    log(opened(name, tmp_path), tmp_path, ROWS)
     logger = {"backend": name, "project": "p", "name": None, "mode": "online", "settings": {}}
     (tmp_path / "config.yaml").write_text(json.dumps({"logger": logger, "mode": "sync"}))
     assert cli.main(["send", str(tmp_path)]) == 0
@@ -256,21 +244,7 @@ def test_a_run_is_sent_again_as_a_whole_and_in_the_place_of_what_the_logger_has(
         check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
     else:
         assert [step for step, _ in Flaky.last.got] == [0, 1, 2, 3] and Flaky.last.made_with[2] == -1
-
-
-def test_what_can_not_be_sent_is_named(tmp_path, capsys):
-    assert cli.main(["send", str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
-    (tmp_path / "config.yaml").write_text(
-        json.dumps({"logger": {"backend": "none", "project": "p", "name": None, "mode": None, "settings": {}}})
-    )
-    assert cli.main(["send", str(tmp_path)]) == 2 and "choose one by logger.backend=NAME" in capsys.readouterr().err
-    assert cli.main(["send", str(tmp_path), "env.repeats=3"]) == 2
-
-
-@pytest.mark.parametrize("settings", [{"wandb": {}}, {"Flaky": 3}])
-def test_settings_of_a_logger_that_it_can_not_take_are_refused_by_name(settings):
-    with pytest.raises(ValueError, match=rf"logger\.settings\.{next(iter(settings))} is "):
-        check_loggers(f"{HERE}:Flaky", settings)
+        assert cli.main(["send", str(tmp_path), "logger.backend=none"]) == 2
 
 
 class NoHistory(Flaky):
@@ -280,67 +254,17 @@ class NoHistory(Flaky):
         raise ValueError("https://user:secret@host refuses it")
 
 
-def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(tmp_path):
-    log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
-    with pytest.raises(ValueError, match=r"NoHistory can't be given what .* \(ValueError: https://\S*\*\*\*\S*host"):
-        open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
+def test_a_logger_that_cannot_take_the_runs_history_is_an_error_without_its_secrets(tmp_path):
+    log(opened("none", tmp_path), tmp_path, ROWS)
+    with pytest.raises(ValueError, match=r"NoHistory can't start: ValueError: https://\S*\*\*\*\S*host"):
+        opened(f"{HERE}:NoHistory", tmp_path)
 
 
-def test_a_logger_is_given_the_config_without_its_secrets_and_its_own_settings_with_them(tmp_path):
+def test_a_logger_of_ones_own_gets_its_settings_the_last_step_and_the_config_without_secrets(tmp_path):
+    log(opened("none", tmp_path), tmp_path, ROWS)
     settings = {"Flaky": {"api_key": "abc"}}
-    config = {"logger": {"settings": settings}, "optimizer": {"lr": 1.0}}
-    open_loggers(f"{HERE}:Flaky", tmp_path, config, print, settings)
-    masked = {"logger": {"settings": {"Flaky": {"api_key": "***"}}}, "optimizer": {"lr": 1.0}}
-    assert Flaky.last.made_with == (tmp_path, masked, -1, {"api_key": "abc"})
-
-
-@pytest.mark.slow
-def test_a_table_that_wandb_has_of_an_abandoned_continuation_is_not_sent_again(tmp_path):
-    logger = WandbLog.__new__(WandbLog)
-    logger._there, logger._run = {"eval/": 2, "": 5}, MagicMock()
-    for step in (4, 5, 6):
-        logger.table(step, [{"reward": 1.0}])
-    assert [call.args[0]["step"] for call in logger._run.log.call_args_list] == [6]
-
-
-def test_one_loggers_failure_is_none_of_the_others(tmp_path):
-    loggers = open_loggers([f"{HERE}:Flaky", "tensorboard"], tmp_path, {}, lambda _: None)
-    Flaky.last.away = True
-    log(loggers, tmp_path, ROWS)
-    loggers.close()
-    check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
-
-
-def test_a_logger_of_ones_own_gets_its_settings_and_the_step_that_the_run_resumes_after(tmp_path):
-    log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
-    settings = {"Flaky": {"url": "http://x"}}
-    open_loggers(f"{HERE}:Flaky", tmp_path, {"lr": 1.0}, print, settings, {"project": "p"})
-    assert Flaky.last.made_with == (tmp_path, {"lr": 1.0}, 3, {"url": "http://x"})
-
-
-@pytest.mark.nightly
-def test_mlflow_takes_a_server_and_one_that_goes_away_ends_no_run(tmp_path, monkeypatch):
-    """MLflow's own server on the loopback, stopped in the middle: only what came after is lacking."""
-    logger_class_or_skip("mlflow")
-    store, run_dir = f"sqlite:///{tmp_path / 'server.db'}", tmp_path / "run"
-    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", store)
-    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(tmp_path / "artifacts"))
-    from mlflow.server import app
-    from werkzeug.serving import make_server
-
-    server = make_server("127.0.0.1", 0, app)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        run_dir.mkdir()
-        said = []
-        uri = f"http://127.0.0.1:{server.server_port}"
-        loggers = begin("mlflow", run_dir, ROWS[:3], said.append, tracking_uri=uri)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    log(loggers, run_dir, ROWS[3:])
-    loggers.close()
-    assert "The logger mlflow failed at step 3" in said[0] and "missed 2 calls" in said[-1]  # of step 3, and closing
-    check_same(from_mlflow(run_dir, store), [point for point in written(run_dir) if point[1] < 3])
+    opened(f"{HERE}:Flaky", tmp_path, config={"logger": {"settings": settings}, "lr": 1.0}, **settings)
+    masked = {"logger": {"settings": {"Flaky": {"api_key": "***"}}}, "lr": 1.0}
+    assert Flaky.last.made_with == (tmp_path, masked, 3, {"api_key": "abc"})
+    with pytest.raises(ValueError, match=r"logger\.settings\.wandb is "):
+        check_loggers(f"{HERE}:Flaky", {"wandb": {}})

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import io
-import math
 import re
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_rl.monitor.progress import Progress, sparkline
+from grpo_rl.monitor.progress import Progress
 from grpo_rl.storage.printable import printable
-
-ROOT = Path(__file__).parents[2]
 
 METRICS = {
     "reward/mean": 1.25,
@@ -105,6 +101,12 @@ def test_a_hostile_sample_moves_nothing_in_the_terminal():
     assert "[red]plain[/red] [/nonsense]" in shown(screen) and "[bold]kept[/bold]" in shown(screen)
 
 
+def test_a_notebook_gets_plain_lines(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    progress = Progress(2)
+    assert not progress.is_live and not progress.console.is_jupyter
+
+
 def test_no_note_shows_a_secret(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-planted-endpoint")
     screen, recorded = console(width=200, terminal=False), []
@@ -120,37 +122,6 @@ def test_the_view_is_left_as_it_was_when_the_run_fails():
         raise RuntimeError
     frame = "\n".join(last_frame(screen))
     assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
-
-
-def test_a_sparkline_spans_least_to_greatest():
-    assert sparkline([-1.0, 6.0]) == "▁█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
-    assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
-
-
-@pytest.mark.nightly
-def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
-    """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from grpo_rl.monitor.progress import Progress
-with Progress(2) as progress:
-    progress.phase("sample")
-    progress.note("Resumed")
-    progress.update(1, {{"reward/mean": 0.5}}, sample="text")
-    progress.update(2, {{"reward/mean": 0.75}})
-"""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = notebook.cells[0].outputs
-    assert {output["output_type"] for output in outputs} == {"stream"}
-    lines = "".join(output["text"] for output in outputs if output["name"] == "stdout").splitlines()
-    assert [line[20:34] for line in lines] == ["Resumed", "step 1/2 · rew", "step 2/2 · rew"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

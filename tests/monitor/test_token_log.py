@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -19,9 +17,9 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import KEY, TokenLog, TokenPieces
+from grpo_rl.monitor.stored_tokens import read_step
+from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.stored import read_step
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 
@@ -108,13 +106,6 @@ def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_
     assert rows[rows["group_id"] == 0][trainers].notna().all(axis=None)
 
 
-def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
-    a, b = group_of(0, [1, 1], [1, -1]), group_of(1, [1, 1], [1, -1])
-    rows = log_step(tmp_path, [a, b], updates=[[b], [a], [a], [b]])
-    visits = rows.groupby("group_id")[["epoch", "optimizer_step"]].apply(lambda x: sorted(set(map(tuple, x.values))))
-    assert visits.tolist() == [[(0, 1), (1, 2)], [(0, 0), (1, 3)]]
-
-
 def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
     full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)
@@ -150,28 +141,12 @@ def test_a_number_that_is_not_finite_comes_back_and_hides_no_other(tmp_path):
     assert torch.equal(back.log_probs.nan_to_num(7.0), torch.tensor([7.0, -1.0, -1.0]))
 
 
-def test_of_a_step_that_was_cut_short_what_optimizer_steps_took_is_stored(tmp_path):
-    first, second = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
-    log_step(tmp_path, None, updates=[[first], [second], [first]])
-    stored = read_step(tmp_path, 1)
-    assert [group.group_id for group in stored.groups] == [0, 1] and len(stored.updates) == 3
-
-
 def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
     trained, left = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
     rows = log_step(tmp_path, [trained, left], updates=[[trained]])
     assert rows[rows["group_id"] == 1]["epoch"].isna().all()
     stored = read_step(tmp_path, 1)
     assert torch.equal(stored.groups[1].response_ids, left.response_ids) and stored.updates[0].groups == [0]
-
-
-def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tmp_path):
-    group = group_of(0, [1, 1], [1, -1])
-    log_step(tmp_path, [group], updates=[[group], [group]])
-    about = json.loads(pq.read_schema(tmp_path / TOKENS_FOLDER / "part-00000001.parquet").metadata[KEY])
-    assert about["config"] == {"loss": {"mask_truncated": False}, "policy": {"kl_coef": 0.0}}
-    told = about["optimizer_steps"]
-    assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 
 
 def test_a_whole_run_is_read_at_once_and_a_step_that_is_not_stored_is_refused(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,12 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_rl.perf import roofline
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s
-from grpo_rl.policies.loading import load_quantized
 from grpo_rl.policies.lora import LoRA, add_adapters
-from grpo_rl.testing import forked_groups, random_group, save_tiny_model
+from grpo_rl.testing import forked_groups, random_group
 
 SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())
 UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
@@ -62,15 +59,6 @@ def test_adapters_are_left_out_but_where_they_alone_are_pushed_and_a_frozen_trun
     )
 
 
-def test_four_bit_weights_are_counted_as_the_numbers_that_they_stand_for(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    folder = save_tiny_model(tmp_path)
-    model = load_quantized(folder, "nf4", torch.bfloat16, "cpu")
-    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").numel() == 64 * 64 // 2
-    # A layer: queries 64·64, keys and values 64·32 each, output 64·64, three matrices 64·96 of the MLP, two norms.
-    assert ModelSizes.of(model).trunk == 2 * (4096 + 2048 + 2048 + 4096 + 3 * 6144 + 128) + 64
-
-
 def test_training_is_six_operations_a_trunk_parameter_and_token_and_the_head_on_responses_only():
     groups = [random_group(prompt=4, lengths=[3, 2]), random_group(prompt=6, lengths=[1, 1, 1], group_id=1, seed=1)]
     # 6·100 on 9 and 9 tokens, 6·4·10 on 5 and 3.
@@ -105,56 +93,12 @@ def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(
     assert attention == 6 * 2 * seen * 2 * 2 * 4
 
 
-def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left_out():
-    cut, partly = (
-        replace(
-            random_group(prompt=4, lengths=[3, 2], group_id=i, seed=i).with_advantages(torch.tensor([-1.0, 1.0])),
-            truncated=torch.tensor(truncated),
-        )
-        for i, truncated in enumerate(([True, True], [True, False]))
-    )
-    left_out, trained = (floors_s([cut, partly], SIZES, UNIT, mask_truncated=mask)["train"] for mask in (True, False))
-    assert left_out == trained / 2 == 6600
-
-
-def test_what_prompts_begin_with_in_common_is_computed_once():
-    group = random_group(prompt=4)
-    again, other = (random_group(prompt=4, group_id=1, seed=seed) for seed in (0, 1))
-    one, twice, two = (floors_s(groups, SIZES, UNIT) for groups in ([group], [group, again], [group, other]))
-    assert twice["sample"] - one["sample"] == 2 * 140 * 5  # decoding alone
-    assert two["sample"] - twice["sample"] == 2 * 100 * 4
-
-
 def test_what_responses_begin_with_in_common_is_trained_on_once():
     """71 of these 151 tokens are packed, 3 of them twice as a node of their own would cost more; 44 of 81 predicted."""
     assert floors_s(forked_groups(), SIZES, UNIT)["train"] == 6 * 100 * (71 - 3) + 6 * 40 * 44
     assert (
         floors_s(forked_groups(), SIZES, UNIT, alike=False)["train"] == 6 * 100 * (12 + 5 + 21 + 3 + 81) + 6 * 40 * 81
     )
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path), dtype=torch.bfloat16)
-
-
-def test_a_step_that_beats_its_floor_has_the_machine_measured_again_once(tiny, monkeypatch):
-    asked = []
-
-    def rates(dtype, device, again=False):
-        asked.append((dtype, device.type, again))
-        return Rates(1e6, 1e6) if not again else Rates(1e9, 1e9)
-
-    monkeypatch.setattr(roofline, "machine_rates", rates)
-    step = StepRoofline(tiny)
-    groups = [random_group()]
-    needs = sum(floors_s(groups, step.sizes, Rates(1e9, 1e9)).values())
-    # 10 times what the machine needs at its best: a hundredth of what the first measurement says.
-    metrics = step.metrics(groups, {"train": 1e3}, 10 * needs)
-    assert metrics["limit_fraction"] == pytest.approx(0.1)
-    assert asked == [(torch.bfloat16, "cpu", False), (torch.bfloat16, "cpu", True)]
-    step.metrics(groups, {}, needs / 2)
-    assert len(asked) == 2
 
 
 def test_of_a_mixtures_experts_those_count_that_a_token_visits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -25,18 +27,18 @@ from transformers import (
 
 from grpo_rl.cli import main
 from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
-from grpo_rl.planner.experts import Experts
-from grpo_rl.planner.hardware import GIB, Cluster, Device
+from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.memory import (
+    Experts,
+    NotPlannedError,
     Shape,
     Training,
     engine_memory,
     kept_state,
     training_moments,
 )
-from grpo_rl.planner.plan import Layout, make_plan, plan_layout
+from grpo_rl.planner.plan import Layout, make_plan, plan_layout, sample_s
 from grpo_rl.planner.scenario import Scenario
-from grpo_rl.planner.time import sample_s
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_pointwise
 from grpo_rl.policies.compiler import has_compiler
@@ -85,13 +87,11 @@ LARGE = (
 )
 
 
-def test_a_70b_llama_has_as_many_parameters_as_its_card_says(shape):
+def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
+    # The card's number.
     assert PARAMETERS == 70_553_706_496
     assert (shape.parameters, shape.layer, shape.layers, shape.table) == (PARAMETERS, LAYER, 80, TABLE)
     assert shape.root == 2 * TABLE + 8192 and not shape.tied
-
-
-def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
     # fp32 masters 4, gradients 4, two moments 8; 70.55e9 * 16 / 64 = 17.64e9.
     assert sum(kept_state(shape, Training(), 64).values()) == PARAMETERS * 16 / 64
     # On one device the bf16 weights are there beside their masters.
@@ -107,6 +107,12 @@ def test_adapters_alone_have_gradients_masters_and_moments(model):
     assert shape.adapters == 80 * 16 * (8192 + 8192 + 8192 + 1024)
     state = kept_state(shape, Training(frozen_bytes=2.0), 8)
     assert sum(state.values()) == (2 * PARAMETERS + 16 * shape.adapters) / 8
+
+
+def split(train, inference, size):
+    """Overrides that divide devices."""
+    sizes = [f"inference_model.num_devices={inference}", f"inference_model.tensor_parallel_size={size}"]
+    return [*LARGE, f"train_model.num_devices={train}", *sizes]
 
 
 def test_a_layer_keeps_what_its_backward_pass_reads(shape):
@@ -141,45 +147,36 @@ SMALL_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*itertools.product(["llama", "qwen3", "qwen3_moe"], [torch.bfloat16, torch.float32]), ("fused", torch.bfloat16)],
+)
 def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
     config, of = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_moe": (functools.partial(Qwen3MoeConfig, **SMALL_EXPERTS), Qwen3MoeForCausalLM),
-    }[kind]
+    }.get(kind, (LlamaConfig, LlamaForCausalLM))
     groups = [random_group(prompt=30, lengths=[20, 50], vocab=50), random_group(prompt=9, lengths=[40], group_id=1)]
     tokens = sum(group.num_tokens for group in groups)
     models = [of(config(**SMALL, num_key_value_heads=2, num_hidden_layers=n)).to(dtype).train() for n in (2, 5)]
+    if kind == "fused":
+        if not has_compiler("cpu"):
+            pytest.skip("no compiler")
+        for model in models:
+            compile_pointwise(model)
     measured = (saved_bytes(models[1], groups) - saved_bytes(models[0], groups)) / 3 / tokens
-    planned = Shape.of(models[0]).kept_per_token(False, "cpu")
-    # What is left are the norms' reciprocal roots: two of each token and, of normalised heads, one for each of 8.
-    assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no compiler")
-def test_a_fused_layer_keeps_no_more_than_planned():
-    groups = [random_group(prompt=30, lengths=[20, 50], vocab=50)]
-    tokens = groups[0].num_tokens
-    sizes = []
-    for layers in (2, 5):
-        config = LlamaConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=layers)
-        model = LlamaForCausalLM(config).bfloat16().train()
-        compile_pointwise(model)
-        sizes.append(saved_bytes(model, groups))
-    measured = (sizes[1] - sizes[0]) / 3 / tokens
-    assert measured == pytest.approx(Shape.of(model).kept_per_token(True, "cpu"), rel=0.05)
-
-
-def test_a_key_value_head_is_repeated_where_there_are_more_ranks_than_heads(shape):
-    # Keys and values, 80 layers, heads of 128 in bf16: 2 * 80 * 128 * 2 bytes for each head that a device has.
-    by_size = {size: engine_memory(shape, size, 80 * GIB, 0.9).kv_per_token for size in (1, 4, 8, 16)}
-    assert by_size == {1: 8 * 40960, 4: 2 * 40960, 8: 40960, 16: 40960}
+    planned = Shape.of(models[0]).kept_per_token(kind == "fused", "cpu")
+    if kind == "fused":
+        assert measured == pytest.approx(planned, rel=0.05)
+    else:
+        # What is left are the norms' reciprocal roots: two of each token and, of normalised heads, one for each of 8.
+        assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
 
 
 def test_an_engines_cache_is_what_weights_and_work_leave_of_its_budget(shape):
+    # Keys and values, 80 layers, heads of 128 in bf16: 2 * 80 * 128 * 2 bytes for each head that a device has.
+    by_size = {size: engine_memory(shape, size, 80 * GIB, 0.9).kv_per_token for size in (1, 4, 8, 16)}
+    assert by_size == {1: 8 * 40960, 4: 2 * 40960, 8: 40960, 16: 40960}  # of more ranks than heads each has one
     engine = engine_memory(shape, 8, 80 * GIB, 0.9)
     assert engine.weights == 2 * PARAMETERS / 8
     assert engine.cache == 0.9 * 80 * GIB - engine.weights - engine.work
@@ -187,14 +184,16 @@ def test_an_engines_cache_is_what_weights_and_work_leave_of_its_budget(shape):
     assert engine_memory(shape, 1, 80 * GIB, 0.9).tokens == 0
 
 
-def test_checkpointing_keeps_one_vector_of_each_layer_and_one_layer(shape):
-    def activations(tokens):
-        moments = training_moments(shape, Training(checkpointing=True), 64, tokens)
-        return next(m.parts["activations"] for m in moments if m.moment == "a layer's backward pass")
+def activations(shape, ranks, tokens):
+    """Bytes of activations in a layer's backward pass, with checkpointing."""
+    moments = training_moments(shape, Training(checkpointing=True), ranks, tokens)
+    return next(m.parts["activations"] for m in moments if m.moment == "a layer's backward pass")
 
+
+def test_checkpointing_keeps_one_vector_of_each_layer_and_one_layer(shape):
     # 80 inputs of 8192 numbers in bf16, then one layer, and gradients: two of the stream, three inside its MLP.
     layer = shape.kept_per_token(False, "cuda") + 2 * 2 * 8192 + 3 * 2 * 28672
-    assert activations(1000) == 1000 * (80 * 2 * 8192 + layer)
+    assert activations(shape, 64, 1000) == 1000 * (80 * 2 * 8192 + layer)
 
 
 def test_a_reference_apart_holds_bf16_weights_and_no_gradients(model):
@@ -226,11 +225,13 @@ def test_the_split_with_the_shortest_step_is_found(model):
     assert best.step_s == max(sample, rest)
 
 
+ONE = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
+
+
 def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the_trainer_all(model):
-    device = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
     overrides = [*LARGE, "inference_model.gpu_memory_utilization=0.17", "policy.kl_coef=0.1"]
-    awake = make_plan(scenario_of(model, device, *overrides, mode="sync"))
-    asleep = make_plan(scenario_of(model, device, *overrides, "inference_model.sleep=true", mode="sync"))
+    awake = make_plan(scenario_of(model, ONE, *overrides, mode="sync"))
+    asleep = make_plan(scenario_of(model, ONE, *overrides, "inference_model.sleep=true", mode="sync"))
     assert awake.roles[0].needed - asleep.roles[0].needed == pytest.approx(0.17 * 1700 * GIB)
     assert awake.missing.keys() == {"train"} and asleep.fits
     # 18 bytes a parameter, and the reference's 2, stay while it samples: 0.95 * 1700 GiB less 1314 GiB are 301.
@@ -268,9 +269,6 @@ def test_a_push_takes_as_long_as_the_way_between_trainers_and_engines(model):
     assert push(8, 8) == push(4, 5) == push(9, 0) == pytest.approx(2 * PARAMETERS / 50e9)
 
 
-ONE = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
-
-
 def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_both(model):
     def plan_of(share, mode="async"):
         overrides = [*LARGE, f"inference_model.gpu_memory_utilization={share}"]
@@ -296,10 +294,8 @@ def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_bot
 
 def test_seconds_of_training_are_operations_over_rates(model):
     device = "64xMine,memory_gib=80,tflops=1000,memory_gb_s=1e9,link_gb_s=1e9,network_gb_s=1e9"
-    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
-                 "inference_model.tensor_parallel_size=8", "train_model.gradient_checkpointing=false"]  # fmt: skip
-    asked = scenario_of(model, device, *overrides, prompt_tokens=256, response_tokens=1024)
-    plan = make_plan(asked)
+    overrides = [*split(32, 32, 8), "train_model.gradient_checkpointing=false"]
+    plan = make_plan(scenario_of(model, device, *overrides, prompt_tokens=256, response_tokens=1024))
     # Two groups of 256 + 16 * 1024 tokens on each of 32 ranks, 6 operations a parameter of the layers, the last norm
     # and, of responses, the head; attention: 12 a query's number and key that it sees, in 80 layers.
     prompt, responses = 256, 16 * 1024
@@ -310,19 +306,15 @@ def test_seconds_of_training_are_operations_over_rates(model):
 
 
 def test_a_slow_network_is_what_training_waits_for(model):
-    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
-                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
-    plan = make_plan(scenario_of(model, "64xH100,network_gb_s=1", *overrides))
+    plan = make_plan(scenario_of(model, "64xH100,network_gb_s=1", *split(32, 32, 8)))
     # Two micro-batches: gathered in bf16 twice, reduced in fp32, 31 parts of 32 from elsewhere.
     state = 2 * sum(kept_state(plan.scenario.shape, Training(), 32).values()) / 3350e9
     assert plan.seconds["train"] == pytest.approx(2 * 8 * PARAMETERS * 31 / 32 / 1e9 + state)
 
 
 def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
-    overrides = [*LARGE, "train_model.gradient_checkpointing=false", "train_model.num_devices=40",
-                 "inference_model.num_devices=24", "inference_model.tensor_parallel_size=8",
-                 "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
-    plan = make_plan(scenario_of(model, "64xH100", *overrides))
+    overrides = ["train_model.gradient_checkpointing=false", "inference_model.gpu_memory_utilization=0.9"]
+    plan = make_plan(scenario_of(model, "64xH100", *split(40, 24, 8), *overrides))
     assert set(plan.missing) == {"train"}
     assert plan.missing["train"] == pytest.approx(
         (plan.scenario.trainer(40, plan.scenario.micro_batch_tokens(40)).total - 0.95 * 79.6 * GIB) / GIB
@@ -337,8 +329,7 @@ def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
 
 
 def test_an_engine_that_is_too_small_is_told_a_larger_one(model):
-    overrides = [*LARGE, "train_model.num_devices=40", "inference_model.num_devices=24",
-                 "inference_model.tensor_parallel_size=1", "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
+    overrides = [*split(40, 24, 1), "inference_model.gpu_memory_utilization=0.9"]
     plan = make_plan(scenario_of(model, "64xH100", *overrides))
     # 141.1 GB of weights, the largest batch and a cache for 1280 tokens in 0.9 * 79.6 GiB.
     engine = plan.engine
@@ -362,12 +353,6 @@ def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
     assert {name: getattr(cluster.device, name) for name in device} == device
 
 
-@pytest.mark.parametrize("number", ["memory_gib=-5", "tflops=nan", "node=0", "link_gb_s=0", "network_gb_s=inf"])
-def test_a_number_of_a_cluster_is_finite_and_above_0(number):
-    with pytest.raises(ValueError, match=f"{number.partition('=')[0]} has to be finite and above 0"):
-        Cluster.parse(f"8xH100,{number}")
-
-
 @pytest.mark.parametrize("cluster", ["here", "h100"])
 def test_one_device_is_planned_in_turns_where_no_mode_is_given(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_rl.planner.commands.has_no_gpu", lambda: True)
@@ -375,22 +360,16 @@ def test_one_device_is_planned_in_turns_where_no_mode_is_given(cluster, tmp_path
     assert main(words) == 1  # it does not fit
 
 
-def test_between_nodes_the_network_is_the_narrow_place():
-    device = Device("x", 1, 1, 1, link_gb_s=400, network_gb_s=50, node=8)
-    assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]
-
-
-def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned(capsys, tmp_path):
+def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned():
     sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     latent = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-    DeepseekV3Config(**sizes, **latent, num_key_value_heads=2, n_routed_experts=8).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["DeepseekV3ForCausalLM"]}))
-    assert main(["plan", f"model.name={tmp_path}", "cluster=8xH100"]) == 2
-    assert "kv_lora_rank" in capsys.readouterr().err
+    with torch.device("meta"):
+        deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=2, n_routed_experts=8))
+    with pytest.raises(NotPlannedError, match="kv_lora_rank"):
+        Shape.of(deepseek)
     model = mixture(num_hidden_layers=2)
     vars(model.config)["num_experts_per_tok"] = None
-    with pytest.raises(ValueError, match="how many experts a token visits"):
+    with pytest.raises(NotPlannedError, match="how many experts a token visits"):
         Experts.of(model)
 
 
@@ -441,14 +420,9 @@ def test_a_micro_batch_keeps_the_vectors_of_every_expert_that_a_token_visits(a3b
     # In bf16 input and output 2048, factors, activation and product 4 x 768; 4 places and 2 weights.
     expert = 2 * (2 * 2048 + 4 * 768) + 4 * 8 + 2 * 4
     assert kept[0] - kept[1] == expert
-    peaks = [
-        next(
-            m for m in training_moments(shape, Training(checkpointing=True), 16, 1000) if m.moment.startswith("a layer")
-        )
-        for shape in shapes
-    ]
+    peaks = [activations(shape, 16, 1000) for shape in shapes]
     # With checkpointing one layer is kept, and its gradients: three vectors inside the expert, two of the stream.
-    assert peaks[0].parts["activations"] - peaks[1].parts["activations"] == 1000 * (expert + 2 * (3 * 768 + 2 * 2048))
+    assert peaks[0] - peaks[1] == 1000 * (expert + 2 * (3 * 768 + 2 * 2048))
 
 
 def test_dense_layers_and_shared_experts_of_a_mixture_are_counted():
@@ -485,26 +459,13 @@ def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
     assert once == pytest.approx(2 * read, rel=0.01)  # one after the other
 
 
-@pytest.mark.nightly
-def test_the_command_prints_a_plan_and_ends_with_one_where_it_does_not_fit(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", *LARGE]) == 0
-    out = capsys.readouterr().out
-    assert "70.55 billion parameters, 80 layers" in out and "Fits." in out and "train_model.num_devices=" in out
-    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=8xH100", *LARGE]) == 1
-    out = capsys.readouterr().out
-    assert "Does not fit: train lacks" in out and "cluster=" in out and "can train" not in out
-    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100"]) == 1
-    out = capsys.readouterr().out
-    assert "train 4 (fsdp)" in out and "No more than 4 can train, as a step has so many groups" in out
-
-
 QWEN = {
     "0_5b": (494_032_768, (151936, 896, 4864, 24, 14, 2, True)),
     "1_5b": (1_543_714_304, (151936, 1536, 8960, 28, 12, 2, True)),
     "7b": (7_615_616_512, (152064, 3584, 18944, 28, 28, 4, False)),
 }
 """Parameters of Qwen2.5 models, as their checkpoints have them, and the shapes that they come from."""
+SCRIPTS = ("sota/grpo.py", "sota/grpo_async.py")
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
 
@@ -544,16 +505,8 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
     (command,) = re.findall("^# Run: (.*)$", text, re.MULTILINE)
     *start, script, override = command.split()
     assert override == f"+experiment={recipe}"
-    ranks, is_async = plan.layout.train, asked.overlaps
-    if asked.cluster.count > 8:
-        assert is_async and [*start, script] == [
-            "sbatch",
-            f"--nodes={asked.cluster.count // 8}",
-            "sota/slurm/grpo.sbatch",
-        ]
-    else:
-        assert script == ("sota/grpo_async.py" if is_async else "sota/grpo.py")
-        assert start == (["torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else ["python"])
+    assert start[0] == ("sbatch" if asked.cluster.count > 8 else "torchrun" if plan.layout.train > 1 else "python")
+    assert script == ("sota/slurm/grpo.sbatch" if start[0] == "sbatch" else SCRIPTS[asked.overlaps])
 
 
 @pytest.mark.nightly
@@ -565,7 +518,7 @@ def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
     assert len(blocks) == 2
     for (command, shown), code in zip(blocks, (0, 1), strict=True):
         assert main(command.replace("\\\n", " ").split()) == code
-        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        lines = shown.rstrip().splitlines()
-        starts = [i for i in range(len(printed)) if printed[i : i + len(lines)] == lines]
-        assert starts, printed
+        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert shown.rstrip() in printed
+    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100"]) == 1
+    assert "No more than 4 can train, as a step has so many groups" in capsys.readouterr().out

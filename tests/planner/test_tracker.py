@@ -9,6 +9,7 @@ of the same sizes.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -26,16 +27,7 @@ from grpo_rl.policies.head import _RowTiledHead
 
 pytestmark = pytest.mark.slow
 
-GIB = 2**30
-LLAMA_70B = {
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
+LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 
 
 class Scorer(torch.nn.Module):
@@ -56,9 +48,8 @@ class Scorer(torch.nn.Module):
 def kernels_without_triton(monkeypatch):
     """The head's two kernels as they are seen from memory: five numbers a token, and logits overwritten in place."""
     kernels: Any = ModuleType("grpo_rl.policies.head_triton")
-    kernels.tile_statistics = lambda logits, *_: tuple(
-        logits.new_empty(len(logits), dtype=torch.float32) for _ in "12345"
-    )
+    five = range(5)
+    kernels.tile_statistics = lambda logits, *_: tuple(logits.new_empty(len(logits), dtype=torch.float32) for _ in five)
     kernels.tile_gradient_ = lambda logits, *_, **__: logits
     monkeypatch.setitem(sys.modules, "grpo_rl.policies.head_triton", kernels)
 
@@ -96,17 +87,12 @@ def tracked_peak(config: LlamaConfig, ranks: int, tokens: int, checkpointing: bo
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "layers", "tokens", "checkpointing"),
-    [
-        (64, 4, 2048, False),
-        (8, 8, 8192, True),
-        (64, 8, 8192, True),
-        (512, 8, 16384, True),
-    ],
+    [(64, 4, 2048, False), (8, 8, 8192, True), (64, 8, 8192, True), (512, 8, 16384, True)],
 )
 def test_the_training_peak_of_a_70b_shape_is_that_of_the_tracker(
     ranks, layers, tokens, checkpointing, kernels_without_triton
 ):
-    config = LlamaConfig(**LLAMA_70B, num_hidden_layers=layers)
+    config = LlamaConfig.from_pretrained(LLAMA_70B, num_hidden_layers=layers)
     with torch.device("meta"):
         shape = Shape.of(AutoModelForCausalLM.from_config(config).bfloat16())
     tracked = tracked_peak(config, ranks, tokens, checkpointing)

@@ -50,30 +50,6 @@ def test_blocks_of_a_long_sequence_see_all_that_came_before(monkeypatch):
         torch.testing.assert_close(out, expected.transpose(0, 1), rtol=0, atol=1e-12)
 
 
-def test_sinks_and_values_of_another_size_equal_dense_attention():
-    """Each head's sink is one more column of scores, whose value is zero."""
-    group = random_group(prompt=9, lengths=[5, 0, 12])
-    layout, tokens, generator = pack([group]).layout, group.num_tokens, torch.Generator().manual_seed(0)
-    q, k, v, up = (
-        torch.randn(tokens, heads, size, dtype=torch.float64, generator=generator)
-        for heads, size in ((4, 8), (2, 8), (2, 6), (4, 6))
-    )
-    sinks = torch.randn(4, dtype=torch.float64, generator=generator)
-    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
-
-    response = torch.tensor([-1] * 9 + [0] * 5 + [2] * 12)
-    seen = (response == -1) | (response[:, None] == response)
-    seen &= torch.arange(tokens)[:, None] >= torch.arange(tokens)
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.5
-    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(-1, tokens, 1)], -1)
-    expected = torch.einsum("hqk,khe->qhe", scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 1))
-
-    out = TwoPartAttention.apply(q, k, v, sinks, layout, Rules(0.5))
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
 def test_scores_are_as_exact_as_fp32_whatever_the_inputs_come_from():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(4, 64, 64, generator=generator) for _ in range(2))

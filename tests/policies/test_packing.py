@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -21,15 +20,9 @@ from grpo_rl.testing import forked_groups, random_group
 from tests.policies.test_exactness import RAGGED, VOCAB, fp64_model, groups_of
 
 SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-)
+    vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
 
 
 def test_a_response_sees_neither_its_siblings_nor_another_group():
@@ -50,11 +43,6 @@ def test_a_response_sees_neither_its_siblings_nor_another_group():
     assert (alone[:first] - before[0][:first]).abs().max() > 1e-3
 
 
-def test_a_prompt_is_computed_once():
-    groups = [random_group(prompt=10, lengths=[2, 3, 4])]
-    assert len(pack(groups).input_ids) == 10 + 2 + 3 + 4
-
-
 def test_what_sequences_begin_with_in_common_is_computed_once():
     """Counted by hand: 12 tokens of the system message, 5 of a question, 14 of three responses and a prompt, ends."""
     packed = pack(forked_groups())
@@ -69,7 +57,7 @@ def test_what_sequences_begin_with_in_common_is_computed_once():
     assert torch.equal(packed.target_ids[packed.row], torch.cat([g.response_ids for g in forked_groups()]))
 
 
-def test_groups_without_anything_in_common_lie_in_their_own_order():
+def test_groups_without_anything_in_common_lie_in_their_own_order_each_prompt_once():
     groups = [random_group(p, lengths, 10_000, i, seed=i) for i, (p, lengths) in enumerate([(9, [5, 0, 30]), (4, [7])])]
     packed = pack(groups)
     everything = torch.cat([x for g in groups for x in (g.prompt_ids, g.response_ids)])
@@ -106,11 +94,9 @@ def rope(kind: str, **settings: object) -> dict:
     return dict(rope_type=kind, rope_theta=1000.0, **settings)
 
 
-LONGROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
 REFUSED = {
     # Frequencies that depend on the longest sequence at hand: a group would be scored by its neighbours' lengths.
     "dynamic-rope": ("LlamaForCausalLM", dict(rope_parameters=rope("dynamic", factor=2.0)), "dynamic"),
-    "longrope": ("LlamaForCausalLM", dict(rope_parameters=LONGROPE), "longrope"),
     "rope-of-one-kind-of-layer": (
         "Gemma3ForCausalLM",
         dict(
@@ -120,9 +106,7 @@ REFUSED = {
         "dynamic",
     ),
     # What is no causal attention.
-    "encoder-decoder": ("T5ForConditionalGeneration", dict(d_model=48, d_kv=8, d_ff=64), "decoder"),
     "bidirectional": ("GemmaForCausalLM", dict(use_bidirectional_attention=True), "causal"),
-    "encoder": ("BertLMHeadModel", dict(attention_probs_dropout_prob=0.0), "causal"),
     # States that a response can't take over.
     "linear-attention-without-a-cache": (
         "MiniMaxForCausalLM",
@@ -136,7 +120,6 @@ REFUSED = {
         "JambaMambaMixer does not continue from its prompt's state",
     ),
     "state-of-another-kind": ("RecurrentGemmaForCausalLM", {}, "recurrent state"),
-    "text-and-vision": ("Mistral3ForConditionalGeneration", {}, "several models in one"),
     # Attention of the model's own making.
     "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
     "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
@@ -214,20 +197,10 @@ def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_clus
         pass
 
 
-def test_a_model_that_is_put_into_training_mode_later_is_refused():
-    model = small("GPT2LMHeadModel", n_embd=48, n_layer=2, n_head=6, resid_pdrop=0.5)
-    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
-    policy.score(groups)
-    model.train()
-    with pytest.raises(ValueError, match="GPT2LMHeadModel was put into training mode.*leave out the call of train"):
-        policy.score(groups)
-
-
 CHANGES = {
-    "enabled again": (True, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
     "disabled": (True, lambda model: model.gradient_checkpointing_disable()),
     "enabled late": (False, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
-    "a part in training mode": (False, lambda model: model.model.train()),
+    "training mode": (False, lambda model: model.train()),
     "a layer in training mode": (False, lambda model: model.model.decoder.layers[1].train()),
     "recomputing, in evaluation mode": (True, lambda model: model.eval()),
 }
@@ -243,21 +216,9 @@ def test_a_mode_that_is_changed_under_a_policy_is_refused_and_right_again_under_
     policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
     expected = policy.score(groups)
     change(model)
-    with pytest.raises(ValueError, match="OPT.* gradient checkpointing was switched on or off"):
+    with pytest.raises(ValueError, match="OPT.* (checkpointing was switched on or off|put into training mode)"):
         policy.score(groups)
     torch.testing.assert_close(TrainPolicy(model).score(groups), expected, rtol=0, atol=0)
-
-
-def test_a_copy_of_a_policys_model_is_recomputed_without_noise_too():
-    model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, dropout=0.5)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
-    copied = copy.deepcopy(policy)
-    torch.testing.assert_close(copied.score(groups), policy.score(groups), rtol=0, atol=0)
-    copied.score(groups)[0].sum().backward()
-    policy.score(groups)[0].sum().backward()
-    for mine, its in zip(model.parameters(), copied.model.parameters(), strict=True):
-        torch.testing.assert_close(its.grad, mine.grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM", "HyperCLOVAXForCausalLM"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import NO_ROUTE
@@ -104,14 +104,3 @@ def test_replayed_choices_that_the_router_would_not_make_are_counted():
     assert metrics["router/load_max_over_mean"] == pytest.approx(5 / 3.5)
     assert metrics["router/entropy"] == pytest.approx(ENTROPY)
     assert "router/replayed_differ" not in metrics_of(model, [plain])
-
-
-def test_processes_are_added_up_before_their_loads_are_compared():
-    mine, other = ({0: torch.tensor([*counts, 2, 1.0, 0, 0]).double()} for counts in ([2, 0], [0, 2]))
-    assert router_metrics([mine])["router/load_max_over_mean"] == 2
-    assert router_metrics([mine, other, {}]) == {"router/load_max_over_mean": 1, "router/entropy": 0.5}
-
-
-def test_a_dense_model_has_no_record():
-    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    assert router_record(use_shared_prefix(LlamaForCausalLM(LlamaConfig(**sizes)))) is None

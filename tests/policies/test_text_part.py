@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -127,24 +126,14 @@ def test_a_head_among_the_weights_is_the_models_own_whatever_the_config_says(tmp
         assert model.config.tie_word_embeddings == tied
 
 
-def test_the_ends_of_sequence_of_the_whole_are_those_of_its_text(tmp_path):
-    whole_model("Gemma3ForConditionalGeneration", eos_token_id=[2, 7]).save_pretrained(tmp_path)
-    assert model_config(tmp_path).eos_token_id == [2, 7]
-
-
-def refused(config: transformers.PreTrainedConfig, folder: Path) -> str:
-    config.save_pretrained(folder)
-    with pytest.raises(ValueError) as error:
-        skeleton(folder)
-    return str(error.value)
-
-
-def test_text_that_is_no_causal_language_model_of_its_own_is_refused(tmp_path):
-    assert "no causal language model of a Qwen2_5_VLTextConfig alone" in refused(
-        transformers.Qwen2_5_VLConfig(), tmp_path
-    )
-
-
-def test_text_of_which_the_whole_makes_other_logits_is_refused(tmp_path):
-    """Cohere 2 multiplies its logits by ``logit_scale``; the class with vision does not."""
-    assert "make different logits" in refused(transformers.Cohere2VisionConfig(), tmp_path)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.Qwen2_5_VLConfig, "no causal language model of a Qwen2_5_VLTextConfig alone"),
+        (transformers.Cohere2VisionConfig, "make different logits"),  # its text multiplies by `logit_scale`
+    ],
+)
+def test_text_that_would_be_scored_otherwise_alone_is_refused(config, message, tmp_path):
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        skeleton(tmp_path)

@@ -7,12 +7,18 @@ import math
 import os
 import random
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import page as pages
+from grpo_rl.report import serve
 
 NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
 """Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
@@ -22,6 +28,26 @@ NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
 def make_run():
     """A function that makes a run folder."""
     return _make_run
+
+
+@pytest.fixture
+def served():
+    """A function of a run folder: a context in which its live page is served, with the server's port."""
+    return _served
+
+
+@contextmanager
+def _served(run_dir: Path) -> Iterator[int]:
+    build, assemble = partial(pages.build, pages.SECTIONS, run_dir), partial(pages.assemble, pages.SECTIONS, live=True)
+    live = serve.LivePage(build, assemble)
+    with serve.make_server(live) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 # Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
-from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import compare, serve
 from grpo_rl.report import page as pages
-from grpo_rl.report.files import signature
 
 pytestmark = pytest.mark.nightly
 
@@ -84,43 +79,9 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_fits_a_phone(browser, tmp_path, make_run, width):
-    context = browser.new_context(viewport={"width": width, "height": 700})
-    tab = Tab(context.new_page()).open(url_of(make_run(tmp_path)))
-    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    context.close()
-
-
-def test_a_comparison_shows_every_run(tab, tmp_path, make_run):
-    runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("a", 10), ("b", 20))]
-    page = pages.assemble(compare.SECTIONS, pages.build(compare.SECTIONS, runs, compare.SUMMARY))
-    (tmp_path / "c.html").write_text(page)
-    tab.open((tmp_path / "c.html").as_uri())
-    assert tab.page.locator("#comparison tbody tr").count() == 2
-    assert tab.card("Reward").locator(".legend button").all_inner_texts()[0].startswith("a ")
-    assert tab.complaints == []
-
-
-@contextmanager
-def served(run_dir):
-    live = serve.LivePage(
-        partial(pages.build, pages.SECTIONS, run_dir),
-        partial(pages.assemble, pages.SECTIONS, live=True),
-        partial(signature, [run_dir]),
-    )
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
-    with served(tmp_path) as url:
+def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
+    with served(tmp_path) as port:
+        url = f"http://127.0.0.1:{port}/"
         tab.open(url)
         heading, live = tab.page.get_by_role("heading", level=1), tab.page.locator("#live")
         assert heading.inner_text() == "No training step was logged yet."

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 from pathlib import Path
 
-import pyarrow as pa
 import yaml
 
 from grpo_rl import cli
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.report import compare, demo, page
 
 
@@ -37,15 +34,11 @@ def test_runs_are_compared_row_by_row(tmp_path):
     assert second["difference"] == {"gain": 0.5, "low": expected.low, "high": expected.high} and second["rows"] == 4
     assert "difference" not in first and "gain" not in first  # one step is too few to say
     assert compare.build([a, b])["settings"] == {"optimizer.lr": ["1e-05", "2e-05"]}
-
-
-def test_other_held_out_rows_are_not_paired(tmp_path):
-    a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0])
-    b = run_of(tmp_path / "b", 1e-5, [1.0, 1.0], dataset="math")
-    c = run_of(tmp_path / "c", 1e-5, [1.0, 1.0, 1.0])
-    _, other, longer = compare.compared([a, b, c])
+    other = run_of(tmp_path / "other", 1e-5, [1.0, 1.0, 0.0, 2.0], dataset="math")
+    longer = run_of(tmp_path / "longer", 1e-5, [1.0, 1.0, 1.0, 1.0, 1.0])
+    _, other, longer = compare.compared([a, other, longer])
     assert other["unpaired"] == "other env.dataset" and "difference" not in other
-    assert longer["unpaired"].startswith("2 rewards before and 3 after")
+    assert longer["unpaired"].startswith("4 rewards before and 5 after")
 
 
 def test_runs_of_sft_are_compared_by_their_held_out_loss_which_is_better_when_lower(tmp_path):
@@ -120,15 +113,7 @@ def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
     (tmp_path / "notes").mkdir()
     assert [run.name for run in compare.run_folders([tmp_path])] == ["0", "2", "10"]
     assert compare.run_folders([tmp_path / "2"]) == [tmp_path / "2"]
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    for time in ("10-00-00", "11-00-00"):
-        run_of(tmp_path / "2026-01-31" / time, 1e-5, [0.0])
-    assert cli.main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "holds no run: neither metrics.jsonl nor config.yaml" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["2026-01-31"]
+    assert cli.main(["report", str(tmp_path / "notes")]) == 2 and not list((tmp_path / "notes").iterdir())
 
 
 def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, monkeypatch, capsys):
@@ -142,33 +127,11 @@ def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, 
     assert capsys.readouterr().out.split() == [str(tmp_path / "sweep" / "report.html"), "comparison.html"]
 
 
-def test_the_recorded_run_is_small_whole_and_without_paths_of_a_machine(tmp_path):
+def test_the_recorded_run_is_small_and_has_every_section_of_a_synchronous_run(tmp_path):
     assert demo.RECORDED.stat().st_size < 300_000
-    run = demo.unpack(tmp_path)
-    assert json.loads((run / "summary.json").read_text())["finished"]
-    for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
-        assert not any(place in (run / name).read_text() for place in ("/tmp", "/root", "/home"))
-
-
-def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, monkeypatch):
-    run = make_run(tmp_path / "run", steps=2)
-    config = {"env": {"path": "/root/x/train.jsonl"}, "a": {"api_key": "hunter2"}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (run / "overrides.yaml").write_text("- env.path=/root/x/train.jsonl\n")
-    summary = json.loads((run / "summary.json").read_text()) | {"command": "python /root/sota/grpo.py"}
-    (run / "summary.json").write_text(json.dumps(summary))
-    StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
-    monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
-    runpy.run_path(str(Path(__file__).parents[2] / "tools" / "record_demo.py"))["pack"](run, demo.RECORDED)
-    recorded = demo.unpack(tmp_path / "there")
-    texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
-    assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts
-    assert (recorded / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-    for folder in ("completions.parquet", "tokens.parquet"):
-        assert StepParts(recorded / folder).read(1).equals(StepParts(run / folder).read(1))
-
-
-def test_the_recorded_run_has_every_section_of_a_synchronous_run(tmp_path):
     found = page.build(page.SECTIONS, demo.unpack(tmp_path))
+    for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
+        text = (tmp_path / demo.NAME / name).read_text()
+        assert not any(place in text for place in ("/tmp", "/root", "/home"))
     assert {section.id for section in page.SECTIONS} - found.keys() <= {"advisories"}  # nothing went wrong in it
     assert not any("left_out" in json.loads(text) for text in found.values())

@@ -24,10 +24,6 @@ def test_the_headline_claims_no_more_than_its_interval(interval, start):
     assert headline([], summary).startswith(start)
 
 
-def test_one_lucky_response_in_two_steps_is_no_result():
-    assert headline(steps(0.0625, 0.0), {}).startswith("2 steps are too few to say")
-
-
 def test_without_an_evaluation_first_and_last_steps_are_compared_with_an_interval():
     # Ten steps: 5 of mean 2 and 5 of mean 7. Deviations -2 to 2 have variance 10 / 4, lagged products of 4 / 4 and
     # -1 / 4, and two lags: a mean's variance is (2.5 + 2 * (2 / 3 * 1 - 1 / 3 * 1 / 4)) / 5 = 11 / 15.

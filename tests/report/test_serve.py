@@ -10,35 +10,14 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import page as pages
 from grpo_rl.report import serve
-from grpo_rl.report.files import is_running, signature
-
-
-@contextmanager
-def served(run_dir):
-    """The port of a server of a run's live page."""
-    live = serve.LivePage(
-        partial(pages.build, pages.SECTIONS, run_dir),
-        partial(pages.assemble, pages.SECTIONS, live=True),
-        partial(signature, [run_dir]),
-    )
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+from grpo_rl.report.files import is_running
 
 
 def get(port: int, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
@@ -53,9 +32,14 @@ def changes(port: int, have: dict[str, str]) -> dict:
     return json.loads(get(port, f"/data.json?have={words}")[1])
 
 
-def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkeypatch):
+@pytest.fixture
+def at_once(monkeypatch):
+    """Data are built whenever they may have changed."""
     monkeypatch.setattr(serve, "FRESH_S", 0.0)
     monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
+
+
+def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
@@ -68,16 +52,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkey
         assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
 
 
-def test_a_folder_without_a_step_is_served_and_then_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "FRESH_S", 0.0)
-    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
-    with served(tmp_path) as port:
-        assert b"No training step was logged yet." in get(port, "/")[1]
-        MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-        assert "charts" in changes(port, {})
-
-
-def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
+def test_no_file_is_read_by_a_readers_name(tmp_path, make_run, served):
     make_run(tmp_path, steps=1)
     (tmp_path.parent / "secret").write_text("secret")
     with served(tmp_path) as port:
@@ -85,7 +60,7 @@ def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
             assert get(port, path)[0] == 404
 
 
-def test_another_name_for_this_machine_reads_nothing(tmp_path):
+def test_another_name_for_this_machine_reads_nothing(tmp_path, served):
     with served(tmp_path) as port:
         status, content, _ = get(port, "/", host="evil.example:80")
         assert status == 403 and b"<" not in content
@@ -93,7 +68,7 @@ def test_another_name_for_this_machine_reads_nothing(tmp_path):
         assert get(port, "/", host="localhost")[0] == 200  # port 80
 
 
-def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
+def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path, served):
     with served(tmp_path) as port:
         assert get(port, "/", method="POST")[0] == 501
         assert get(port, "/", method="HEAD")[:2] == (200, b"")
@@ -104,7 +79,7 @@ def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
                     socket.create_connection((address, port), timeout=1).close()
 
 
-def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
+def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
     monkeypatch.setattr(serve, "READ_S", 0.1)
     with served(tmp_path) as port:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: "):
@@ -113,26 +88,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
                 assert half.recv(1) == b""
 
 
-def test_many_readers_share_one_build(tmp_path, make_run):
-    make_run(tmp_path, steps=1)
-    built = []
-
-    def build():
-        built.append(1)
-        return pages.build(pages.SECTIONS, tmp_path)
-
-    live = serve.LivePage(build, str, lambda: 0)
-    threads = [threading.Thread(target=live.changes, args=({},)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert built == [1]
-
-
-def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, monkeypatch):
-    monkeypatch.setattr(serve, "FRESH_S", 0.0)
-    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
+def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
@@ -141,16 +97,6 @@ def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make
         assert status == 503 and b"summary.json is not JSON" in content and "text/plain" in headers["Content-Type"]
         (tmp_path / "summary.json").write_text(whole)
         assert get(port, "/data.json")[0] == 200
-
-
-def test_a_defect_is_told_to_the_reader_instead_of_cutting_them_off():
-    live = serve.LivePage(lambda: {}[1], str, lambda: 0)
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        status, content, _ = get(server.server_address[1], "/")
-        thread.join()
-    assert (status, content) == (503, b"KeyError: 1")
 
 
 def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
@@ -162,7 +108,7 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
         return {"summary": str(len(built))}
 
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    live = serve.LivePage(build, str, lambda: clock[0])
+    live = serve.LivePage(build, str)
     live.page()
     clock[0] += 56.0  # 3 s are 5 % of 60 s: the next begins 57 s after this one's end
     live.page()
@@ -170,14 +116,6 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
     clock[0] += 1.5
     live.page()
     assert len(built) == 2
-
-
-def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
-    live = serve.LivePage(dict, str, lambda: 0)
-    with serve.make_server(live) as server, pytest.raises(ValueError, match="leave --port out"):
-        serve.make_server(live, server.server_address[1])
-    with pytest.raises(ValueError, match="port 70000 can't be used .*0-65535.*leave --port out"):
-        serve.make_server(live, 70000)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +126,6 @@ def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
         ({"pid": os.getpid(), "host": socket.gethostname()}, False),  # the run itself, which writes its page at its end
         ({"pid": 2**22 + 1, "host": socket.gethostname()}, False),  # above the greatest id of a process
         ({"pid": 1, "host": "elsewhere"}, None),
-        ([], False),
     ],
 )
 def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):

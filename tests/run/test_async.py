@@ -121,19 +121,6 @@ def test_nothing_that_the_run_started_is_left(ran):
     assert ran[2] == []
 
 
-def steps_of(folder):
-    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
-
-
-def kill_after(cluster, node, process, folder, steps):
-    """Kills the node when the run has made so many steps."""
-    end = time.monotonic() + PATIENCE_S
-    while steps_of(folder) < steps:
-        assert time.monotonic() < end and process.poll() is None, said(folder)[-3000:]
-        time.sleep(0.2)
-    cluster.remove_node(node, allow_graceful=False)
-
-
 TWO_NODE_STEPS = 24
 
 
@@ -155,22 +142,12 @@ def run_and_kill(two_nodes, folder, steps, *overrides):
     node = cluster.add_node(num_cpus=1)
     environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # as of the cluster
     process, _ = start([*settings, *overrides], folder, **environment)
-    kill_after(cluster, node, process, folder, steps)
+    end = time.monotonic() + PATIENCE_S
+    while not (folder / "metrics.jsonl").exists() or len(read_metrics(folder)) < steps:
+        assert time.monotonic() < end and process.poll() is None, said(folder)[-3000:]
+        time.sleep(0.2)
+    cluster.remove_node(node, allow_graceful=False)
     return process
-
-
-def assert_replaced(folder, rows):
-    """The engine of the node that died has been replaced, and no group was lost or trained on twice."""
-    assert "It is replaced, and its unfinished groups are sampled again" in said(folder)
-    assert rows[-1]["engines/replaced"] == 1 and len(rows) == TWO_NODE_STEPS
-    assert trained_groups(folder) == list(range(4 * TWO_NODE_STEPS)), "each group is trained on once"
-    assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))
-
-
-@pytest.mark.nightly
-def test_a_node_dies_and_the_run_goes_on(two_nodes, tmp_path):
-    folder = tmp_path / "run"
-    assert_replaced(folder, finished(run_and_kill(two_nodes, folder, 5), folder))
 
 
 @pytest.mark.nightly
@@ -182,4 +159,8 @@ def test_a_node_dies_and_the_run_stops_by_name_is_resumed_and_lives_through_anot
     assert stopped and int(stopped[1]) < TWO_NODE_STEPS, said(folder)[-3000:]
 
     process = run_and_kill(two_nodes, folder, int(stopped[1]) + 5, f"resume={folder}")
-    assert_replaced(folder, finished(process, folder))
+    rows = finished(process, folder)
+    assert "It is replaced, and its unfinished groups are sampled again" in said(folder)
+    assert rows[-1]["engines/replaced"] == 1 and len(rows) == TWO_NODE_STEPS
+    assert trained_groups(folder) == list(range(4 * TWO_NODE_STEPS)), "each group is trained on once"
+    assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))

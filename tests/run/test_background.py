@@ -15,7 +15,6 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.testing import run_script
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import checkpoints, load, save
 from grpo_rl.training.logged import metrics_bytes
@@ -89,36 +88,6 @@ def test_a_failure_is_raised_once_and_at_the_next_wait():
     background.start(lambda: done.append(1))
     background.close()
     assert done == [1]
-
-
-@pytest.mark.nightly
-def test_a_disk_that_is_full_for_a_checkpoint_stops_the_run_at_its_next_step(tiny_run, tmp_path, monkeypatch):
-    write = checkpoint_file.write
-
-    def full(path, state):
-        if state["step"] == 2:
-            raise OSError(28, "No space left on device", str(path))
-        return write(path, state)
-
-    monkeypatch.setattr(checkpoint_file, "write", full)
-    with pytest.raises(SystemExit) as stopped:
-        run_script(SCRIPT, tiny_run, tmp_path / "run")
-    folder = tmp_path / "run"
-    assert f"can't write to {folder / 'checkpoints' / 'checkpoint_000002.pt'}" in str(stopped.value)
-    assert str(stopped.value).endswith(f"Go on with: resume={folder}")
-    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["checkpoint_000001.pt"]
-    assert read_metrics(folder)[-1]["step"] == 2  # of step 3 the optimizer waits, and finds out
-
-
-def test_a_kill_before_old_checkpoints_are_removed_leaves_none_too_many(tmp_path):
-    run = tmp_path / "run"
-    for step in (1, 2, 3):
-        save(run / "checkpoints", step, {"step": step, "config": "{}", **BEGUN}, keep=0)
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
-    train = Train(keep_checkpoints=2, total_dialog_turns=99)
-    with RunFolder(run, str(run), {}, "", Room(3, 1000, 1000), train) as opened:
-        opened.prepare()
-    assert [load(path)["step"] for path in checkpoints(run / "checkpoints")] == [2, 3]
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_beside_the_error_that_ends_the_run(

@@ -54,6 +54,9 @@ def test_the_model_of_the_best_evaluation_is_kept_and_named_in_the_summary(finis
     best = max(rewards, key=lambda step: (rewards[step], -step))
     assert (summary["best_step"], summary["best_reward"]) == (best, pytest.approx(rewards[best]))
     assert json.loads((finished / "best_model" / "best.json").read_text()) == {"step": best}
+    tracker = BestTracker()
+    tracker.restore(load(checkpoints(finished / "checkpoints")[-1])["eval_best"])
+    assert tracker.best and tracker.best[0] == best and not any(map(math.isnan, tracker.best[1]))
     kept = AutoModelForCausalLM.from_pretrained(finished / "best_model").state_dict()
     if best:
         masters = load(finished / "checkpoints" / f"checkpoint_{best:06d}.pt")["optimizer"]["masters"]
@@ -85,19 +88,6 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
     assert ((folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns) == written
 
 
-@pytest.mark.nightly
-def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolonged(settings, tmp_path):
-    ends = [*settings, "evaluate.frequency=3", "evaluate.patience=9", "evaluate.samples=0", "evaluate.tasks=[]"]
-    ends += ["optimizer.schedule=constant"]
-    folder = run(ends, tmp_path / "run")
-    rewards = {row["step"]: row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row}
-    best = json.loads((folder / "best_model" / "best.json").read_text())["step"]
-    assert best == max(rewards, key=lambda step: (rewards[step], -step))
-    run([*ends, "train.total_dialog_turns=80", f"resume={folder}"], tmp_path / "unused")
-    state = load(checkpoints(folder / "checkpoints")[-1])["eval_best"]
-    assert state["best"][0] == best and state["no_better"] == sum(step > best for step in rewards)
-
-
 def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_path, monkeypatch):
     def write(step):
         with whole_folder(tmp_path / "best_model") as partial:
@@ -120,10 +110,3 @@ def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_pa
         assert best_kept(tmp_path) == 1
     write(3)
     assert best_kept(tmp_path) == 3
-
-
-def test_the_tracker_of_a_checkpoint_is_that_of_its_step(finished):
-    state = load(checkpoints(finished / "checkpoints")[-1])["eval_best"]
-    tracker = BestTracker()
-    tracker.restore(state)
-    assert tracker.best and not any(map(math.isnan, tracker.best[1])) and len(tracker.best[1]) == 4

@@ -88,13 +88,3 @@ def test_a_folder_left_by_another_host_and_a_file_system_without_locks_are_told(
     lock = FolderLock(tmp_path)
     assert "has no locks (No locks available)" in lock.warning
     lock.close()
-
-
-def test_what_is_no_description_is_not_read_as_one(tmp_path):
-    (tmp_path / LOCK).write_bytes(b"\xff\x00[")
-    lock = FolderLock(tmp_path)
-    assert lock.warning is None
-    (tmp_path / LOCK).write_text("[]")
-    with pytest.raises(FolderInUseError, match="in use by another process"):
-        FolderLock(tmp_path)
-    lock.close()

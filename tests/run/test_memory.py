@@ -19,8 +19,8 @@ run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.p
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def of_three_steps(tiny_run, folder, monkeypatch):
-    """The overrides and the folder of a run whose memory runs out in the second step, and the groups of each pass."""
+@pytest.mark.nightly
+def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, monkeypatch, capsys):
     # With an entropy term zero-variance groups are scored, too: there are always two in an optimizer step.
     tiny = [*tiny_run, "train.micro_batch_tokens=256", "train.total_dialog_turns=48", "policy.entropy_coef=0.01"]
     scored, calls = micro_batches.scored_micro_batches, []
@@ -34,24 +34,14 @@ def of_three_steps(tiny_run, folder, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(micro_batches, "scored_micro_batches", scarce)
-        return tiny, run(tiny, folder), calls
-
-
-@pytest.mark.nightly
-def test_a_run_goes_on_in_its_memory(tiny_run, tmp_path, monkeypatch, capsys):
-    _, folder, calls = of_three_steps(tiny_run, tmp_path / "run", monkeypatch)
+        whole = run(tiny, tmp_path / "whole")
     # Two optimizer steps of two groups in each step: the third begins again, with each group for itself.
     assert calls == [2, 2, 2, *[1] * 8]
-    rows = read_metrics(folder)
+    rows = read_metrics(whole)
     assert [row["train/out_of_memory"] for row in rows] == [0, 1, 0]
     assert [row["train/micro_batches"] for row in rows] == [2, 4, 4]
     assert "Memory ran out with a micro-batch of 2 groups" in capsys.readouterr().out
-    assert "the optimizer step begins again" in (folder / "grpo.log").read_text()
 
-
-@pytest.mark.nightly
-def test_it_goes_on_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, monkeypatch):
-    tiny, whole, _ = of_three_steps(tiny_run, tmp_path / "whole", monkeypatch)
     shutil.copytree(whole, cut := tmp_path / "cut")
     run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
     assert list(map(without_clocks, read_metrics(cut))) == list(map(without_clocks, read_metrics(whole)))

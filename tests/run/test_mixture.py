@@ -16,11 +16,8 @@ from grpo_rl.report.charts import build
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
-SOTA = Path(__file__).parents[2] / "sota"
-SCRIPT = SOTA / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 NAMES = ("gsm8k", "halved", "again")
-ROWS = 6
-"""Rows of each task."""
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.nightly]
 
 
@@ -42,14 +39,6 @@ def tiny(tiny_run):
         yield [*shared, f"env.mixture={{{', '.join(entries)}}}", "env.max_turns=2", "evaluate.rows=3"]
 
 
-def check_steps(steps):
-    """Each step's groups are those of its tasks, and its mean reward is theirs."""
-    assert all(sum(row[f"mixture/{name}"] for name in NAMES) == 4 for row in steps)
-    for row in steps:
-        means = [row[f"reward/{name}/mean"] * row[f"mixture/{name}"] for name in NAMES if row[f"mixture/{name}"]]
-        assert sum(means) / 4 == pytest.approx(row["reward/mean"], abs=1e-6)
-
-
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     return run_script(SCRIPT, tiny, tmp_path_factory.mktemp("mixture") / "run")
@@ -58,7 +47,10 @@ def finished(tiny, tmp_path_factory):
 def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
     rows = read_metrics(finished)
     steps = [row for row in rows if "reward/mean" in row]
-    check_steps(steps)
+    assert all(sum(row[f"mixture/{name}"] for name in NAMES) == 4 for row in steps)
+    for row in steps:
+        means = [row[f"reward/{name}/mean"] * row[f"mixture/{name}"] for name in NAMES if row[f"mixture/{name}"]]
+        assert sum(means) / 4 == pytest.approx(row["reward/mean"], abs=1e-6)
     seen = {name for row in steps for name in row}
     assert {f"reward/gsm8k/{n}" for n in ("mean", "correctness", "zero_std_fraction")} <= seen
     assert "response/again/truncated_fraction" in seen
@@ -72,7 +64,15 @@ def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
         series[0]: series[1] for chart in drawn if chart["title"] == "Reward by task" for series in chart["series"]
     }
     assert curves == {f"reward/{name}/mean": name for name in NAMES if f"reward/{name}/mean" in seen}
-    assert len(pd.read_parquet(finished / "completions.parquet")) == 32
+    logged = pd.read_parquet(finished / "completions.parquet").to_dict("records")
+    assert len(logged) == 32
+    for row in logged:  # the responses to a task have its turns and its parts of the reward
+        name = NAMES[row["row"] // 6]  # six rows of each task
+        turns = {1, 3} if row["truncated"] else {3}
+        assert len(row[TURN_ENDS]) in (turns if name == "again" else {1})
+        parts = [row[part] for part in row if part.startswith(f"reward_{name}/")]
+        assert parts and sum(parts) == pytest.approx(row["reward"], abs=1e-6)
+    assert any(len(row[TURN_ENDS]) == 3 for row in logged)
 
 
 def test_a_resumed_mixture_is_the_run_that_went_on_to_the_last_bit(finished, tiny, tmp_path):
@@ -83,25 +83,3 @@ def test_a_resumed_mixture_is_the_run_that_went_on_to_the_last_bit(finished, tin
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (cut, finished)]
     assert weights[0] == weights[1]
     assert json.loads((cut / "summary.json").read_text())["steps"] == 2
-
-
-def test_the_async_script_trains_on_the_same_draws_each_group_within_its_task(finished, tiny, tmp_path):
-    pytest.importorskip("ray")
-    pytest.importorskip("vllm")
-    words = ["inference_model.engine=vllm", "train.optim_batch_size=16", "train.total_dialog_turns=96"]
-    folder = run_script(SOTA / "grpo_async.py", [*tiny, *words], tmp_path / "run")
-    steps = [row for row in read_metrics(folder) if "reward/mean" in row]
-    check_steps(steps)
-    assert len(steps) == 6 and max(row["staleness/max"] for row in steps) == 2
-    logged, in_turn = (pd.read_parquet(run / "completions.parquet").to_dict("records") for run in (folder, finished))
-    drawn, in_turn = ({(row["group_id"], row["row"]) for row in rows} for rows in (logged, in_turn))
-    assert sorted(group for group, _ in drawn) == list(range(24)) and in_turn <= drawn
-    assert {row // ROWS for _, row in drawn} == {0, 1, 2}
-    # The responses to a task have its turns and its parts of the reward.
-    for row in logged:
-        name = NAMES[row["row"] // ROWS]
-        turns = {1, 3} if row["truncated"] else {3}
-        assert len(row[TURN_ENDS]) in (turns if name == "again" else {1})
-        parts = [row[part] for part in row if part.startswith(f"reward_{name}/")]
-        assert parts and sum(parts) == pytest.approx(row["reward"], abs=1e-6)
-    assert any(len(row[TURN_ENDS]) == 3 for row in logged)

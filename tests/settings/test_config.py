@@ -42,27 +42,12 @@ def test_every_experiment_passes_the_checks(experiment):
     read_parts(cfg.env.rewards)  # each by its name, with settings that it has
 
 
-@pytest.mark.slow
-def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_recipe_but_for_what_it_says():
-    Settings.read(config())
-    math, distill = (config(f"+experiment=open_r1_{name}") for name in ("math", "distill"))
-    assert (math.env.dataset, math.train.optim_batch_size, math.env.repeats) == ("math", 448, 16)
-    assert (math.optimizer.lr, math.policy.kl_coef, math.sampling.temperature) == (2e-5, 0.04, 0.9)
-    assert (distill.env, distill.train, distill.policy) == (math.env, math.train, math.policy)
-    assert (distill.optimizer.lr, distill.optimizer.min_lr_fraction, distill.sampling.temperature) == (1e-6, 0.1, 0.7)
-    assert "</think>" not in distill.model.chat_template
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
-        ("+train.lr=1", r"unknown config key train\.lr; did you mean optimizer\.lr\?"),
         ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
-        ("train.batch_size=8", r"did you mean train\.optim_batch_size\?"),
         ("num_generations=8", r"did you mean env\.repeats\?"),
-        ("loss.beta=0.1", r"did you mean policy\.kl_coef\?"),
-        ("env.num_env=4", r"did you mean env\.num_envs\?"),
         ("zzz=1", r"--cfg job"),
     ],
 )
@@ -71,47 +56,35 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
         Settings.read(compose_config("grpo_gsm8k", [override]))
 
 
-def test_an_unknown_key_from_a_file_is_refused_too():
-    cfg = config()
-    OmegaConf.set_struct(cfg, False)
-    cfg.train.gradient_clip = 1
-    with pytest.raises(ValueError, match=r"train\.gradient_clip"):
-        Settings.read(cfg)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.repeats=1"], "env.repeats is 1"),
-        (["env.repeats=8", "train.optim_batch_size=20"], "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
-        (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 responses"),
-        (["train.total_dialog_turns=8"], "less than one collection, 32 responses"),
-        (["inference_model.max_model_len=256"], "leaves no room"),
-        (["inference_model.engine=vlm"], "did you mean vllm"),
-        (["env.dataset=gsm9k"], "did you mean gsm8k"),
-        (["train_model.dtype=float16"], "float16"),
-        (["evaluate.rows=1"], "evaluate.rows is 1"),
-        (["sampling.top_p=0"], "sampling.top_p is 0; it must be more than 0 and at most 1"),
-        (["sampling.min_p=1"], "sampling.min_p is 1; it must be at least 0 and less than 1"),
-        (["sampling.top_k=-1"], "sampling.top_k is -1; it must be 0 or more"),
-        (["sampling.stop=[5]"], r"sampling.stop is \[5\]; it must be a list of texts"),
-        (["sampling.stop=['']"], "none of them empty"),
-        (["sampling.ignore_eos=true", "loss=dapo"], "every response meets the length limit"),
-        (["mismatch.bound=0"], "mismatch.bound is 0; it must be more than 0, or null"),
-        (["policy.kl_coef=-0.1"], "policy.kl_coef is -0.1"),
-        (["train.optim_batch_size=0"], "train.optim_batch_size is 0"),
-        (["train.keep_checkpoints=-1"], "train.keep_checkpoints is -1"),
-        (["train.gradient_accumulation_steps=5"], "5 micro-batches cannot be made of the 4 groups"),
+        ("env.repeats=1", "env.repeats is 1"),
+        ("env.repeats=8 train.optim_batch_size=20", "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
+        ("env.num_envs=3 train.optim_batch_size=16", "3 x 8 = 24 responses"),
+        ("train.total_dialog_turns=8", "less than one collection, 32 responses"),
+        ("train.gradient_accumulation_steps=5", "5 micro-batches cannot be made of the 4 groups"),
+        ("inference_model.max_model_len=256", "leaves no room"),
+        ("inference_model.engine=vlm", "did you mean vllm"),
+        ("sampling.min_p=1", "sampling.min_p is 1; it must be at least 0 and less than 1"),
+        ("sampling.stop=['']", "none of them empty"),
+        ("sampling.ignore_eos=true loss=dapo", "every response meets the length limit"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
+        ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number"),
+        ("env.repeats=true", "env.repeats is True; it must be a whole number"),
+        ("optimizer.betas=[0.9,high]", r"optimizer.betas is \[0.9, 'high'\]; it must be a list of numbers"),
+        ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
+        ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it must be a number"),
+        ("env.examples=[1]", r"env.examples is \[1\]; it must be a list of mappings"),
+        ("logger.name=20250101", "it must be text, or null; quoted it is: logger.name=\"'20250101'\""),
+        ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
+        ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
     ],
 )
-def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
+def test_a_wrong_value_is_told_with_what_it_must_be(overrides, message):
     with pytest.raises(ValueError, match=message):
-        Settings.read(config(*overrides))
-
-
-BY_DEFAULT = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-BY_DEFAULT |= {list: "a list", dict: "a mapping"}
+        Settings.read(config(*overrides.split()))
 
 
 def values_of(dataset):
@@ -121,33 +94,6 @@ def values_of(dataset):
     values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     values["env"] |= OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
     return {key: select(values, key) for key in flat(values)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
-        ("optimizer.lr=null", "optimizer.lr is None; it must be a number"),
-        ("env.repeats=true", "env.repeats is True; it must be a whole number"),
-        ("env.num_envs='4'", "env.num_envs is '4'; it must be a whole number"),
-        ("optimizer.betas=[0.9,high]", "optimizer.betas is [0.9, 'high']; it must be a list of numbers"),
-        ("train_model.devices=0", "train_model.devices is 0; it must be a list of whole numbers, or null"),
-        ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
-        ("policy.stop_kl=soon", "policy.stop_kl is 'soon'; it must be a number, or null"),
-        ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it must be a number"),
-        ("env.examples=[1]", "env.examples is [1]; it must be a list of mappings"),
-        ("resume=7", "resume is 7; it must be text, or null"),
-        ("logger.name=20250101", "it must be text, or null; quoted it is: logger.name=\"'20250101'\""),
-        ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number"),
-        ("optimizer.betas=[0.9,nan]", "optimizer.betas is [0.9, nan]; it must be a list of numbers"),
-        ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
-        ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
-    ],
-)
-def test_a_wrong_type_is_told_with_the_value_and_what_it_must_be(override, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.read(config(override))
 
 
 @pytest.mark.parametrize("dataset", sorted(TASKS.keys() - {"mixture"}))
@@ -244,6 +190,3 @@ def test_configs_that_differ_in_what_is_masked_are_written_differently():
     one, other = (written(**{"env.columns": {"answer_key": column}})["env"]["columns"] for column in ("gold", "best"))
     assert one != other and one["answer_key"].startswith("***") and len(one["answer_key"]) == 6
     assert written()["logger"]["settings"]["x"]["api_key"] == "***"  # as a run may be resumed with another
-
-
-AGENT = ["env.agent=my_agents:solve", "env.scorer=gsm8k"]

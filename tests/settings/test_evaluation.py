@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.task_settings import settings_of_eval_tasks
@@ -13,21 +12,12 @@ from grpo_rl.settings.task_settings import settings_of_eval_tasks
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("entry", "own"),
-    [
-        ("{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: 'my:f'}}", {"reward": "my:f"}),
-        ("{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: {f: 1}}}", {"reward": {"f": 1}}),
-        ("{task: search_qa, rows: 5, path: p.jsonl, env: {corpus: c.json}}", {"corpus": "c.json", "results": 3}),
-        ("{task: search_qa, rows: 5, env: {results: 2}}", {"corpus": None, "results": 2}),
-    ],
-)
-def test_any_task_may_be_evaluated_beside_another_with_settings_of_its_own(entry, own):
-    run = Settings.read(compose_config("grpo_gsm8k", ["evaluate.rows=9", f"evaluate.tasks=[{entry}]"]))
-    [extra] = settings_of_eval_tasks(run)
-    assert {key: plain(extra.env[key]) for key in own} == own
-    assert eval_source(extra).path == run.evaluate.tasks[0].get("path")
-
-
-def source(*words):
-    return eval_source(Settings.read(compose_config("grpo_gsm8k", words)))
+def test_any_task_may_be_evaluated_beside_another_with_settings_of_its_own():
+    entries = (
+        "{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: 'my:f'}}, "
+        "{task: search_qa, rows: 5, path: p.jsonl, env: {corpus: c.json}}"
+    )
+    run = Settings.read(compose_config("grpo_gsm8k", ["evaluate.rows=9", f"evaluate.tasks=[{entries}]"]))
+    prompts, search = settings_of_eval_tasks(run)
+    assert prompts.env["reward"] == "my:f" and eval_source(prompts).path == "p.jsonl"
+    assert (search.env["corpus"], search.env["results"]) == ("c.json", 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -14,7 +13,6 @@ import pytest
 
 from grpo_rl.cli import COMMANDS
 from grpo_rl.cli import main as command_line
-from grpo_rl.policies.model_folder import local_path
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST
@@ -52,8 +50,6 @@ print(json.dumps(results))
 FILES = {
     "conf/bad.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 4\n   repeats: 8\n",
     "conf/key.yaml": "defaults: [grpo_gsm8k, _self_]\noptimizer:\n  lr: 1e-5\n  warmup: 4\n",
-    "conf/kind.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 2.5\n",
-    "conf/preset.yaml": "defaults: [grpo_gsm8k, {override loss: dappo}, _self_]\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
     "conf/place.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain_model: {deadline_s: 60}\n"
     "inference_model: {deadline_s: soon}\n",
@@ -67,30 +63,18 @@ FILES = {
 OWN = ["--config-dir", "conf", "--config-name"]
 TABLE = [
     (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
-    (["optimizer.lr=-1e-5"], "optimizer.lr is -1e-05; it must be 0 or more"),
-    (["env.repeats=4.5"], "env.repeats is 4.5; it must be a whole number"),
-    (["optimizer.betas=0.9"], "optimizer.betas is 0.9; it must be a list of numbers"),
-    (["train.mixed_precision=maybe"], "train.mixed_precision is 'maybe'; it must be true or false"),
     (["sampling.top_p=2"], "sampling.top_p is 2; it must be more than 0 and at most 1"),
     (["env.num_env=8"], "unknown config key env.num_env; did you mean env.num_envs?"),
     (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
-    (["env.dataset=gsm9k"], "did you mean gsm8k?"),
     (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),
     (["experiment=quickstart"], "To append to your default list use +experiment=quickstart"),
-    (["+loss=dapo"], "Multiple values for loss. To override a value use 'override loss: dapo'"),
-    (["--config-name", "grpo_gsm9k"], "unknown config 'grpo_gsm9k'; did you mean grpo_gsm8k? (all: "),
-    ([*OWN, "kin"], "unknown config 'kin'; did you mean kind? (all: bad, "),
+    ([*OWN, "ky"], "unknown config 'ky'; did you mean key? (all: bad, "),
     ([*OWN, "bad"], 'mapping values are not allowed here in "'),
     ([*OWN, "key"], "conf/key.yaml, unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
-    ([*OWN, "kind"], "conf/kind.yaml, env.num_envs is 2.5; it must be a whole number"),
     ([*OWN, "place"], "conf/place.yaml, inference_model.deadline_s is 'soon'; it must be a number"),
     ([*OWN, "empty"], "the config lacks train.checkpoint_frequency, "),
-    ([*OWN, "preset"], "unknown loss 'dappo'; did you mean dapo?"),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, optimizer.lr is 'fast'; it must"),
-    (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
-    (["loss.dual_clip=1.1"], "use at least 1 + loss.clip_high"),
-    (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
     (["env.path=no_such.jsonl"], "no_such.jsonl can't be read: "),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
     (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
@@ -99,41 +83,25 @@ TABLE = [
     (["model.name=cut"], "it is a run's that has not ended: grpo-rl export cut/checkpoints/checkpoint_*.pt FOLDER"),
     (["mode=async"], "this script is of mode=sync; run sota/grpo_async.py"),
     (["quickstart"], "quickstart: Error parsing override 'quickstart' missing EQUAL"),
-    (["env.repeats=[1"], "env.repeats=[1: no viable alternative"),
     (["--help", "optimzer"], "unknown section or setting 'optimzer'; did you mean optimizer?"),
 ]
 """Wrong input, and what its one line says."""
 OF_COMMANDS = [
     (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
-    (["batches", "env.repeats=1"], "env.repeats is 1"),
-    (["batches", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
-    (["plan", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),  # no mode is given: in either
-    (["plan", "cluster=8xH100", "mode=async", "policy.kl_coef=-1"], "policy.kl_coef is -1; it must be 0 or more"),
     (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
     (["plan", "cluster=8xH10"], "cluster=8xH10: H10 is none of A100-40GB, "),
-    (["check-model", "m", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
-    (["check-model", "m", "env.repeats=1"], "env.repeats is 1"),
     (["check-model", "m", "mode=async"], "check-model takes the model as NAME, and looks at one process"),
     (["eval", "/no/such", "tasks=[gsm8k]"], "unknown model '/no/such': there is no such folder, and it is no hub name"),
     (["export", "/no/such.pt", "out"], "there is no checkpoint /no/such.pt; a run's are its checkpoints/checkpoint_*"),
     (["eval", "m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k?"),
-    (["eval", "m", "tasks=[gsm8k]", "env.repeats=1"], "env.repeats is 1"),
-    (["replay", "run", "1", "loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo?"),
     (["replay", "run", "1", "loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
     (["replay", "run", "1", "optimizer.lr=1"], "optimizer.lr has no part in the loss"),
-    (["replay", "run", "first"], "argument STEP: invalid int value: 'first'"),
     (["report", "run"], "run is not a run folder"),
-    (["report", "env.repeats=4"], "env.repeats=4 is not a run folder"),
     (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
-    (["doctor", "--deadline-s", "soon"], "argument --deadline-s: invalid float value: 'soon'"),
-    (["doctor", "--deadline-s", "0"], "--deadline-s 0: give seconds above 0"),
     (["plan", "--sample-share", "1.5"], "--sample-share 1.5: a share of the rates is above 0 and at most 1"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
-    (["from-trl", "c.yaml", "env.repeats=4"], "from-trl takes no overrides"),
-    (["export", "c.pt", "out", "env.repeats=4"], "export takes no overrides such as env.repeats=4"),
     (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
-    (["push-to-hub", "run"], "the following arguments are required: REPO"),
 ]
 """Wrong words of the commands beside `train`, and what their one line says."""
 ASKED = [
@@ -141,7 +109,6 @@ ASKED = [
     ["--help", "env"],
     ["--help", "optimizer.lr"],
     ["--help", "env.reward"],
-    ["env.dataset=prompt_response", "--help", "env.reward"],
     ["--hydra-help"],
     ["--cfg", "job"],
     ["--info", "all"],
@@ -222,21 +189,6 @@ def test_ctrl_c_in_the_first_seconds_ends_in_one_line_and_leaves_nothing(tmp_pat
     assert capsys.readouterr().err == "stopped by Ctrl-C\n" and not list(tmp_path.iterdir())
 
 
-def test_a_user_without_a_home_folder_is_told_what_to_set(tmp_path, monkeypatch):
-    def unknown(_):
-        raise KeyError("getpwuid(): uid not found")
-
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-    for name in ("HOME", "XDG_CACHE_HOME", "GRPO_RL_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train"]))
-    with pytest.raises(ValueError, match="this user has no home folder: set HOME, or GRPO_RL_CACHE, to a folder"):
-        check_machine(settings)
-    assert local_path("~/model") is None and local_path("~no-such-user/model") is None
-    monkeypatch.setenv("HOME", str(tmp_path))
-    check_machine(settings)
-
-
 def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
     text = results["--help",]["out"]
     for group in ("experiment", "env", "loss"):
@@ -252,18 +204,10 @@ def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
 def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_range(results):
     env = results["--help", "env"]["out"]
     assert all(f"  {key}" in env for key in declarations("gsm8k") if key.startswith("env."))
+    reward = results["--help", "env.reward"]["out"]
+    assert reward.startswith("env.reward: A response earns") and "  env.reward.correctness=2.0 " in reward
     one = results["--help", "optimizer.lr"]["out"]
     assert one.split() == ["optimizer.lr=1e-05", "learning", "rate", "(0", "or", "more)"]
-
-
-def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results):
-    text = results["--help", "env.reward"]["out"]
-    for part, weight in (("correctness", 2.0), ("reasoning_format", 0.5), ("answer_format", 0.5)):
-        assert f"  env.reward.{part}={weight} " in text
-    assert text.startswith("env.reward: A response earns the sum of its reward's parts, each times its weight")
-    assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in " ".join(text.split())
-    own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
-    assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
 
 
 def test_what_help_says_is_there():
@@ -277,7 +221,6 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
     wrong = [
         (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
         (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
-        (["evaluate.rows=4", "evaluate.patience=2", "evaluate.frequency=1"], "it follows a held-out reward"),
         (["env.path=none.jsonl"], "none.jsonl can't be read"),
         (["mode=async"], "this script is of mode=sft; run sota/grpo_async.py, or grpo-rl train --async"),
     ]
@@ -288,56 +231,32 @@ def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_
         assert message in result["code"] and "\n" not in result["code"] and not result["loaded"]
     text = found[tuple(asked)]["out"]
     assert "train.epochs=1" in text and "sft.py +experiment=quickstart_sft" in text and not found[("--help",)]["loaded"]
-    assert not [
-        key
-        for key in ("env.num_envs", "env.repeats", "policy.kl_coef", "train.total_dialog_turns")
-        if f"  {key}=" in text
-    ]
+    assert "env.num_envs=" not in text and "policy.kl_coef=" not in text
 
 
-@pytest.mark.parametrize(
-    ("words", "mode", "message"),
-    [
-        (
-            [],
-            "async",
-            r"--async \(mode=async\) needs ray, which is not installed; install the extra `ray`: pip install",
-        ),
-        (
-            ["train_model.lora.rank=8"],
-            "sync",
-            "train_model.lora.rank needs peft, which is not installed; install the extra `lora`",
-        ),
-    ],
-)
-def test_a_missing_extra_is_named_before_torch_is_imported(words, mode, message, monkeypatch):
-    settings = Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train", *words]))
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("ray", "peft") else found(name))
-    with pytest.raises(ValueError, match=message):
-        check_machine(settings, mode)
+def test_a_missing_extra_is_named_before_torch_is_imported_and_sft_needs_none(monkeypatch):
+    def read(config, *words):
+        return Settings.read(compose_config(config, ["env.path=quickstart-train", *words]))
 
-
-def test_sft_runs_where_vllm_is_not_installed(monkeypatch):
-    settings = Settings.read(compose_config("sft", ["env.path=quickstart-train"]))
+    samples, imitates = read("grpo_gsm8k"), read("sft")
+    adapters = read("grpo_gsm8k", "train_model.lora.rank=8", "inference_model.engine=transformers")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    check_machine(settings, "sft")
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        check_machine(Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train"])))
+    check_machine(imitates, "sft")
+    for settings, mode, message in (
+        (samples, "sync", "vLLM is not installed"),
+        (samples, "async", "needs ray, which is not installed; install the extra `ray`"),
+        (adapters, "sync", "needs peft, which is not installed; install the extra `lora`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_machine(settings, mode)
 
 
-@pytest.mark.parametrize(
-    ("options", "command", "example"),
-    [
-        ([], "grpo-rl train", "env.dataset=countdown"),
-        (["--async"], "grpo-rl train --async", "env.dataset=countdown"),
-        (["--sft"], "grpo-rl train --sft", "+experiment=quickstart_sft"),
-    ],
-)
-def test_help_of_the_installed_command_has_commands_that_it_takes(monkeypatch, capsys, options, command, example):
+@pytest.mark.parametrize("options", [[], ["--async"], ["--sft"]])
+def test_help_of_the_installed_command_has_commands_that_it_takes(monkeypatch, capsys, options):
+    command = " ".join(["grpo-rl train", *options])
     for name in ("/venv/bin/grpo-rl", "grpo_rl/cli.py"):
         monkeypatch.setattr(sys, "argv", [name, "train", "--help", *options])
         assert command_line() == 0
         text = capsys.readouterr().out
-        assert f"usage: {command} [KEY=VALUE ...]" in text and f"  {command} {example}" in text
+        assert f"usage: {command} [KEY=VALUE ...]" in text and f"  {command} +experiment=quickstart" in text

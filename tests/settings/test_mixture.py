@@ -30,27 +30,18 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
     assert all(of_task.env.repeats == 16 and of_task.env.score_timeout_s == 7 for of_task in own.values())
 
 
-def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
-    settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
-    own = settings_of_mixture(settings)
+def test_an_entry_has_its_own_of_what_the_tasks_share_and_a_curriculum_needs_no_plus():
+    mixture = "{gsm8k: 1, math: {weight: 1, score_timeout_s: 5, path: a.jsonl, curriculum: {low: 0.3}}}"
+    own = settings_of_mixture(read(f"env.mixture={mixture}", "env.curriculum={high: 0.8}"))
+    assert [(task.env.score_timeout_s, task.env.path) for task in own.values()] == [(60, None), (5, "a.jsonl")]
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
     for wrong, message in (
         ("hihg: 0.7", ": unknown setting 'hihg'; did you mean high"),
-        ("passing: '0.5'", ".passing is '0.5'; it must be a number"),
-        ("low: nan", ".low is nan"),
-        ("rest: 1.5", ".rest is 1.5; it must be a whole number"),
         ("rest: 0", ".*rest is 1 or more"),
     ):
         with pytest.raises(ValueError, match=f"env.curriculum{message}"):
             read(f"env.curriculum={{{wrong}}}")
-
-
-def test_an_entry_has_its_own_of_what_the_tasks_share():
-    settings = read("env.mixture={gsm8k: {weight: 1, score_timeout_s: 5, path: a.jsonl}, math: 1}")
-    own = settings_of_mixture(settings)
-    assert (own["gsm8k"].env.score_timeout_s, own["math"].env.score_timeout_s) == (5, 60)
-    assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +49,7 @@ def test_an_entry_has_its_own_of_what_the_tasks_share():
     [
         (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k\.weight is 0"),
         (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks weight"),
-        (["env.mixture={gsm8k: {weight: 1, scale: 0}}"], r"env\.mixture\.gsm8k\.scale is 0; it must be"),
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
-        (["env.mixture={mixture: 1}"], r"env\.mixture\.mixture: unknown task 'mixture'"),
-        (["env.mixture={}"], r"env\.mixture is empty"),
         (["env.mixture={error: {task: gsm8k, weight: 1}}"], r"env\.mixture\.error: metrics have this name"),
         (["env.mixture={gsm8k: {weight: 1, repeats: 4}}"], r"env\.mixture\.gsm8k\.repeats: all tasks .* set env\.rep"),
         (
@@ -74,7 +62,6 @@ def test_an_entry_has_its_own_of_what_the_tasks_share():
             ["env.mixture={gsm8k: 1}", "evaluate.rows=8", "evaluate.tasks=[{task: gsm8k, rows: 8}]"],
             r"evaluate\.tasks\[0\]: gsm8k is a task of the mixture",
         ),
-        (["env.dataset=mixture"], r"env\.mixture must be set"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):

@@ -22,25 +22,15 @@ def test_what_is_no_secret_stays_as_it_is():
     config["env"]["system_prompt"] = prompt = "Answer as JSON with the keys: name, age. key=value won't do"
     config["sampling"] = {"stop": ["token: end"], "stop_token": "</s>"}
     assert masked(config) == config and masked(config, told_apart=True) == config
-    for word in (
-        f"env.system_prompt={prompt}",
-        "+sampling.stop=['key: x']",
-        "env.max_new_tokens=256",
-        "+experiment=quickstart",
-        "~logger",
-        "model.name=user@host:path",
-    ):
-        assert masked_override(word) == word
+    words = [f"env.system_prompt={prompt}", "+sampling.stop=['key: x']", "env.max_new_tokens=256", "~logger"]
+    assert [masked_override(word) for word in words] == words
 
 
-@pytest.mark.parametrize("password", ["p/w", "p?w", "#p", "p/w@x"])
-def test_a_password_that_is_not_percent_encoded_is_masked_whole(password):
+@pytest.mark.parametrize("password", ["p", "p@ss", "p/w", "p?w", "#p", "p/w@x"])
+def test_user_and_password_of_a_url_are_masked_whole_though_not_percent_encoded(password):
     assert masked_text(f"at https://me:{password}@host:1/x?y=z, and on") == "at https://***@host:1/x?y=z, and on"
-
-
-def test_the_user_of_a_url_is_masked_with_the_password():
-    assert masked({"tracking_uri": "https://me:p@ss@host:1/x"}) == {"tracking_uri": "https://***@host:1/x"}
-    assert masked_override("logger.settings.uri=http://me:pw@host") == "logger.settings.uri=***"
+    assert masked({"tracking_uri": f"https://me:{password}@host:1/x"}) == {"tracking_uri": "https://***@host:1/x"}
+    assert masked_override(f"logger.settings.uri=http://me:{password}@host") == "logger.settings.uri=***"
 
 
 @pytest.mark.parametrize("name", ["password", "api_key", "hf_token"])
@@ -50,17 +40,13 @@ def test_a_secret_of_digits_is_masked_and_counts_are_not(name):
     assert masked_text(f'"{name}": 123456, keys: 7') == f'"{name}": ***, keys: 7'
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "x={api_key: abc123 def456, project: p}",
-        "x={api_keys:[abc123, def456], project: p}",
-        "x={credentials: {user: abc123, more: [def456]}}",
-        "x={secret: 'abc123\\' def456', project: p}",
-    ],
-)
-def test_an_override_that_holds_a_secret_anywhere_is_masked_whole(word):
-    assert masked_override(word) == "x=***"
+def test_an_override_that_holds_a_secret_anywhere_is_masked_whole():
+    for value in (
+        "{api_key: abc123 def456, p: q}",
+        "{api_keys:[abc123, def456]}",
+        "{credentials: {user: a, more: [b]}}",
+    ):
+        assert masked_override(f"x={value}") == masked_override("x={secret: 'abc123\\' def456', p: q}") == "x=***"
 
 
 def test_masked_texts_are_told_apart_without_a_way_back():
@@ -94,10 +80,7 @@ def test_a_long_text_takes_no_more_than_its_length(text):
         ("server --api-key abc123", "server --api-key ***"),
         ("server --token 'abc 123' --port 80", "server --token *** --port 80"),
         ("server -password abc123", "server -password ***"),
-        (
-            "npx mcp-remote URL --header 'Authorization: Bearer abc123'",
-            "npx mcp-remote URL --header 'Authorization: Bearer ***'",
-        ),
+        ("npx URL --header 'Authorization: Bearer abc123'", "npx URL --header 'Authorization: Bearer ***'"),
         ("curl -H 'Authorization: Basic abc123' x", "curl -H 'Authorization: Basic ***' x"),
         ("curl -H 'Authorization: Bearer 123456' x", "curl -H 'Authorization: Bearer ***' x"),
         ("curl -H 'Authorization: token abc123' x", "curl -H 'Authorization: token ***' x"),
@@ -112,30 +95,17 @@ def test_a_secret_in_a_list_of_arguments_is_masked_behind_its_option():
     words = ["server", "--api-key", "abc 123", "--max-tokens", "64", "--token", "-v", "--pin-secret", "123"]
     hidden = ["server", "--api-key", "***", "--max-tokens", "64", "--token", "-v", "--pin-secret", "***"]
     assert masked({"command": words}) == {"command": hidden} == masked({"command": hidden})
-    apart, other = (
-        masked({"command": [*words[:2], secret, *words[3:]]}, told_apart=True) for secret in (words[2], "abd")
-    )
+    apart, other = (masked({"command": [*words[:2], key, *words[3:]]}, told_apart=True) for key in (words[2], "abd"))
     assert apart == masked(apart, told_apart=True) != other
     assert masked_text(str(words)) == str(hidden).replace("'***'", "***")
     assert masked_override(f"env.mcp=[{{command: [{', '.join(words)}]}}]") == "env.mcp=***"
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--password", 123456),
-        ("--api-key", ["abc"]),
-        ("--private-key", "-----BEGIN KEY-----"),
-        ("--api-key", "-_abc"),
-        ("--auth.token", "abc"),
-        ("-key", "abc"),
-        ("--password", "-1"),
-    ],
-)
+@pytest.mark.parametrize("option", ["--password", "--api-key", "--auth.token", "-key"])
+@pytest.mark.parametrize("value", [123456, "-1", "abc", "-_abc", "-----BEGIN KEY-----", ["abc"]])
 def test_whatever_follows_the_option_of_a_secret_in_a_list_is_masked(option, value):
-    assert masked({"args": ["run", option, value, "x"]}) == {
-        "args": ["run", option, ["***"] if isinstance(value, list) else "***", "x"]
-    }
+    hidden = ["***"] if isinstance(value, list) else "***"
+    assert masked({"args": ["run", option, value, "x"]}) == {"args": ["run", option, hidden, "x"]}
     assert option in (text := masked_text(str(["run", option, value, "x"]))) and str(value) not in text
 
 
@@ -148,14 +118,6 @@ def test_what_is_shown_holds_no_secret_of_the_environment(monkeypatch):
     assert shown("server --api-key abc --port 80 ended") == "server --api-key *** --port 80 ended"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "KeyError: 'name'",
-        "json.decoder: KeyError('name')",
-        "give KEY=VALUE, or train.micro_batch_tokens=null",
-        "train.micro_batch_tokens=512 is too small",
-    ],
-)
-def test_messages_without_a_secret_are_shown_as_they_are(text):
+def test_messages_without_a_secret_are_shown_as_they_are():
+    text = "json.decoder: KeyError('name'); KeyError: 'name'; give KEY=VALUE, or train.micro_batch_tokens=null"
     assert shown(text) == text

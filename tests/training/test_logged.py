@@ -58,23 +58,6 @@ def test_a_damaged_log_of_the_last_step_is_written_anew_from_the_checkpoint_befo
     assert taken(run) == 2 and damaged(run, logs, 3) == f"{path} is gone"
 
 
-def test_the_one_before_is_taken_where_neither_the_newest_nor_the_metrics_after_it_can_be_read(run, capsys):
-    (run / "checkpoints" / "checkpoint_000003.pt").write_bytes(b"torn")
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + b"\0" * 20 + b"\n")
-    assert taken(run) == 2
-    assert f"passed over: {run}/checkpoints/checkpoint_000003.pt: {path}, line 3 is not" in capsys.readouterr().err
-
-
-def test_a_checkpoint_under_anothers_name_is_refused(run):
-    newest = run / "checkpoints" / "checkpoint_000003.pt"
-    newest.write_bytes((run / "checkpoints" / "checkpoint_000002.pt").read_bytes())
-    with pytest.raises(ValueError, match="it is the checkpoint of step 2 under another's name"):
-        checkpoint.load(newest)
-    assert taken(run) == 2
-
-
 def test_lines_that_cannot_be_read_are_dropped_only_after_what_a_checkpoint_lists(tmp_path):
     log = MetricsLog(tmp_path)
     for step in (1, 2, 3):

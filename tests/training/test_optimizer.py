@@ -55,15 +55,6 @@ def test_masters_keep_updates_that_bf16_weights_would_lose():
     assert stepper.state_dict()["masters"]["weight"].item() == pytest.approx(0.99, abs=1e-5)
 
 
-def test_micro_batches_are_summed_in_fp32():
-    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    stepper = PolicyOptimizer(model, clip_grad_norm=1e9)
-    for x in (256.0, 1.0):  # 257 is no bf16 number
-        model(torch.full((1, 1), x, dtype=torch.bfloat16)).sum().backward()
-    assert model.weight.grad is None
-    assert stepper.step().grad_norm == 257.0
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
     model = linear()
     before = [p.clone() for p in model.parameters()]
@@ -74,6 +65,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     model(torch.ones(1, 3)).sum().backward()
     assert not stepper.step().skipped
+    model(torch.ones(1, 3)).sum().backward()
+    result = stepper.step(loss_is_finite=False)  # though its gradient is
+    assert result.skipped and "the loss is not finite" in result.trouble
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -111,26 +105,6 @@ def test_the_cause_is_sought_once_in_a_row_of_bad_steps_and_again_before_the_err
         bad_step()
 
 
-@pytest.mark.parametrize(("size", "lr", "clip"), [(1e20, 1.0, 1e30), (1.0, 600.0, 1.0)])
-def test_no_cause_is_named_for_what_is_finite_and_too_large_for_the_step(size, lr, clip):
-    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    torch.nn.init.constant_(model.weight, 64992.0)
-    stepper = PolicyOptimizer(model, name="sgd", lr=lr, clip_grad_norm=clip)
-    stepper._masters[0].grad = torch.full((1, 1), -size)
-    trouble = stepper.step(explain=lambda: pytest.fail("the step was done again")).trouble
-    assert "dtype's range" in trouble or "too large for fp32" in trouble
-
-
-def test_a_step_whose_loss_is_not_finite_is_skipped_though_its_gradient_is():
-    model = linear()
-    before = [p.clone() for p in model.parameters()]
-    stepper = PolicyOptimizer(model, lr=1.0)
-    model(torch.ones(1, 3)).sum().backward()
-    result = stepper.step(loss_is_finite=False)
-    assert result.skipped and "the loss is not finite" in result.trouble
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("dtype", "start", "lr", "name", "written"),
     [
@@ -157,19 +131,6 @@ def test_an_update_that_would_leave_the_dtypes_range_is_not_applied(dtype, start
     assert [r.skipped for r in results] == [a == b for a, b in zip([start, *written], written, strict=False)]
     troubles = [r.trouble for r in results if r.trouble]
     assert all("out of their dtype's range" in trouble and "not touched" in trouble for trouble in troubles)
-
-
-def test_a_large_step_that_fits_is_taken_and_equals_plain_adamws():
-    ours, plain = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
-    plain.load_state_dict(ours.state_dict())
-    stepper = PolicyOptimizer(ours, lr=1e37)  # near enough to the end of fp32 to be tried on a copy
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e37, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(3):
-        for model, optimizer in ((ours, stepper), (plain, adamw)):
-            (-model(torch.ones(1, 1))).sum().backward()
-            optimizer.step()
-            model.zero_grad()
-    assert stepper.bad_steps == 0 and ours.weight.item() == pytest.approx(3e37, rel=1e-5) == plain.weight.item()
 
 
 def test_a_gradient_whose_square_overflows_does_not_poison_the_moments():
@@ -202,14 +163,11 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+        (["constant"], [0.5, 1, 1, 1, 1, 1]),
+        (["linear"], [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        (["cosine"], [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+        (["cosine", 0.1], [0.5, 1, 1, 0.868198, 0.55, 0.231802]),  # 0.1 + 0.9 of it: it ends above zero
     ],
 )
 def test_schedules(schedule, expected):
-    assert [lr_factor(step, 2, 6, schedule) for step in range(6)] == pytest.approx(expected, abs=1e-6)
-
-
-def test_decay_can_end_above_zero():
-    assert [lr_factor(step, 2, 6, "cosine", 0.1) for step in (1, 4, 6, 9)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    assert [lr_factor(step, 2, 6, *schedule) for step in range(6)] == pytest.approx(expected, abs=1e-6)

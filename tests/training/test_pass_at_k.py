@@ -17,16 +17,6 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_response(n):
         assert pass_at_k(n, c, k) == float(Fraction(sum(map(any, subsets)), len(subsets)))
 
 
-def test_pass_at_k_is_unbiased():
-    # A model is right with 0.3. Averaged over every outcome of 5 responses, pass@2 is 1 - 0.7^2, exactly.
-    right, expected = Fraction(3, 10), 1 - Fraction(7, 10) ** 2
-    mean = Fraction(0)
-    for outcome in itertools.product((0, 1), repeat=5):
-        chance = right ** sum(outcome) * (1 - right) ** (5 - sum(outcome))
-        mean += chance * Fraction(pass_at_k(5, sum(outcome), 2)).limit_denominator(1000)
-    assert mean == expected
-
-
 def test_pass_at_k_of_many_responses_has_no_rounding():
     # 200 responses, 1 right: it is among 10 of them with 10 / 200. Binomials of 200 exceed 2^53.
     assert pass_at_k(200, 1, 10) == 0.05

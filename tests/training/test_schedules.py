@@ -18,20 +18,8 @@ def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clippe
     assert kl.update(0.11) == pytest.approx(1.02 * 1.01)  # error 0.1
     assert kl.update(0.1) == pytest.approx(1.02 * 1.01)
     assert kl.update(0.0) == pytest.approx(1.02 * 1.01 * 0.98)  # error -1, clipped at -0.2
-
-
-def test_a_policy_that_drifts_with_less_pull_ends_near_the_target():
-    # A stationary policy whose KL is inversely proportional to the coefficient: 0.04 / coef, so 0.02 at coef = 2.
-    kl = AdaptiveKL(0.1, target=0.02, gain=0.5)
-    for _ in range(200):
-        kl.update(0.04 / kl.coef)
-    assert kl.coef == pytest.approx(2.0, rel=1e-3)
-
-
-def test_without_a_target_or_with_a_kl_that_is_not_finite_the_coefficient_stays():
-    assert AdaptiveKL(0.1).update(5.0) == 0.1
-    kl = AdaptiveKL(0.1, target=0.02)
-    assert kl.update(math.nan) == kl.update(math.inf) == 0.1
+    assert kl.update(math.nan) == kl.update(math.inf) == pytest.approx(1.02 * 1.01 * 0.98)
+    assert AdaptiveKL(0.1).update(5.0) == 0.1  # without a target
 
 
 def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
@@ -41,13 +29,6 @@ def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
     assert not any(RefreshRule("never", steps=1).is_due() for _ in range(5))
     rule = RefreshRule("average", steps=3)
     assert all(rule.is_due() for _ in range(5))
-
-
-def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
-    rule, resumed = RefreshRule("steps", steps=4), RefreshRule("steps", steps=4)
-    assert not any(rule.is_due() for _ in range(3))
-    resumed.steps = rule.steps
-    assert rule.is_due() and resumed.is_due()
 
 
 # ---- all of one run ----
@@ -82,14 +63,9 @@ def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_whe
     assert [row["kl/coef"] for row in logged] == pytest.approx([0.1, 0.11, 0.1045])  # what each step was trained with
     assert [row["reference/refreshes"] for row in logged] == [0, 1, 1]
     assert reference.calls == [("the policy's model", 0.0)] and loss.kl_coef == pytest.approx(0.1045)
-
-
-def test_a_moving_average_keeps_its_share_of_itself_in_every_step():
-    reference = Reference()
     _, schedules = make(reference, when="average")
-    for _ in range(3):
-        schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
-    assert reference.calls == [("the policy's model", 0.9)] * 3
+    schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
+    assert reference.calls[1:] == [("the policy's model", 0.9)]
 
 
 def test_a_resumed_run_has_the_coefficient_the_count_of_steps_and_the_reference_of_the_first():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grpo_rl.data.batching import MicroBatching, micro_batches
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.engines.base import OutOfMemoryError, Sampling, is_out_of_memory
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
@@ -135,39 +135,6 @@ def test_a_step_that_began_again_draws_the_same_dropout(model):
     assert all(map(torch.equal, ours, plain)) and any(grad.any() for grad in ours)
 
 
-def test_what_the_first_micro_batches_added_is_thrown_away(model):
-    # Groups of 20 and one of 40 tokens, in two micro-batches: the second is too large.
-    big = replace(
-        random_group(prompt=4, lengths=[12, 8, 8, 8], vocab=257, group_id=9, seed=9),
-        advantages=torch.tensor([1.0, -0.5, 0.25, -0.75]),
-    )
-    groups = [*GROUPS, big]
-    order = [sum(g.num_tokens for g in micro) for micro in micro_batches(groups, 60)]
-    assert order == [60, 60]
-    calls = []
-
-    class Second(Small):
-        def score(self, groups):
-            calls.append(sum(group.num_tokens for group in groups))
-            if len(calls) == 2:
-                raise torch.OutOfMemoryError
-            return super().score(groups)
-
-    policy = Second.load(model, torch.float32)
-    optimizer, loss, said = PolicyOptimizer(policy.model), GRPOLoss(), []
-    for micro_batch in WithinMemory(policy, MicroBatching(60), optimizer.clear_gradients).micro_batches(
-        groups, said.append
-    ):
-        with micro_batch as tokens:
-            loss(tokens)["loss"].backward()
-    assert len(said) == 1 and calls[:2] == [60, 60] and max(calls[2:]) == 40
-    other = TrainPolicy.load(model, torch.float32)
-    for tokens in scored_micro_batches(other, groups, MicroBatching(30)):
-        loss(tokens)["loss"].backward()
-    for ours, theirs in zip(policy.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
 def test_it_halves_until_it_fits_and_keeps_the_size(model):
     _, said, within, _ = trained(model, 1000, room=20)
     assert [text.partition("micro-batches of ")[2].split()[0] for text in said] == ["40", "20"]
@@ -232,15 +199,6 @@ def test_routers_count_only_what_was_trained_on(tmp_path):
 def test_a_group_that_does_not_fit_alone_ends_the_run_with_its_tokens(model):
     with pytest.raises(OutOfMemoryError, match="group 0 with its 20 tokens does not fit into memory alone"):
         trained(model, 80, room=19)
-
-
-def test_another_error_is_not_taken_for_a_lack_of_memory(model):
-    policy = TrainPolicy.load(model, torch.float32)
-    within = WithinMemory(policy, MicroBatching(80), lambda: None)
-    with pytest.raises(RuntimeError, match="shapes"):
-        for micro_batch in within.micro_batches(GROUPS, lambda why: None):
-            with micro_batch:
-                raise RuntimeError("shapes differ")
 
 
 def of_two_ranks(model, max_tokens, room=10**6):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
-import torch.distributed as dist
 
-from grpo_rl.distributed import ranks as ranks_module
-from grpo_rl.waits.registry import PROCESS, Waits, waiting
-from grpo_rl.waits.watcher import Watcher, watching
+from grpo_rl.waits.registry import Waits, waiting
+from grpo_rl.waits.watcher import Watcher
 
 
 class Clock:
@@ -37,23 +32,15 @@ def waits(clock):
     return waits
 
 
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def watcher(waits, said, tmp_path):
-    """A watcher that is not running: it looks when it is told to."""
-    watcher = Watcher(waits)
-    with watcher.telling(tmp_path), watcher.saying(said.append):
-        yield watcher
-
-
 def test_a_wait_is_logged_once_its_deadline_has_passed_and_again_when_it_has_lasted_twice_as_long(
-    watcher, waits, clock, said, tmp_path
+    waits, clock, tmp_path
 ):
-    with waiting("a checkpoint on the disk", "step 3", deadline_s=100, remedy="look at the disk", waits=waits):
+    watcher, said = Watcher(waits), []  # not running: it looks when it is told to
+    with (
+        watcher.telling(tmp_path),
+        watcher.saying(said.append),
+        waiting("a checkpoint on the disk", "step 3", deadline_s=100, remedy="look at the disk", waits=waits),
+    ):
         for clock.now in (50, 100.5):
             watcher._look()
         assert not said and not list(tmp_path.iterdir()), "a run that is well has no file"
@@ -66,28 +53,18 @@ def test_a_wait_is_logged_once_its_deadline_has_passed_and_again_when_it_has_las
         clock.now = 205
         watcher._look()
         assert len(said) == 2 and "has waited 205 s" in said[1]
-    text = (tmp_path / "waits.txt").read_text()
-    assert text.startswith(f"Process {os.getpid()} on ") and "trainer  a checkpoint on the disk (step 3)  205 s" in text
-    assert "test_waits.py" in text.partition("Stacks")[2]
-
-
-def test_a_wait_without_a_deadline_has_the_runs_and_an_infinite_one_is_only_shown(
-    watcher, waits, clock, said, tmp_path
-):
-    with waiting("groups", waits=waits), waiting("the phase train", deadline_s=float("inf"), waits=waits):
-        clock.now = 602
-        watcher._look()
-    assert len(said) == 1 and "has waited 10 min for groups, longer than 10 min" in said[0]
-    assert "the phase train" in (tmp_path / "waits.txt").read_text()
-
-
-def test_signs_of_life_start_the_deadline_anew_and_a_wait_may_be_ended_twice(watcher, waits, clock, said):
-    with waiting("engine 0", deadline_s=5, waits=waits) as wait:
-        for clock.now in (4, 8, 12):
-            wait.again()
+        with waiting("groups", waits=waits) as wait:
+            clock.now += 599
+            wait.again()  # a sign of life
+            clock.now += 599
             watcher._look()
-        wait.__exit__()
-    assert not said and not waits.open
+            assert not [line for line in said if "groups" in line]
+            clock.now += 3
+            watcher._look()
+        assert "has waited 10 min for groups, longer than 10 min" in said[-1], "the default deadline"
+    text = (tmp_path / "waits.txt").read_text()
+    assert text.startswith(f"Process {os.getpid()} on ") and "trainer  a checkpoint on the disk (step 3)" in text
+    assert "test_waits.py" in text.partition("Stacks")[2]
 
 
 def test_each_rank_writes_a_file_of_its_own_and_a_start_removes_that_of_the_start_before(waits, clock, tmp_path):
@@ -102,63 +79,21 @@ def test_each_rank_writes_a_file_of_its_own_and_a_start_removes_that_of_the_star
     assert "rank 1  the other ranks \\ud800" in (tmp_path / "waits.rank1.txt").read_text()
 
 
-def test_ranks_that_do_not_join_are_waited_for_under_a_name(monkeypatch):
-    found = []
-
-    def nobody_comes(*_):
-        found.extend((str(wait), wait.limit_s) for wait in PROCESS.open)
-        raise ValueError("1 of 2 ranks did not come")
-
-    monkeypatch.setattr(ranks_module, "meet", nobody_comes)
-    with pytest.raises(ValueError, match="did not come"):
-        ranks_module.Ranks.join("ddp", rank=1, size=2, store=dist.HashStore(), timeout_s=60)
-    assert found == [("all ranks to join (this is rank 1 of 2)", 30.0)]
-
-
-ASKED = """
-import signal, subprocess, sys
+BLOCKED = """
+import ctypes, signal, subprocess, sys
 from pathlib import Path
+from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
-with watching(600.0) as watcher, watcher.telling(Path(sys.argv[1])):
-    print("ready", flush=True)
-    {blocks}
+with watching(0.0, poll_s=0.05) as watcher, watcher.telling(Path(sys.argv[1])), waiting("a frozen thing"):
+    ctypes.CDLL(None).fgetc(ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdin"))  # does not return to Python
 signal.raise_signal(signal.SIGUSR1)  # one that comes after the run
-asks = "import signal; print(signal.getsignal(signal.SIGUSR1).name)"
-started = subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE)
-print("ended", started.stdout.decode().strip(), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        "sys.stdin.readline()",
-        # A call that does not return to Python, as those of a process group.
-        "import ctypes; ctypes.CDLL(None).fgetc(ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'stdin'))",
-    ],
-)
-def test_sigusr1_prints_the_stacks_whatever_the_main_thread_does(blocks, tmp_path):
-    child = subprocess.Popen(
-        [sys.executable, "-c", ASKED.format(blocks=blocks), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout.readline() == "ready\n"
+def test_while_the_main_thread_is_blocked_late_waits_are_logged_and_sigusr1_prints_the_stacks(tmp_path):
+    command, pipe = [sys.executable, "-c", BLOCKED, str(tmp_path)], subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True)
+    assert "trainer has waited" in (line := child.stderr.readline()) and "for a frozen thing, longer than 0.0" in line
     os.kill(child.pid, signal.SIGUSR1)
-    out, err = child.communicate("ab\n", timeout=200)
-    assert (out, child.returncode) == ("ended SIG_DFL\n", 0) and 'File "<string>", line' in err
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_inner_watcher_is_the_outer_one_and_late_waits_are_logged_by_its_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", printed := io.StringIO())
-    with watching(0.0, poll_s=0.05) as outer, watching(600.0) as inner:
-        assert inner is outer
-        with inner.telling(tmp_path), waiting("a frozen thing"):
-            until = time.monotonic() + 60
-            while "frozen" not in (err := printed.getvalue()) and time.monotonic() < until:
-                time.sleep(0.05)
-        assert "trainer has waited" in err and "for a frozen thing, longer than 0.0 s" in err
-    assert not [thread for thread in threading.enumerate() if thread.name == "waits"]
+    _, err = child.communicate("a", timeout=200)
+    assert child.returncode == 0 and 'File "<string>", line' in err

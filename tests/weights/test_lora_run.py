@@ -73,33 +73,3 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     timeless = [[without_clocks(row) for row in read_metrics(f)] for f in (cut, whole)]
     assert timeless[0] == timeless[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, quantization):
-    pytest.importorskip("bitsandbytes")
-    # Two collections: weights are pushed again after they were computed with.
-    overrides = [f"train_model.quantization={quantization}", "train.total_dialog_turns=32"]
-    folder = run([*tiny, *overrides], tmp_path / "run")
-    steps = read_metrics(folder)
-    assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
-    trained = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
-
-
-@pytest.mark.nightly
-def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path):
-    whole, _ = finished
-    changed, model = tmp_path / "run", Path(tiny[0].split("=")[1])
-    shutil.copytree(whole, changed)
-    kept = (model / "model.safetensors").read_bytes()
-    try:
-        other = AutoModelForCausalLM.from_pretrained(model)
-        with torch.no_grad():
-            other.model.norm.weight[3] += 1
-        other.save_pretrained(model)
-        with pytest.raises(SystemExit, match=r"another base: 1 of 20 tensors .*model\.norm\.weight"):
-            run([*tiny, f"resume={checkpoints(changed / 'checkpoints')[1]}"], tmp_path / "unused")
-    finally:
-        (model / "model.safetensors").write_bytes(kept)

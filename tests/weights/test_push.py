@@ -96,23 +96,15 @@ def test_an_engine_that_keeps_the_old_weights_is_found_out(model):
         sync.push()
 
 
-def test_an_engine_with_one_flipped_bit_is_found_out(model):
-    class Flipper(ScriptedEngine):
+@pytest.mark.parametrize(("late", "message"), [(0, r"1\.bias"), (1, "engine says version 0")])
+def test_an_engine_with_one_flipped_bit_or_another_version_is_found_out(model, late, message):
+    class Wrong(ScriptedEngine):
         def update_weights(self, weights, version):
-            super().update_weights(weights, version)
-            self.weights["1.bias"].view(torch.int16)[1] ^= 1
+            super().update_weights(weights, version - late)
+            self.weights["1.bias"].view(torch.int16)[1] ^= 1 - late
 
-    with pytest.raises(WeightDeliveryError, match=r"1\.bias"):
-        WeightSync(model, Flipper(lambda prompt, g: [])).push()
-
-
-def test_an_engine_that_forgets_the_version_is_found_out(model):
-    class Forgetful(ScriptedEngine):
-        def update_weights(self, weights, version):
-            super().update_weights(weights, version - 1)
-
-    with pytest.raises(WeightDeliveryError, match="engine says version 0"):
-        WeightSync(model, Forgetful(lambda prompt, g: [])).push()
+    with pytest.raises(WeightDeliveryError, match=message):
+        WeightSync(model, Wrong(lambda prompt, g: [])).push()
 
 
 def test_fp32_weights_are_compared_as_the_engine_rounds_them():

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
-import threading
 import time
 from concurrent.futures import Future
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
+import loop_control
 import pytest
 import torch
-from loop_control import LoopControl
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import remote, transport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
@@ -87,8 +85,9 @@ def model():
     return torch.nn.Sequential(*layers).bfloat16()
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 8, 1 << 12, 1 << 20])
-def test_engines_hold_what_was_sent_whatever_the_size_of_a_bucket(model, bucket_bytes):
+@pytest.mark.parametrize(("bucket_bytes", "most"), [(1 << 8, 2 * (1000 + 256)), (1 << 12, 1 << 12), (1 << 20, 1 << 20)])
+def test_engines_hold_what_was_sent_through_no_more_than_the_buckets_or_two_rows(model, bucket_bytes, most):
+    assert max(parameter.nbytes for parameter in model.parameters()) == 20_000  # in rows of up to 1,000
     engines = [Reads("engine 0"), Reads("engine 1")]
     transport = SharedMemoryTransport(engines, bucket_bytes)
     sync = WeightSync(model, transport)
@@ -96,38 +95,8 @@ def test_engines_hold_what_was_sent_whatever_the_size_of_a_bucket(model, bucket_
     for engine in engines:
         for name, parameter in model.named_parameters():
             assert torch.equal(engine.engine.weights[name], parameter)
+        assert bucket_bytes <= engine.largest <= most
     transport.close()
-
-
-@pytest.mark.parametrize(("bucket_bytes", "most"), [(1 << 12, 1 << 12), (1 << 8, 2 * (1000 + 256))])
-def test_no_more_than_the_buckets_or_two_rows_is_held_to_be_sent(model, bucket_bytes, most):
-    transport = SharedMemoryTransport([engine := Reads()], bucket_bytes)
-    WeightSync(model, transport).push()
-    assert max(parameter.nbytes for parameter in model.parameters()) == 20_000  # in rows of up to 1,000
-    assert bucket_bytes <= engine.largest <= most
-    transport.close()
-
-
-def test_a_push_leaves_the_engine_a_core_and_takes_it_back_however_it_ends():
-    class Notes(Reads):
-        def update_weights(self, bucket):
-            seen.append(torch.get_num_threads())
-            super().update_weights(bucket)
-            if len(seen) > 1:
-                raise RuntimeError("no room")
-
-    before, seen = torch.get_num_threads(), []
-    transport = SharedMemoryTransport([Notes()], 1 << 12)
-    try:
-        torch._C.set_num_threads(3)
-        transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 1)
-        assert torch.get_num_threads() == 3
-        with pytest.raises(WeightDeliveryError, match="no room"):
-            transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 2)
-        assert seen == [2, 2] and torch.get_num_threads() == 3
-    finally:
-        torch._C.set_num_threads(before)
-        transport.close()
 
 
 def test_all_pause_before_the_first_tensor_and_go_on_after_the_proof(model):
@@ -137,24 +106,24 @@ def test_all_pause_before_the_first_tensor_and_go_on_after_the_proof(model):
     assert engine.calls == ["pause", "start_weight_update", "update_weights", *ends]
 
 
-def test_engines_stay_paused_where_the_proof_fails(model):
-    class Flips(Reads):
+@pytest.mark.parametrize(
+    ("flips", "message"),
+    [
+        (True, r"engine 1 says version 1, and 1 of 6 tensors differ .*\(1\.bias\)"),
+        (False, "version 1 did not arrive: engine 1 says version 0"),
+    ],
+)
+def test_engines_stay_paused_where_the_proof_fails(model, flips, message):
+    class Wrong(Reads):
         def finish_weight_update(self, version):
-            super().finish_weight_update(version)
-            self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1
+            if flips:
+                super().finish_weight_update(version)
+                self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1
 
-    engines = [Reads(), Flips("engine 1")]
-    with pytest.raises(WeightDeliveryError, match=r"engine 1 says version 1, and 1 of 6 tensors differ .*\(1\.bias\)"):
+    engines = [Reads(), Wrong("engine 1")]
+    with pytest.raises(WeightDeliveryError, match=message):
         WeightSync(model, SharedMemoryTransport(engines)).push()
     assert all("resume" not in engine.calls for engine in engines)
-
-
-def test_an_engine_that_stays_at_another_version_is_named(model):
-    class Forgets(Reads):
-        def finish_weight_update(self, version): ...
-
-    with pytest.raises(WeightDeliveryError, match="version 1 did not arrive: engine 0 says version 0"):
-        WeightSync(model, SharedMemoryTransport([Forgets()])).push()
 
 
 @pytest.mark.parametrize(
@@ -253,10 +222,7 @@ class Receives:
 def test_an_update_that_ends_too_early_is_refused_and_says_what_is_missing(count, names, message):
     with pytest.raises(RuntimeError, match=message):
         Receives().update([["w", "bfloat16", [8, 4], 64, 0, count]], names)
-
-
-def test_an_update_of_everything_and_one_of_nothing_are_whole():
-    Receives().update([["w", "bfloat16", [8, 4], 64, 0, 32]], ["w"])
+    Receives().update([["w", "bfloat16", [8, 4], 64, 0, 32]], ["w"])  # whole
     Receives().update([], [])
 
 
@@ -291,51 +257,28 @@ def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:grpo_rl weights" in line]
     assert any(" r--s " in line for line in maps)
     memory.close()
-
-
-def test_engines_of_different_kinds_are_refused():
-    other = Reads()
-    other.dtype = torch.float32
-    with pytest.raises(ValueError, match="2 of "):
-        SharedMemoryTransport([Reads(), other])
-    with pytest.raises(ValueError, match="these are 0"):
-        SharedMemoryTransport([])
-
-
-def test_the_memory_is_gone_when_it_is_closed():
-    memory = SharedMemory(1 << 12)
-    assert os.path.exists(memory.path)
-    memory.close()
     assert not os.path.exists(memory.path) or "grpo_rl" not in os.readlink(memory.path)
 
 
 # From here on, real vLLM with a tiny model.
 
 BIASED = "model.layers.1.self_attn.k_proj.weight"  # in the middle of a layer that vLLM fuses
+TABLE = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def served(folder):
+def served(tiny_model):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    engine = AsyncVLLMEngine(folder, max_model_len=64, name="engine 0", deadline_s=20.0)
-    yield LoopControl(engine, loop)
-    asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    with loop_control.served(
+        AsyncVLLMEngine(tiny_model, max_model_len=64, name="engine 0", deadline_s=20.0)
+    ) as control:
+        yield control
 
 
-def moved(folder, seed):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def moved(tiny_model, seed):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -360,83 +303,67 @@ def version_of(served):
     return served.submit("weight_version").result(20)
 
 
-@pytest.fixture
-def pushed(served, folder):
-    """A push that went well, and an engine that goes on."""
-    transport = SharedMemoryTransport([served], deadline_s=20.0)
+def corrupt(memory, bucket):
+    for name, _, _, start, *_ in bucket["tensors"]:
+        if name == BIASED:
+            memory._bytes[start + 1] ^= 1
+
+
+def lose(memory, bucket):
+    bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != BIASED]
+
+
+def lose_a_part(memory, bucket):
+    if bucket["number"] == 1:  # the first bucket has 63 of its rows
+        bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != TABLE]
+
+
+def mark_as_earlier(memory, bucket):
+    memory.write(bucket["start"], torch.tensor([bucket["version"] - 1, bucket["number"]]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (corrupt, rf"engine 0 says version VERSION, and 1 of \d+ tensors .*\({BIASED}\)"),
+        (lose, rf"engine 0 failed at .*1 of \d+ tensors are missing \({BIASED}"),
+        (lose_a_part, rf"engine 0 failed at bucket 2 .*values 4032 to 8064 of {TABLE} are"),
+        (mark_as_earlier, r"bucket 0 of version VERSION was announced, .* holds bucket 0 of version BEFORE"),
+    ],
+)
+def test_what_is_corrupt_missing_or_late_is_found_on_that_push_and_named(served, tiny_model, tamper, message):
     served.submit("resume").result(20)
-    WeightSync(moved(folder, 9), transport, version_of(served)).push()
+    version = version_of(served)
+    transport = Tampered(lambda memory, bucket: None, [served], 1 << 14, deadline_s=20.0)
+    sync = WeightSync(model := moved(tiny_model, 9), transport, version)
+    sync.push()
+    message = message.replace("VERSION", str(version + 2)).replace("BEFORE", str(version + 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05)
+    transport.tamper = tamper
+    with pytest.raises(WeightDeliveryError, match=message):
+        sync.push()
+    assert version_of(served) == version + (2 if tamper is corrupt else 1)
+    transport.tamper = lambda memory, bucket: None
+    WeightSync(model, transport, version_of(served)).push()  # what was given up does not stand in the way
     transport.close()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 16, 1 << 24])
-def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, folder, bucket_bytes):
+def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, tiny_model, bucket_bytes):
     transport = SharedMemoryTransport([served], bucket_bytes, deadline_s=20.0)
     for seed in (1, 2):
-        sync = WeightSync(moved(folder, seed), transport, version_of(served))
+        sync = WeightSync(moved(tiny_model, seed), transport, version_of(served))
         sync.push()
         sync.verify()
     transport.close()
 
 
 @pytest.mark.nightly
-def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, pushed):
-    def flip(memory, bucket):
-        for name, _, _, start, *_ in bucket["tensors"]:
-            if name == BIASED:
-                memory._bytes[start + 1] ^= 1
-
-    transport = Tampered(flip, [served], 1 << 14, deadline_s=20.0)
-    with pytest.raises(WeightDeliveryError, match=rf"engine 0 says version \d+, and 1 of \d+ tensors .*\({BIASED}\)"):
-        WeightSync(moved(folder, 3), transport, version_of(served)).push()
-    served.submit("resume").result(20)
-
-
-@pytest.mark.nightly
-def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, pushed):
-    def lose(memory, bucket):
-        bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != BIASED]
-
-    transport = Tampered(lose, [served], 1 << 14, deadline_s=20.0)
-    sync = WeightSync(moved(folder, 4), transport, version_of(served))
-    with pytest.raises(WeightDeliveryError, match=rf"engine 0 failed at .*1 of \d+ tensors are missing \({BIASED}"):
-        sync.push()
-    transport.tamper = lambda memory, bucket: None
-    sync.push()  # what was given up does not stand in the way
-    sync.verify()
-
-
-@pytest.mark.nightly
-def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, pushed):
-    table = "model.embed_tokens.weight"
-
-    def lose(memory, bucket):
-        if bucket["number"] == 1:
-            bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != table]
-
-    transport = Tampered(lose, [served], 1 << 14, deadline_s=20.0)  # the first bucket has 63 of its rows
-    with pytest.raises(WeightDeliveryError, match=rf"engine 0 failed at bucket 2 .*values 4032 to 8064 of {table} are"):
-        WeightSync(moved(folder, 8), transport, version_of(served)).push()
-    served.submit("resume").result(20)
-
-
-@pytest.mark.nightly
-def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, pushed):
-    def late(memory, bucket):
-        memory.write(bucket["start"], torch.tensor([bucket["version"] - 1, bucket["number"]]))
-
-    version = version_of(served)
-    transport = Tampered(late, [served], 1 << 14, deadline_s=20.0)
-    message = rf"bucket 0 of version {version + 1} was announced, .* holds bucket 0 of version {version}"
-    with pytest.raises(WeightDeliveryError, match=message):
-        WeightSync(moved(folder, 5), transport, version).push()
-    assert version_of(served) == version
-    served.submit("resume").result(20)
-
-
-@pytest.mark.nightly
-def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_named(served, folder):
+def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_named(served, tiny_model):
     (pid,) = served._engine.pids
 
     def kill(memory, bucket):
@@ -446,7 +373,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_n
     transport = Tampered(kill, [served], 1 << 13, deadline_s=20.0)
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died; .* \(bucket \d of version \d+, "):
-        WeightSync(moved(folder, 6), transport, 0).push()
+        WeightSync(moved(tiny_model, 6), transport, 0).push()
     assert time.monotonic() - start < 10
 
 
@@ -466,22 +393,19 @@ def test_vllm_gets_to_know_the_transfer_by_the_entry_point_that_is_installed():
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 24])
-def test_weights_arrive_through_the_memory_of_a_gpu_that_both_share(folder, bucket_bytes):
+def test_weights_arrive_through_the_memory_of_a_gpu_that_both_share(tiny_model, bucket_bytes):
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    engine = AsyncVLLMEngine(folder, max_model_len=64, gpu_memory_utilization=0.2, transfer="ipc")
+    engine = AsyncVLLMEngine(tiny_model, max_model_len=64, gpu_memory_utilization=0.2, transfer="ipc")
     device = torch.device("cuda", 0)
-    transport = SharedMemoryTransport([LoopControl(engine, loop)], bucket_bytes, 20.0, device)
-    try:
+    with (
+        loop_control.served(engine) as control,
+        closing(SharedMemoryTransport([control], bucket_bytes, 20.0, device)) as transport,
+    ):
         for seed in (1, 2, 3):  # from the second push on weights are written in place
-            sync = WeightSync(moved(folder, seed).to(device), transport, seed - 1)
+            sync = WeightSync(moved(tiny_model, seed).to(device), transport, seed - 1)
             assert sync.push() == seed
             sync.verify()
-    finally:
-        transport.close()
-        asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
 
 
 @pytest.fixture
@@ -578,3 +502,34 @@ def test_a_push_that_fails_leaves_the_engine_new_and_none_of_its_tensors_held():
     assert sent._proofs is not during
     with sent.paused() as is_new:
         assert is_new
+
+
+def test_a_push_leaves_the_engine_a_core_and_takes_it_back_however_it_ends():
+    class Notes(Reads):
+        def update_weights(self, bucket):
+            seen.append(torch.get_num_threads())
+            super().update_weights(bucket)
+            if len(seen) > 1:
+                raise RuntimeError("no room")
+
+    before, seen = torch.get_num_threads(), []
+    transport = SharedMemoryTransport([Notes()], 1 << 12)
+    try:
+        torch._C.set_num_threads(3)
+        transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 1)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(WeightDeliveryError, match="no room"):
+            transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 2)
+        assert seen == [2, 2] and torch.get_num_threads() == 3
+    finally:
+        torch._C.set_num_threads(before)
+        transport.close()
+
+
+def test_engines_of_different_kinds_are_refused():
+    other = Reads()
+    other.dtype = torch.float32
+    with pytest.raises(ValueError, match="2 of "):
+        SharedMemoryTransport([Reads(), other])
+    with pytest.raises(ValueError, match="these are 0"):
+        SharedMemoryTransport([])

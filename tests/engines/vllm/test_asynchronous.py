@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
-from contextlib import closing
-from types import SimpleNamespace
+from contextlib import closing, contextmanager
 
+import loop_control
 import pytest
 import torch
 from loop_control import LoopControl
@@ -32,19 +31,9 @@ DIGITS = tuple("0123456789")
 class Served:
     """An engine on an event loop in a thread, as a trainer has it."""
 
-    def __init__(self, folder, **settings):
-        from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
-
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.engine = AsyncVLLMEngine(folder, max_model_len=400, name="engine 0", **settings)
-        self.transport = SharedMemoryTransport(
-            [LoopControl(self.engine, self.loop)], bucket_bytes=1 << 16, deadline_s=self.engine.deadline_s
-        )
-
-    def start(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+    def __init__(self, control):
+        self.engine, self.loop, self.start = control._engine, control._loop, control._loop.start
+        self.transport = SharedMemoryTransport([control], bucket_bytes=1 << 16, deadline_s=self.engine.deadline_s)
 
     def wait_for_tokens(self, count):
         """Waits until every response under way has so many tokens."""
@@ -54,11 +43,14 @@ class Served:
             assert time.monotonic() < end
             time.sleep(0.002)
 
-    def close(self):
-        self.start(self.engine.close()).result(60)
-        self.transport.close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
+
+@contextmanager
+def served_engine(folder, **settings):
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+
+    engine = AsyncVLLMEngine(folder, max_model_len=400, name="engine 0", **settings)
+    with loop_control.served(engine) as control, closing((made := Served(control)).transport):
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +60,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folders):
-    made = Served(folders[0], sampling=Sampling(stop=DIGITS))  # with a tokenizer, otherwise as without
-    yield made
-    made.close()
+    with served_engine(folders[0], sampling=Sampling(stop=DIGITS)) as made:  # with a tokenizer, otherwise as without
+        yield made
 
 
 @pytest.mark.nightly
@@ -117,7 +108,7 @@ class Overtaken(LoopControl):
             await asyncio.sleep(0.05)
             await self._engine.update_weights(*args)
 
-        return asyncio.run_coroutine_threadsafe(late(), self._loop)
+        return self._loop.start(late())
 
 
 @pytest.mark.nightly
@@ -189,33 +180,6 @@ def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_old
         assert (samples.log_probs - by_new).abs().max() < 0.1
 
 
-def test_an_engine_that_hangs_is_killed_before_whoever_closes_it_gives_up():
-    from grpo_rl.cluster.engine_actors import CLOSE_S
-    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
-
-    waits = []
-    for deadline_s in (120.0, 3.0):
-        engine = object.__new__(AsyncVLLMEngine)
-        engine._llm, engine.deadline_s = SimpleNamespace(shutdown=waits.append), deadline_s
-        asyncio.run(engine.close())
-    assert waits == [10.0, 3.0] and max(waits) < CLOSE_S
-
-
-def test_what_fails_while_an_update_is_given_up_is_not_kept_quiet():
-    from grpo_rl.engines.vllm.worker import WorkerExtension
-
-    class Transfer:
-        def abandon(self):
-            raise AttributeError("'LinearBase' object has no attribute 'weight'")
-
-    worker = WorkerExtension()
-    worker.weight_transfer_engine = Transfer()
-    with pytest.raises(AttributeError, match="LinearBase"):
-        worker.abandon_weight_update()
-    worker.weight_transfer_engine = object()  # vLLM's own transfers have nothing to give up
-    worker.abandon_weight_update()
-
-
 @pytest.mark.nightly
 def test_an_aborted_request_says_so_and_the_others_go_on(served):
     one, other = (served.start(served.engine.generate(name, PROMPTS[0], 2, LONG)) for name in ("one", "other"))
@@ -243,7 +207,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
                 if "lora_" in name:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
-    with closing(Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))) as served:
+    with served_engine(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora)) as served:
         sync = WeightSync(policy.model, served.transport)
         sync.push()
         answer = served.start(served.engine.generate("long", PROMPTS[0], 1, LONG))

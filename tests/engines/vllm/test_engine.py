@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +15,50 @@ from grpo_rl.planner.memory import CPU_CACHE_GIB
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync
 
+pytest.importorskip("vllm")
+
+
+def check_work_on_cpu(engine):
+    """A short prompt is not computed for every response, and norms are kernels."""
+    from vllm import ir
+
+    from grpo_rl.engines.vllm.cpu import NORMS, PROVIDER
+
+    computed, model = [], engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(len(args[0])))
+    engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
+    handle.remove()
+    # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 responses.
+    assert computed == [2 * 32 + 8 * 11]
+    assert all(getattr(ir.ops, name).get_priority()[0] == PROVIDER for name in NORMS)
+
+
+class Proxy:
+    """As Flask's outside of a request, which MLflow's server imports: vLLM would not start beside it."""
+
+    __module__ = "werkzeug.local"
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("working outside of request context")
+
 
 @pytest.mark.nightly
-def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
+def test_a_closed_engine_has_shared_its_prompts_and_leaves_no_layer_behind(tmp_path, monkeypatch):
     """A sweep builds one engine after another in one process; notes on reloaded layers used to keep every one alive."""
-    pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
     folder = save_tiny_model(tmp_path / "model")
+    monkeypatch.setitem(globals(), "proxy", Proxy())
     calls = []
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
-    engine = VLLMEngine(folder, max_model_len=64)
+    engine = VLLMEngine(folder, max_model_len=128)
     assert calls.count("freeze") > 0 and calls[-1] == "unfreeze", "what is frozen is never freed"
     WeightSync(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), engine).push()
     engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
+    if not torch.cuda.is_available():
+        check_work_on_cpu(engine)
     engine.close()
     del engine
     gc.collect()
@@ -37,56 +67,7 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
-def test_an_engine_starts_where_proxies_raise_at_any_look(tmp_path, monkeypatch):
-    local = pytest.importorskip("werkzeug.local", reason="Werkzeug comes with MLflow's server")
-    pytest.importorskip("vllm")
-    from contextvars import ContextVar
-
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    monkeypatch.setitem(globals(), "proxy", local.LocalProxy(ContextVar("request")))
-    with pytest.raises(RuntimeError):
-        hasattr(globals()["proxy"], "__dict__")
-    VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=64).close()
-
-
-def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.lora import adapter_arguments
-
-    for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
-        assert adapter_arguments(4, ["q_proj"], dtype, on_gpu)["max_lora_rank"] == 8
-    with pytest.raises(ValueError, match="push=adapter with torch.float32: on a GPU .* train_model.dtype=bfloat16"):
-        adapter_arguments(4, ["q_proj"], torch.float32, on_gpu=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
-def test_on_cpu_a_short_prompt_is_not_computed_for_every_response_and_norms_are_kernels(tmp_path):
-    pytest.importorskip("vllm")
-    from vllm import ir
-
-    from grpo_rl.engines.vllm.cpu import NORMS, PROVIDER
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    engine = VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)
-    computed, model = [], engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(len(args[0])))
-    try:
-        engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
-        # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 responses.
-        assert computed == [2 * 32 + 8 * 11]
-        for name in NORMS:
-            assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
-    finally:
-        handle.remove()
-        engine.close()
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_arguments
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
@@ -103,7 +84,6 @@ def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_pat
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms_on_cpu_that_are_less_exact_than_pytorchs_are_not_taken(dtype):
-    pytest.importorskip("vllm")
     from vllm import ir
 
     from grpo_rl.engines.vllm.cpu import PROVIDER, offer_norms
@@ -131,7 +111,6 @@ def test_norms_on_cpu_that_are_less_exact_than_pytorchs_are_not_taken(dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_the_norms_on_cpu_take_heads_that_are_cut_out_of_a_fused_product():
-    pytest.importorskip("vllm")
     from vllm import ir
 
     from grpo_rl.engines.vllm.cpu import PROVIDER, offer_norms
@@ -144,15 +123,37 @@ def test_the_norms_on_cpu_take_heads_that_are_cut_out_of_a_fused_product():
     torch.testing.assert_close(ours, by_hand)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_attention_on_a_cpu_with_amx_takes_the_avx512_kernel(monkeypatch):
-    pytest.importorskip("vllm")
     from vllm.v1.attention.backends import cpu_attn
 
     import grpo_rl.engines.vllm.registered  # noqa: F401
 
-    if torch.cuda.is_available():
-        pytest.skip("kernels for CPUs are left alone beside a GPU")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert cpu_attn._get_attn_isa.__wrapped__(torch.bfloat16, 32) == "amx"  # vLLM's own choice
     assert cpu_attn._get_attn_isa(torch.bfloat16, 32) == "vec"
     assert cpu_attn._get_attn_isa(torch.bfloat16, 16) == "vec16"
+
+
+@pytest.mark.parametrize(("max_num_seqs", "graphs"), [(1, 1), (100, 16), (1000, 82), (1024, 83)])
+def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(monkeypatch, max_num_seqs, graphs):
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from grpo_rl.engines.vllm import common
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(common, "text_part_arguments", lambda model: {})  # there is no folder
+    given = common.VLLMBase("model", 1024, gpu_memory_utilization=0.4, max_num_seqs=max_num_seqs)._arguments
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        scheduler_config=SimpleNamespace(**{x: given[x] for x in ("max_num_seqs", "max_num_batched_tokens")}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=CompilationConfig(**given["compilation_config"]),
+        performance_mode="balanced",
+        uniform_decode_query_len=1,
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert len(sizes) == graphs
+    assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == max_num_seqs

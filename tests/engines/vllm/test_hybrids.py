@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 import torch
 import transformers
 
-from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.engines.base import Sampling
-from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.loading import load_whole
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from tests.engines.test_contract import as_groups, engine_of
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -70,22 +67,17 @@ def shake(model: torch.nn.Module) -> None:
 def mismatch(engine, model) -> float:
     """Mean |sampler - trainer| of sampled tokens, in nats."""
     samples = engine.generate(PROMPTS, 4, Sampling(temperature=1.0, max_new_tokens=16))
-    groups = [
-        group_of_samples(Prompt(i, i, "", torch.tensor(prompt)), s)
-        for i, (prompt, s) in enumerate(zip(PROMPTS, samples, strict=True))
-    ]
+    groups = as_groups(PROMPTS, samples)
     scored = TrainPolicy(model).score(groups)[0].detach()
     return (scored - torch.cat([s.log_probs for s in samples])).abs().mean().item()
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(kind, tmp_path):
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
     name, config, own = MODELS[kind]
     save(name, config, tmp_path)
     model = load_whole(tmp_path, dtype=torch.bfloat16)
-    with closing(VLLMEngine(tmp_path, max_model_len=100)) as engine:
+    with engine_of("vllm", tmp_path, 100) as engine:
         assert mismatch(engine, model) < 0.03
         shake(model)
         assert mismatch(engine, model) > 0.03  # it would show
@@ -100,12 +92,11 @@ def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(ki
 
 
 def test_a_mamba_layer_that_computes_with_old_weights_does_not_pass_as_new(tmp_path):
-    from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.engines.vllm.held import held_digest
 
     name, config, _ = MODELS["mamba"]
     save(name, config, tmp_path)
-    with closing(VLLMEngine(tmp_path, max_model_len=100)) as engine:
+    with engine_of("vllm", tmp_path, 100) as engine:
         vllms = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         mixer = vllms.get_submodule("model.layers.0.mamba")
         for weight, held in (("conv1d.weight", mixer.conv_weights), ("A_log", mixer.A.data)):

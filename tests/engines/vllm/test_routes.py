@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace as Namespace
 
@@ -11,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.engines.base import AbortedError, Samples, Sampling
-from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.policy import TrainPolicy
+from tests.engines.test_contract import as_groups, engine_of
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -73,19 +71,13 @@ def groups_of(engine, n):
     alone = {}
     while len(alone) < n:
         alone |= dict(engine.step())
-    for prompt, samples in [
-        *zip(PROMPTS, together, strict=True),
-        *((PROMPTS[1], samples) for samples in alone.values()),
-    ]:
-        yield group_of_samples(Prompt(0, 0, "", torch.tensor(prompt)), samples)
+    return as_groups(PROMPTS + n * PROMPTS[1:], [*together, *alone.values()])
 
 
 def test_recorded_experts_are_those_of_a_plain_forward(folder):
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # Few at a time: requests wait for others, whose blocks of the cache they then get.
-    with closing(VLLMEngine(folder, max_model_len=120, dtype="float32", max_num_seqs=2, router_replay=True)) as engine:
+    with engine_of("vllm", folder, 120, "float32", max_num_seqs=2, router_replay=True) as engine:
         tokens = 0
         for group in groups_of(engine, 5):
             assert group.prompt_routes.shape == (len(group.prompt_ids), LAYERS, CHOSEN)
@@ -108,10 +100,8 @@ def test_recorded_experts_are_those_of_a_plain_forward(folder):
 
 
 def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    with closing(VLLMEngine(folder, max_model_len=120, dtype="bfloat16", router_replay=True)) as engine:
-        groups = list(groups_of(engine, 8))
+    with engine_of("vllm", folder, 120, router_replay=True) as engine:
+        groups = groups_of(engine, 8)
     model = use_shared_prefix(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), router_replay=True)
     policy = TrainPolicy(model)
     sampled = torch.cat([group.log_probs for group in groups])
@@ -121,60 +111,6 @@ def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
     print(f"mean |sampler - trainer|: {own.mean():.4f} with the trainer's experts, {replayed.mean():.4f} replayed")
     print(f"largest: {own.max():.3f}, {replayed.max():.3f}")
     assert replayed.mean() < 0.7 * own.mean()
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    """A recorder beside a runner without a model, whose step takes in what began and what ended, as vLLM's does."""
-    from grpo_rl.engines.vllm import routes
-    from grpo_rl.engines.vllm.sampling import ROUTES_KEY
-
-    class Layer(torch.nn.Module):
-        layer_id, moe_config = 0, Namespace(experts_per_token=2, num_logical_experts=4)
-        router = Namespace(set_capture_fn=lambda record: None)
-
-    class Runner:
-        model_config = Namespace(hf_text_config=Namespace(num_hidden_layers=1))
-
-        def __init__(self):
-            spec = object.__new__(routes.FullAttentionSpec)
-            object.__setattr__(spec, "block_size", 4)
-            group = Namespace(kv_cache_spec=spec, layer_names=["attention"])
-            self.kv_cache_config = Namespace(kv_cache_groups=[group], num_blocks=8)
-            self.requests = {}
-
-        def get_model(self):
-            return Layer()
-
-        def begin(self, name, key, siblings=1):
-            parameters = Namespace(extra_args={ROUTES_KEY: [key, siblings]})
-            self.requests[name] = Namespace(sampling_params=parameters, block_ids=[[len(self.requests)]])
-
-        def execute_model(self, scheduled):
-            for name in scheduled.finished_req_ids:
-                self.requests.pop(name, None)
-
-        def end(self, *names):
-            self.execute_model(Namespace(finished_req_ids=set(names)))
-
-    monkeypatch.setattr(routes, "MoERunner", Layer)
-    return routes.RouteRecorder(Runner())
-
-
-def test_of_forgotten_requests_nothing_is_kept_once_they_are_gone(recorder):
-    runner = recorder._runner
-    runner.begin("0_a", "a", 2)
-    runner.begin("1_a", "a", 2)
-    runner.begin("b", "b")
-    runner.end("0_a")
-    assert recorder._finished.keys() == {("a", 0)}
-    recorder.forget(["a", "never begun"])
-    assert not recorder._finished and recorder._forgotten == {"a"}, "one response is still under way"
-    runner.end("1_a")
-    assert not recorder._finished and not recorder._forgotten
-    runner.end("b")
-    assert recorder._finished.keys() == {("b", 0)}
-    assert [len(rows) for rows in recorder.take("b", [3])] == [3] and not recorder._finished
 
 
 @pytest.mark.parametrize("end", ["cancelled", "aborted", "taken"])

@@ -85,13 +85,3 @@ def test_text_without_a_whole_call_comes_back_as_it_is_and_logs_nothing(tokenize
 def test_without_a_name_the_chat_template_decides(tokenizer, template, call, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert [call["function"]["name"] for call in tool_parser(None, tokenizer).parse(call)[1]] == ["f"]
-
-
-def test_a_wrong_name_and_a_template_without_calls_are_told(tmp_path):
-    plain = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
-    with pytest.raises(ValueError, match="env.tool_parser=hermess is none of .*; did you mean hermes"):
-        tool_parser("hermess", plain)
-    with pytest.raises(ValueError, match="shows no format of calls .* set env.tool_parser to one of .*hermes"):
-        tool_parser(None, plain)
-    with pytest.raises(ValueError, match="env.tool_parser=llama3_json does not fit the tokenizer: .*python_tag"):
-        tool_parser("llama3_json", plain)

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from math_verify.grader import complex_number_pattern
 
 from grpo_rl.envs.grading.boxed import equal
 from grpo_rl.envs.grading.tags import last_boxed
@@ -75,10 +73,6 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-def test_the_tables_have_60_pairs_each_and_no_pair_twice():
-    assert len(set(EQUIVALENT)) == 60 and len(set(DIFFERENT)) >= 60
-
-
 @pytest.mark.parametrize(("gold", "answer"), EQUIVALENT)
 def test_an_equivalent_answer_is_right(gold, answer):
     assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is True
@@ -110,95 +104,67 @@ LETTERS_AND_SIGNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plain", "other"), LETTERS_AND_SIGNS)
-def test_i_and_e_in_any_font_and_both_signs_in_any_place_are_read_in_gold_answers_and_in_others(plain, other):
+SPACED = [
+    r"1\,000", "1000.", r"1{,}000", r"1\ 000", "1~000", r"1\;000.", "1,000.", r"{1000}.", "1000 .", r"x = 1\,000.",
+]  # fmt: skip
+COMMAS = [("(3, 140)", r"(3,\,140)"), (r"\{5,120\}", r"\{5,\ 120\}"), ("[2,100]", r"[2,\;100]"), ("3, 140", r"3,\:140")]
+UNTRUE = ["1=72", "72=1", "x=1=72", "1=x=72", "1==72", "2 + 2 = 72", "1.0=72"]
+TRUE = ["x=72", r"\text{Total} = 72", "71+1=72", "72.0=72", "x=70+2=72", r"f(2) = 72"]
+
+EQUAL = [
+    # every i of math-verify's own table, and every double sign of its grammar
+    *[
+        pair
+        for letter in (r"\i", "i", r"\text{i}", r"\mathrm{i}", r"\imath")
+        for pair in (("3+4i", f"3+4{letter}"), (f"3+4{letter}", "3+4i"), (f"1-{letter}", "-i+1"))
+    ],
+    *[
+        (rf"\frac{{1{sign}\sqrt{{5}}}}{{2}}", r"\frac{1-\sqrt{5}}{2}, \frac{1+\sqrt{5}}{2}")
+        for sign in (r"\pm", r"\mp", "±", "∓")
+    ],
+    # a full stop behind any answer, and a space behind a comma of a list
+    (r"\frac{1}{2}", r"\frac{1}{2}."), (r"\text{even}", r"\text{even}."), ("(1, 2)", "(1,2)."), *COMMAS,
+    # an equation answers with its right side, also where one number is written in two ways
+    *[("72", answer) for answer in TRUE],
+    ("7", "111_2=7"), ("13", "1101_2 = 13"), ("3.14", r"\frac{22}{7}=3.14"), ("0.333", r"\frac{1}{3}=0.333"),
+    ("0.66", r"\frac{2}{3}=0.66"), ("1.41", r"\sqrt{2}=1.41"), ("3.14", r"\pi=3.14"), ("50\\%", r"\frac{1}{2}=50\%"),
+    (r"\frac{1}{2}", r"\frac{1}{2}=50\%"), ("1", r"7 \equiv 1"), ("3", "1 + 2 = 3.0"),
+]  # fmt: skip
+
+UNEQUAL = [
+    # another number in another font, and one sign of two
+    ("3+4i", r"3-4\mathrm{i}"), ("3+4i", "3+4"), (r"3+4\mathrm{i}", "7"), (r"2\mathrm{e}", "2"), ("2e", r"2\mathrm{i}"),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt{5}}{2}"), (r"\frac{1+\sqrt{5}}{2}", r"\frac{1\pm\sqrt{5}}{2}"),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{-1\pm\sqrt{5}}{2}"), (r"\pm 1 \pm i", "1+i, -1-i"),
+    *[(gold, "7") for gold in (r"3+4\i", r"3+4\text{i}", r"3+4\imath")],
+    # spaces, commas and full stops
+    *[(gold, answer) for answer in SPACED for gold in ("1001", "1", "0")],
+    *[("3140", answer) for _, answer in COMMAS], ("1000", "100.0"), ("5", ".5"),
+    # equations: of two different numbers, of more than rounding apart, and of another right side
+    *[(gold, answer) for answer in UNTRUE for gold in ("72", "1")],
+    *[("72, 73", f"{answer}, 73") for answer in UNTRUE],
+    ("0.5", r"\frac{1}{3}=0.5"), ("0.34", r"\frac{1}{4}=0.34"), *[("71", answer) for answer in TRUE],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plain", "other"), [*LETTERS_AND_SIGNS, *(("1000", answer) for answer in SPACED)])
+def test_fonts_of_i_and_e_signs_in_any_place_and_spaces_are_read_in_gold_answers_and_in_others(plain, other):
     assert equal(plain, other) is True and equal(other, plain) is True
 
 
-@pytest.mark.parametrize("letter", [r"\i", "i", r"\text{i}", r"\mathrm{i}", r"\imath"])
-def test_every_i_of_math_verifys_own_table_is_i(letter):
-    assert complex_number_pattern.search(f"3+{letter}")
-    for gold, answer in (("3+4i", f"3+4{letter}"), (f"3+4{letter}", "3+4i"), (f"1-{letter}", "-i+1")):
-        assert equal(gold, answer) is True and equal(gold, "7") is False
+@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+def test_another_way_to_write_an_answer_is_right(gold, answer):
+    assert equal(gold, answer) is True
 
 
-@pytest.mark.parametrize("sign", [r"\pm", r"\mp", "±", "∓"])
-def test_every_double_sign_of_math_verifys_grammar_is_read_in_a_fraction(sign):
-    assert equal(rf"\frac{{1{sign}\sqrt{{5}}}}{{2}}", r"\frac{1-\sqrt{5}}{2}, \frac{1+\sqrt{5}}{2}") is True
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("3+4i", r"3-4\mathrm{i}"), ("3+4i", "3+4"), (r"3+4\mathrm{i}", "7"), (r"2\mathrm{e}", "2"),
-        ("2e", r"2\mathrm{i}"),
-        (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt{5}}{2}"), (r"\frac{1+\sqrt{5}}{2}", r"\frac{1\pm\sqrt{5}}{2}"),
-        (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{-1\pm\sqrt{5}}{2}"), (r"\pm 1 \pm i", "1+i, -1-i"),
-    ],
-)  # fmt: skip
-def test_another_number_in_another_font_and_one_sign_of_two_are_wrong(gold, answer):
+@pytest.mark.parametrize(("gold", "answer"), UNEQUAL)
+def test_another_answer_in_such_a_way_is_wrong(gold, answer):
     assert equal(gold, answer) is False
 
 
 def test_a_percent_sign_may_be_left_out_where_the_gold_answer_is_a_whole_number():
     assert verify("10", r"\boxed{10\%}") and verify("1,200", r"\boxed{1,200.0\%}") is not None
     assert verify("0.5", r"\boxed{0.5\%}") is False and verify("0.28", r"\boxed{28\%}") is True
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [r"1\,000", "1000.", r"1{,}000", r"1\ 000", "1~000", r"1\;000.", "1,000.", r"{1000}.", "1000 .", r"x = 1\,000."],
-)
-def test_spaces_in_a_number_and_a_full_stop_behind_it_are_no_part_of_it(answer):
-    assert equal("1000", answer) is True
-    assert equal(answer, "1000") is True
-    assert equal("1001", answer) is False and equal("1", answer) is False and equal("0", answer) is False
-
-
-def test_a_full_stop_behind_any_answer_is_no_part_of_it():
-    assert equal(r"\frac{1}{2}", r"\frac{1}{2}.") and equal(r"\text{even}", r"\text{even}.")
-    assert equal("(1, 2)", "(1,2).")
-    assert equal("1000", "100.0") is False and equal("5", ".5") is False
-
-
-@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", "1==72", "2 + 2 = 72", "1.0=72"])
-def test_an_equation_of_two_different_numbers_is_wrong(answer):
-    assert equal("72", answer) is False
-    assert equal("1", answer) is False
-    assert equal("72, 73", f"{answer}, 73") is False
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("7", "111_2=7"), ("13", "1101_2 = 13"), ("3.14", r"\frac{22}{7}=3.14"), ("0.333", r"\frac{1}{3}=0.333"),
-        ("0.66", r"\frac{2}{3}=0.66"), ("1.41", r"\sqrt{2}=1.41"), ("3.14", r"\pi=3.14"),
-        ("50\\%", r"\frac{1}{2}=50\%"),
-        (r"\frac{1}{2}", r"\frac{1}{2}=50\%"), ("1", r"7 \equiv 1"), ("3", "1 + 2 = 3.0"),
-    ],
-)  # fmt: skip
-def test_an_equation_of_one_number_written_in_two_ways_answers_with_its_right_side(gold, answer):
-    assert equal(gold, answer) is True
-
-
-def test_an_equation_whose_sides_differ_by_more_than_rounding_is_wrong():
-    assert equal("0.5", r"\frac{1}{3}=0.5") is False
-    assert equal("0.34", r"\frac{1}{4}=0.34") is False
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [("(3, 140)", r"(3,\,140)"), (r"\{5,120\}", r"\{5,\ 120\}"), ("[2,100]", r"[2,\;100]"), ("3, 140", r"3,\:140")],
-)
-def test_a_space_behind_a_comma_is_between_the_elements_of_a_list(gold, answer):
-    assert equal(gold, answer) is True
-    assert equal("3140", answer) is False
-
-
-@pytest.mark.parametrize("answer", ["x=72", r"\text{Total} = 72", "71+1=72", "72.0=72", "x=70+2=72", r"f(2) = 72"])
-def test_an_equation_answers_with_its_right_side(answer):
-    assert equal("72", answer) is True
-    assert equal("71", answer) is False
 
 
 EXPANSIONS = [
@@ -257,16 +223,13 @@ def test_only_the_last_box_of_a_response_counts():
     assert verify("1,2", r"\boxed{1} and \boxed{2}") is False
     assert verify("5", "the answer is 5") is False
     assert verify("5", "") is False
+    assert verify(r"\frac{1}{2}", r"\boxed{\frac{1}{2} (( \frac{7}{8} ^^ }") is False  # a part makes sense
 
 
 def test_an_answer_that_is_too_long_is_wrong():
     right = "5" + "+0" * ((MAX_CHARS - 1) // 2)
     assert verify("5", rf"\boxed{{{right[:99]}}}") is True
     assert verify("5", rf"\boxed{{{right + '+0' * 9}}}") is False
-
-
-def test_nothing_but_a_part_that_makes_sense_does_not_make_an_answer_right():
-    assert verify(r"\frac{1}{2}", r"\boxed{\frac{1}{2} (( \frac{7}{8} ^^ }") is False
 
 
 @settings(max_examples=200)
@@ -280,11 +243,3 @@ def test_integers_that_are_compared_as_texts_are_so_judged_by_math_verify_too(go
         if abs(answer) < 10**12:
             expected = verify(str(gold), rf"\boxed{{{answer}}}")
             assert expected is (gold == answer) and equal(str(gold), str(answer)) is expected
-
-
-def test_it_works_off_the_main_thread():
-    verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(verify(r"\frac{1}{2}", r"\boxed{0.5}")))
-    thread.start()
-    thread.join()
-    assert verdicts == [True]

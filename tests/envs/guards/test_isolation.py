@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -93,25 +93,13 @@ def ended(process_id: int, within_s: float = 10.0) -> bool:
     return False
 
 
-def test_results_come_in_the_order_of_the_arguments(act):
-    with IsolatedCalls(act, workers=2) as calls:
-        # The first takes longest.
-        arguments = [("sleep", 0.5), *[("double", n) for n in range(100)]]
-        assert calls.map(arguments) == ["slept", *range(0, 200, 2)]
-        assert calls.map([]) == []
-
-
 @pytest.mark.parametrize("hang", [("sleep", 1000), ("spin",)])
 def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
-    with IsolatedCalls(act, workers=1, deadline_s=2.0) as calls:
-        arguments: list[tuple] = [("double", n) for n in range(40)]
-        arguments[7] = arguments[23] = hang
-        results = calls.map(arguments)
-    for at, result in enumerate(results):
-        if at in (7, 23):
-            assert isinstance(result, TimeoutError) and "2 s" in str(result)
-        else:
-            assert result == 2 * at
+    with IsolatedCalls(act, workers=2, deadline_s=2.0) as calls:
+        # The first takes longest: results come in the order of the arguments.
+        first, *results, late = calls.map([("sleep", 0.5), *[("double", n) for n in range(40)], hang])
+    assert (first, results) == ("slept", list(range(0, 80, 2)))
+    assert isinstance(late, TimeoutError) and "2 s" in str(late)
 
 
 @pytest.mark.alone
@@ -140,17 +128,15 @@ def test_a_call_that_ends_its_process_is_named_and_costs_its_own_result_only(act
     assert isinstance(died, WorkerDied) and end in str(died)
 
 
-def test_a_worker_that_dies_while_it_waits_is_replaced_unseen(act):
+def test_a_worker_that_dies_once_or_while_it_waits_is_replaced_unseen(act, tmp_path):
     with IsolatedCalls(act, workers=1) as calls:
+        assert "torch" in sys.modules  # here, and not in a worker
+        assert calls.map([("imported", "isolated_cases"), ("imported", "torch")]) == [True, False]
+        assert calls.map([("double", 1), ("crash once", str(tmp_path / "mark")), ("double", 3)]) == [2, "survived", 6]
         [worker] = calls.map([("pid",)])
         os.kill(worker, 9)
         assert ended(worker)
         assert calls.map([("double", 1), ("double", 2)]) == [2, 4]
-
-
-def test_a_call_whose_process_died_once_is_made_again(act, tmp_path):
-    with IsolatedCalls(act, workers=1) as calls:
-        assert calls.map([("double", 1), ("crash once", str(tmp_path / "mark")), ("double", 3)]) == [2, "survived", 6]
 
 
 def test_what_a_call_raises_takes_the_place_of_its_result(act):
@@ -170,29 +156,9 @@ def test_a_call_that_takes_too_much_memory_gets_a_memory_error(act):
 
 
 def test_any_thread_may_call_and_several_at_the_same_time(act):
-    results: dict[int, list] = {}
-    with IsolatedCalls(act, workers=2) as calls:
-
-        def ask(n: int) -> None:
-            results[n] = calls.map([("double", n)] * 30)
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-        async def ask_all() -> list:
-            return await asyncio.gather(*[asyncio.to_thread(calls.map, [("double", n)]) for n in range(8)])
-
-        assert asyncio.run(ask_all()) == [[2 * n] for n in range(8)]
-    assert results == {n: [2 * n] * 30 for n in range(8)}
-
-
-def test_a_worker_imports_the_functions_module_and_no_torch(act):
-    assert "torch" in sys.modules  # here it is
-    with IsolatedCalls(act, workers=1) as calls:
-        assert calls.map([("imported", "isolated_cases"), ("imported", "torch")]) == [True, False]
+    with IsolatedCalls(act, workers=2) as calls, ThreadPoolExecutor(8) as threads:
+        results = threads.map(lambda n: calls.map([("double", n)] * 30), range(8))
+        assert list(results) == [[2 * n] * 30 for n in range(8)]
 
 
 def test_close_ends_the_workers_and_calls_after_it_are_refused(act):

@@ -38,8 +38,6 @@ TABLE = [
      ["banana", "Aaa"], ["bana", "xyz"]),
     ("keywords:letter_frequency", {"letter": "q", "let_frequency": 1, "let_relation": "less than"},
      ["banana"], ["Queen", "equal"]),
-    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 0, "let_relation": "at least"}, ["banana"], []),
-    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 0, "let_relation": "less than"}, [], ["banana"]),
     # The dataset has two such "letters": they are counted, never replaced.
     ("keywords:letter_frequency", {"letter": "#", "let_frequency": 4, "let_relation": "at least"},
      ["#### 42", "# # ##"], ["### 42", "hashtag"]),
@@ -48,8 +46,6 @@ TABLE = [
      ["One. Two.", "One! Two? Three.", "Dr. Smith came. He sat."], ["One.", "Dr. Smith came", "No end\nof line"]),
     ("length_constraints:number_sentences", {"num_sentences": 2, **LESS},
      ["One.", "It costs 3.50 dollars."], ["One. Two."]),
-    ("length_constraints:number_sentences", {"num_sentences": 0, **AT_LEAST}, ["One."], []),
-    ("length_constraints:number_sentences", {"num_sentences": 0, **LESS}, [], ["One."]),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2},
      ["one\n***\ntwo", "one***two", "***\none\n***\ntwo\n***", "one\n\nstill one\n***\ntwo"],
      ["one", "one\n***\ntwo\n***\nthree", "one\n***\n\n***\ntwo", "one\n**\ntwo"]),
@@ -58,8 +54,6 @@ TABLE = [
     ("length_constraints:number_words", {"num_words": 3, **AT_LEAST},
      ["one two three", "don't go", "a-b-c", "é ü 3"], ["one two", "snake_case word", "-- ... !"]),
     ("length_constraints:number_words", {"num_words": 3, **LESS}, ["one two", "..."], ["one two three", "don't go"]),
-    ("length_constraints:number_words", {"num_words": 0, **AT_LEAST}, ["..."], []),
-    ("length_constraints:number_words", {"num_words": 0, **LESS}, [], ["..."]),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Elm"},
      ["One.\n\nelm trees", "One.\n\n'ELM' trees", 'One.\n\n"Elm, trees', "One.\n\n  Elm's", "One.\n\nElm"],
      ["One.\n\nThe elm", "Elm", "One.\n\nElms", "One.\n\nElm\n\nThree.", "One.\nElm", "One.\n\n(Elm)", "Elm\n\nOne.",
@@ -70,7 +64,6 @@ TABLE = [
      ["...and so on", "?"], ["word"]),
     ("detectable_content:number_placeholders", {"num_placeholders": 2},
      ["[name] lives at [address]", "[] []", "[a][b][c]", "[a [b] [c]"], ["[name]", "name address", "[a\n] [b]", "]["]),
-    ("detectable_content:number_placeholders", {"num_placeholders": 0}, ["none"], []),
     ("detectable_content:postscript", {"postscript_marker": "P.S."},
      ["Bye.\nP.S. Call me.", "p. s. call", "Bye. P.S.", "P.P.S. Call"], ["PS: call", "P.S call", "Postscript"]),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"},
@@ -88,11 +81,9 @@ TABLE = [
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2},
      ["*one* and *two*", "**one** and *two*", "**one** **two**", "*one*two*three*"],
      ["*one*", "**one**", "* *, *\t* and ****", "*one\ntwo* three*", "one two"]),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 0}, ["none"], []),
     ("detectable_format:multiple_sections", {"section_spliter": " Day ", "num_sections": 2},
      ["Day 1\nrest\nDay 2\nwork", "Day1 Day2", "**Day 1** **Day 2** Day 3", "Monday: Day 1, MonDay 2"],
      ["Day 1", "day 1 day 2", "Day one, Day two", "Day  1 Day  2"]),
-    ("detectable_format:multiple_sections", {"section_spliter": "Day", "num_sections": 0}, ["none"], []),
     ("detectable_format:multiple_sections", {"section_spliter": "(a|b)", "num_sections": 1}, ["(a|b) 1"], ["a 1"]),
     ("detectable_format:json_format", {},
      ['{"a": 1}', '```json\n{"a": 1}\n```', '```\n[1, 2]\n```', ' ```JSON{"a": null}``` ', "42", '"text"', "NaN"],
@@ -116,8 +107,6 @@ TABLE = [
      ["NASA", "Nasa and Esa", "A-B", "NASA, 1 + 1"]),
     ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"},
      ["none", "NASA rocks."], ["NASA and ESA"]),
-    ("change_case:capital_word_frequency", {"capital_frequency": 0, "capital_relation": "at least"}, ["none"], []),
-    ("change_case:capital_word_frequency", {"capital_frequency": 0, "capital_relation": "less than"}, [], ["none"]),
     # Of a word in capitals langdetect reads the first letter only; without words, nothing is left to tell by.
     ("change_case:english_capital", {}, ["THE WEATHER WAS WHAT THEY THOUGHT THAT IT WAS, AND THE WIND WAS WARM"],
      [ENGLISH, ENGLISH.capitalize(), "12:30"]),
@@ -138,16 +127,13 @@ def test_a_response_follows_the_instruction_or_not(request, name, kwargs, respon
     if name in COUNT_SENTENCES:
         request.getfixturevalue("punkt")
     assert check([name], [kwargs], response, prompt="") == [verdict]
-
-
-def test_the_table_has_a_followed_and_an_unfollowed_response_for_each_of_the_25_types():
-    assert len(INSTRUCTIONS) == 25
-    for place in (2, 3):
-        assert {row[0] for row in TABLE if row[place]} == set(INSTRUCTIONS)
+    # What follows strictly follows loosely.
+    assert not verdict or check([name], [kwargs], response, prompt="", loose=True) == [True]
 
 
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
 def test_a_blank_response_follows_nothing(name):
+    assert all(any(row[at] for row in TABLE if row[0] == name) for at in (2, 3))  # the table has each verdict
     kwargs = next(row[1] for row in TABLE if row[0] == name)
     for blank in ("", " \n\t\n "):
         assert check([name], [kwargs], blank, prompt="") == [False]
@@ -158,7 +144,6 @@ LOOSE = [
     # strictly not, loosely yes: without the first line, the last, both, the asterisks, or all of it
     ("detectable_format:json_format", {}, "Sure, here it is:\n{}", True),
     ("detectable_format:json_format", {}, "{}\nI hope this helps!", True),
-    ("detectable_format:json_format", {}, "Sure:\n{}\nI hope this helps!", True),
     ("detectable_format:json_format", {}, "**{}**", True),
     ("detectable_format:json_format", {}, "Sure:\n\n**{}**\n\nI hope this helps!", True),
     ("startend:quotation", {}, 'Sure:\n *"Hi"*\nBye.', True),
@@ -176,14 +161,6 @@ LOOSE = [
 def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, response, verdict):
     assert check([name], [kwargs], response, prompt="") == [False]
     assert check([name], [kwargs], response, prompt="", loose=True) == [verdict]
-
-
-@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), TABLE)
-def test_what_follows_strictly_follows_loosely(request, name, kwargs, right, wrong):
-    if name in COUNT_SENTENCES:
-        request.getfixturevalue("punkt")
-    for response in right:
-        assert check([name], [kwargs], response, prompt="", loose=True) == [True]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import langdetect
 import pytest
 
-from grpo_rl.envs.ifeval import IFEval, check, load_rows
-from grpo_rl.envs.ifeval import language as language_module
+from grpo_rl.envs.ifeval import check, load_rows
 from grpo_rl.envs.ifeval.language import detect_language
-from grpo_rl.envs.ifeval.verdicts import variants
 
 pytestmark = pytest.mark.slow
 
@@ -74,20 +72,6 @@ def test_the_recorded_verdicts_are_ours_but_for_those_that_are_explained(recorde
     assert differing == DISAGREEMENTS
 
 
-@pytest.mark.parametrize("where", DISAGREEMENTS, ids=lambda where: f"{where[0]}-{where[1]}")
-def test_a_disagreement_is_a_matter_of_the_draw(rows, recorded, monkeypatch, where):
-    model, key, name, kind = where
-    answer = next(answer for answer in recorded if (answer["model"], answer["key"]) == (model, key))
-    at = answer["instruction_id_list"].index(name)
-    verdicts = set()
-    for seed in range(30):
-        monkeypatch.setattr(language_module, "SEED", seed)
-        detect_language.cache_clear()
-        verdicts.add(judge(rows[key], answer, kind)[at])
-    detect_language.cache_clear()
-    assert verdicts == {True, False}
-
-
 def test_the_totals_of_gpt_4_match(recorded, ours):
     # Of 538 prompts and 828 instructions. The paper's table 3 gives 76.89, 83.57, 79.30 and 85.37 % of all 541 and 834.
     expected = {"strict": (415, 693), "loose": (429, 709)}
@@ -97,16 +81,6 @@ def test_the_totals_of_gpt_4_match(recorded, ours):
             verdicts = [pair[side][kind] for pair in pairs]
             assert (len(verdicts), sum(map(len, verdicts))) == (538, 828)
             assert (sum(map(all, verdicts)), sum(map(sum, verdicts))) == totals
-
-
-def test_the_task_pays_what_the_verdicts_say(recorded, ours, rows):
-    task = IFEval(list(rows.values()), strict=1, all=1, loose=1)
-    for answer, verdicts in list(zip(recorded, ours, strict=True))[::20]:
-        parts = task.score(rows[answer["key"]], answer["response"]).parts
-        count = len(verdicts["strict"])
-        assert parts["strict"] == pytest.approx(sum(verdicts["strict"]) / count)
-        assert parts["all"] == all(verdicts["strict"])
-        assert parts["loose"] == pytest.approx(sum(verdicts["loose"]) / count)
 
 
 # ---- the same on every call, thread and machine ----
@@ -138,48 +112,3 @@ def test_another_process_with_other_hashes_gives_the_same_languages():
     here = [detect_language(text) for text in texts]
     assert there == f"{here}\n"
     assert len(set(here)) > 2
-
-
-TEXTS = [
-    "The quick brown fox jumps over the lazy dog.",
-    "THE QUICK BROWN FOX jumps over the lazy dog.",
-    "Der schnelle braune Fuchs springt über den faulen Hund.",
-    "a", "A", "AB", "Ab aB", " x  y ", "ab ", "\tab\ncd ", "12 + 3", "",
-    "Xin chào, tôi là một mô hình ngôn ngữ. Tie\u0302\u0301ng Vie\u0323\u0302t",
-    "Bună ziua, așa și țara", "سلام، این یک متن فارسی است", "નમસ્તે, તમે કેમ છો?", "ಕನ್ನಡ ಭಾಷೆ",
-    "नमस्ते दुनिया (namaste)",
-    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계",
-    "สวัสดีชาวโลก" * 20, "Сегодня мы говорим о погоде в горах.",
-    "Γειά σου",
-    "see https://example.com/a?b=c or write to someone@example.com, please", "don't [stop] me_now `x`",
-    "word " * 3000, "ünïcödé " * 5, "ǅ Ǆ ǆ ß İ ı", "🙂 hello 🙂",
-]  # fmt: skip
-
-
-def langdetects(text: str) -> str | None:
-    try:
-        return langdetect.detect(text)
-    except langdetect.LangDetectException:
-        return None
-
-
-def test_the_language_is_langdetects_own(monkeypatch):
-    monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
-    assert {langdetects(text) for text in TEXTS} >= {None, "en", "de", "vi", "ro", "fa", "gu", "kn", "ja", "th", "ru"}
-    for text in TEXTS:
-        assert detect_language(text) == langdetects(text), text
-
-
-@pytest.mark.nightly
-def test_the_language_of_each_recorded_answer_is_langdetects_own(recorded, monkeypatch):
-    monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
-    texts = {
-        text
-        for answer in recorded
-        if ABOUT_LANGUAGE & set(answer["instruction_id_list"])
-        for text in variants(answer["response"])
-        if text.strip()
-    }
-    assert len(texts) > 1500
-    for text in sorted(texts)[::3]:
-        assert detect_language(text) == langdetects(text), text

@@ -9,7 +9,7 @@ import nltk
 import pytest
 
 from grpo_rl.envs.ifeval import IFEval, load_rows, split_of
-from grpo_rl.envs.ifeval import sentences as sentences_module
+from grpo_rl.envs.ifeval import language as language_module
 from grpo_rl.envs.ifeval.task import HUB_NAME
 
 ROW = {
@@ -88,9 +88,9 @@ def no_punkt(tmp_path, monkeypatch):
     """A machine without NLTK's data, with a cache folder of its own."""
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
     monkeypatch.setattr(nltk.data, "path", [])
-    sentences_module.punkt.cache_clear()
+    language_module.punkt.cache_clear()
     yield
-    sentences_module.punkt.cache_clear()
+    language_module.punkt.cache_clear()
 
 
 def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):

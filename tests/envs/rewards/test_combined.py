@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
-from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.rewards.combined import with_rewards
 from grpo_rl.envs.rewards.registry import REWARDS, Known
 from grpo_rl.envs.task import Messages, Reward, Task
-from tests.envs.scoring import scored
 
 ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
 RIGHT, WRONG = "42", "41"
@@ -28,11 +26,6 @@ class Guess(Task):
         if response == "!":
             raise KeyError("gold")
         return Reward({"hit": float(response.strip() == row["wanted"])})
-
-
-class GuessAgain(Guess):
-    def reply(self, row: dict, messages: Messages) -> Messages | None:
-        return [{"role": "user", "content": "Again."}] if len(messages) == 2 else None
 
 
 def words(texts) -> list[int]:
@@ -95,6 +88,13 @@ def test_right_is_what_the_named_part_pays_for():
     assert task.score(task.rows[1], "2" + " " * 99).parts == {"hit": 0.0, "cosine": -0.5}
 
 
+def test_what_a_task_cannot_offer_is_named():
+    with pytest.raises(ValueError, match=r"hits is no other part of the reward, which has hit, cosine"):
+        with_rewards(Guess(), {"cosine": {"correct": "hits"}})
+    with pytest.raises(ValueError, match="needs gold answers, and Guess has none"):
+        with_rewards(Guess(), {"accuracy": 1.0})
+
+
 def test_right_may_be_what_accuracy_finds_even_at_weight_zero(monkeypatch):
     same = Known(lambda text, gold: float(text == gold), ("text", "gold"))
     monkeypatch.setitem(REWARDS, "accuracy", same)
@@ -113,25 +113,3 @@ def test_lengths_are_counted_in_the_unit_that_is_asked_for():
     assert parts["soft_overlong_punishment"] == -0.75 and parts["cosine"] == 0.5
     config["cosine"]["unit"] = "tokens"
     assert with_rewards(GSM8K(ROWS), config, words).score(ROWS[0], "42 it is").parts["cosine"] > 0.8
-
-
-@pytest.mark.parametrize(
-    ("task", "config", "message"),
-    [
-        (Guess, {"cosine": {"correct": "hits"}}, r"hits is no other part of the reward, which has hit, cosine"),
-        (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
-        (GuessAgain, {"length": {"correct": "hit"}}, "compares the responses of a group; GuessAgain is scored one"),
-    ],
-)
-def test_what_a_task_cannot_offer_is_named(task, config, message):
-    with pytest.raises(ValueError, match=message):
-        with_rewards(task(), config)
-
-
-def test_an_environment_takes_it_as_any_task(tokenizer):
-    config = {"length": 1.0, "soft_overlong_punishment": {"max_len": 4, "cache": 2}}
-    env = LLMEnv(with_rewards(GSM8K(ROWS), config, token_counter(tokenizer)), tokenizer, 1, 3)
-    ids = [tokenizer(text)["input_ids"] for text in ("42", "042", "00042")]
-    rewards = scored(env, 0, [*ids])
-    assert [reward.parts["length"] for reward in rewards] == pytest.approx([0.5, 0.5 - 1 / 3, -0.5])
-    assert [reward.parts["soft_overlong_punishment"] for reward in rewards] == [0.0, -0.5, -1.0]

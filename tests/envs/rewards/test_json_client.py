@@ -58,14 +58,6 @@ def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(server, head, 
     assert time.monotonic() - begun < 20  # all of it takes half a minute
 
 
-def test_a_try_that_is_cut_at_the_end_of_the_whole_request_is_the_last(server):
-    server.pieces = lambda: trickling(OK + b"\r\n")
-    client = JsonClient(server.url, deadline_s=60.0)
-    with pytest.raises(EndpointError, match="in 1 tries; the last: TimeoutError"):
-        client.ask("/x", {}, until=time.monotonic() + 0.3)
-    assert server.asked == 1 and client.retried == 0
-
-
 def test_a_wait_up_to_the_end_of_the_whole_request_is_followed_by_no_try(server):
     server.pieces, now, tries = lambda: [BUSY], [0.0], []
     client = JsonClient(server.url, sleep=lambda s: now.__setitem__(0, now[0] + s), clock=lambda: now[0])
@@ -82,15 +74,6 @@ def test_a_response_that_is_cut_off_is_asked_for_again_and_one_in_chunks_is_read
     server.pieces = lambda: next(pieces)
     client = JsonClient(server.url, sleep=lambda _: None)
     assert client.ask("/x") == {"a": 1} and client.retried == 2
-
-
-def test_a_server_that_keeps_its_connection_is_not_waited_for_behind_its_response(server):
-    def pieces():
-        yield OK + b'Content-Length: 8\r\n\r\n{"a": 1}'
-        time.sleep(30)
-
-    server.pieces, begun = pieces, time.monotonic()
-    assert JsonClient(server.url).ask("/x") == {"a": 1} and time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'"\xff"', b"[" * 100_000, b"1" * 5_000])

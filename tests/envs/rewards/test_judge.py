@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
+from tests.chat_endpoint import chat_endpoint
 from tests.envs.scoring import scored
 
 PAGE = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
@@ -54,43 +52,12 @@ def obedient(body):
     return '{"score": 10}' if quotes[-1] == ["42"] else '{"score": 0}'
 
 
-class Server(ThreadingHTTPServer):
-    """A judge's endpoint on loopback; ``replies`` are given first, then what ``judge`` says of the request."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.keys, self.replies, self.judge = [], [], [], obedient
-        self.usage = {"prompt_tokens": 100, "completion_tokens": 5}
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(body)
-        self.server.keys.append(self.headers.get("Authorization"))
-        reply = self.server.replies.pop(0) if self.server.replies else self.server.judge(body)
-        status, text = (reply, "") if isinstance(reply, int) else (200, reply)
-        whole = json.dumps({"choices": [{"message": {"content": text}}], "usage": self.server.usage}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(whole)))
-        self.end_headers()
-        self.wfile.write(whole)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(json_client, "FIRST_WAIT_S", 0.0)
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with chat_endpoint() as server:
+        server.respond = obedient
+        yield server
 
 
 def make(server, **settings):
@@ -147,61 +114,51 @@ def test_a_judge_without_a_verdict_is_asked_once_more_and_then_fails(server):
     server.replies = ["great!", '{"score": 5}']
     judged = make(server)
     assert ask(judged, "41") == [0.5]
-    server.judge = lambda body: "great!"
+    server.respond = lambda body: "great!"
     (error,) = ask(judged, "40")
     assert isinstance(error, NoVerdict) and "'great!'" in str(error)
     assert (judged.counts()["judge/calls"], judged.counts()["judge/failures"]) == (4, 1)
-    marks = {re.search(r"<(\w{32})>", request["messages"][0]["content"])[1] for request in server.requests}
+    marks = {re.search(r"<(\w{32})>", request["messages"][0]["content"])[1] for request in server.bodies}
     assert len(marks) == 4
 
 
 def test_equal_responses_are_asked_for_once_and_requests_and_tokens_are_counted(server):
     judged = make(server, input_price=2.0, output_price=10.0)
-    assert ask(judged, "42", "42", "41") == [1.0, 1.0, 0.0] and len(server.requests) == 2
+    assert ask(judged, "42", "42", "41") == [1.0, 1.0, 0.0] and len(server.bodies) == 2
     counts = judged.counts()
     assert (counts["judge/calls"], counts["judge/prompt_tokens"], counts["judge/completion_tokens"]) == (2, 200, 10)
     assert counts["judge/cost"] == pytest.approx((200 * 2.0 + 10 * 10.0) / 1e6)
 
 
 def test_a_request_that_fails_for_now_is_repeated_and_counted(server):
-    server.replies = [503, 429]
+    server.replies = [(503, {}), (429, {})]
     judged = make(server)
     assert ask(judged, "42") == [1.0] and judged.counts()["judge/retries"] == 2
-    server.replies = [503] * 3
+    server.replies = [(503, {})] * 3
     (error,) = ask(make(server, retries=1), "41")
     assert "failed in 2 tries; the last: HTTP 503" in str(error)
 
 
 def test_the_key_is_sent_and_is_in_no_message(server, monkeypatch):
-    monkeypatch.setenv("JUDGES_OWN", "sk-secret")
-    server.replies = [401]
-    (error,) = ask(make(server, auth_variable="JUDGES_OWN"), "42")
-    assert server.keys == ["Bearer sk-secret"] and "refuses: HTTP 401" in str(error) and "sk-secret" not in str(error)
-    with pytest.raises(ValueError, match="auth_variable is no name of an environment variable") as refused:
+    def of_key(key):
+        monkeypatch.setenv("JUDGES_OWN", key)
+        return make(server, auth_variable="JUDGES_OWN")
+
+    server.replies = [(401, {}), "you sent sk-secret", "you sent sk-secret"]
+    (refused,), (echoed,) = ask(of_key("sk-secret"), "42"), ask(of_key("sk-secret\r\n"), "42")
+    assert set(server.keys) == {"Bearer sk-secret"} and "refuses: HTTP 401" in str(refused)
+    assert isinstance(echoed, NoVerdict) and "you sent [key]" in str(echoed)
+    (failed,) = ask(of_key("sk-se\ncret"), "42")
+    with pytest.raises(ValueError, match="no printable ASCII") as unprintable:
+        of_key("sk-se\ncret").check()
+    with pytest.raises(ValueError, match="auth_variable is no name of an environment variable") as no_name:
         make(server, auth_variable="sk-secret")
-    assert "sk-secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("key", "told"), [("sk-secret\r\n", None), ("sk-se\ncret", "no printable ASCII")])
-def test_a_key_that_no_header_can_have_is_in_no_message(server, monkeypatch, key, told):
-    monkeypatch.setenv("JUDGES_OWN", key)
-    judged = make(server, auth_variable="JUDGES_OWN")
-    if told is None:
-        assert ask(judged, "42") == [1.0] and server.keys == ["Bearer sk-secret"]
-        return
-    with pytest.raises(ValueError, match=told) as refused:
-        judged.check()
-    (error,) = ask(judged, "42")
-    assert not any("cret" in str(text) for text in (refused.value, error)) and not server.keys
-
-
-def test_a_key_in_the_place_of_a_name_or_in_the_url_is_not_repeated(server):
-    with pytest.raises(ValueError, match="that environment variable is not set") as refused:
+    with pytest.raises(ValueError, match="that environment variable is not set") as unset:
         make(server, auth_variable="hf_secret" * 4).check()
-    assert "secret" not in str(refused.value)
-    with pytest.raises(ValueError, match="url has a query or fragment") as refused:
+    with pytest.raises(ValueError, match="url has a query or fragment") as in_url:
         Judge(url="https://host/v1?api-key=secret", model="tiny", rubric=RUBRIC)
-    assert "secret" not in str(refused.value)
+    told = [refused, echoed, failed, *(error.value for error in (unprintable, no_name, unset, in_url))]
+    assert not any("cret" in str(text) for text in told) and len(server.keys) == 3
 
 
 class Sums(Task):
@@ -236,7 +193,7 @@ def collector(env, tokenizer, texts=("42", "41")):
 
 def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     env = env_of(server, tokenizer, Turns)
-    server.judge = lambda body: '{"score": 10}' if "\n42\n" in body["messages"][1]["content"] else '{"score": 0}'
+    server.respond = lambda body: '{"score": 10}' if "\n42\n" in body["messages"][1]["content"] else '{"score": 0}'
     engine = ScriptedEngine(
         lambda prompt, g: [*tokenizer("42" if len(prompt) > 20 else "41")["input_ids"], tokenizer.eos_token_id]
     )
@@ -245,21 +202,11 @@ def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
 
 
 def test_a_judge_that_fails_leaves_its_responses_out_of_their_groups(server, tokenizer):
-    server.judge = lambda body: "no"
+    server.respond = lambda body: "no"
     env = env_of(server, tokenizer)
     results = scored(env, 0, [tokenizer(text)["input_ids"] for text in ("42", "41")])
     assert all(isinstance(result, Failure) and "no' is no" in result.message for result in results)
     assert env.metrics()["judge/failures"] == 2
-
-
-def test_a_budget_that_is_used_up_stops_the_run_with_the_numbers(server, tokenizer):
-    env = env_of(server, tokenizer, budget_calls=5)
-    sampler = collector(env, tokenizer)
-    sampler.collect(2)
-    told = "its budget is used up, 4 of budget_calls=5, and a group needs 2 more; raise budget_calls and resume"
-    with pytest.raises(ScoreError, match=told):
-        sampler.collect(2)
-    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize(
@@ -276,11 +223,11 @@ def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_who
     env, resumed = begin()
     resumed.restore(json.loads(json.dumps(first.state())))
     assert [group.rewards.tolist() for group in resumed.collect(2)] == [[0.0, 0.0]] * 2
-    assert env.metrics()["judge/unjudged"] == 4 and env.metrics()["judge/calls"] == 4 == len(server.requests)
+    assert env.metrics()["judge/unjudged"] == 4 and env.metrics()["judge/calls"] == 4 == len(server.bodies)
 
 
 @pytest.mark.parametrize("when_spent", ["stop", "drop"])
-@pytest.mark.parametrize("replies", [["no"] * 9, [503] * 9])
+@pytest.mark.parametrize("replies", [["no"] * 9, [(503, {})] * 9])
 def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, replies):
     server.replies = replies
     env = env_of(server, tokenizer, budget_calls=3, concurrency=1, when_spent=when_spent)
@@ -291,42 +238,17 @@ def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, r
     else:
         assert [result.total for result in scored(env, 0, responses)] == [0.0, 0.0]
         assert env.metrics()["judge/unjudged"] == 2
-    assert len(server.requests) == 3 == env.metrics()["judge/calls"]
-
-
-@pytest.mark.parametrize("task", [Turns, lambda: Told([{}])])
-def test_a_part_is_not_left_out_of_what_is_judged_one_by_one(server, tokenizer, task):
-    with pytest.raises(ValueError, match="conversations of several turns are judged one by one; set when_spent=stop"):
-        env_of(server, tokenizer, task, when_spent="drop", budget_calls=5)
+    assert len(server.bodies) == 3 == env.metrics()["judge/calls"]
 
 
 @pytest.mark.parametrize("budget", [{"budget_tokens": 10}, {"budget_cost": 1.0, "input_price": 1.0}])
 def test_a_budget_of_tokens_needs_an_endpoint_that_counts_them(server, budget):
-    server.usage = None
-    (error,) = ask(make(server, **budget), "42")
-    assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
-
-
-def test_a_count_of_four_hundred_digits_is_none(server):
-    server.usage = {"prompt_tokens": int("9" * 400), "completion_tokens": True}
-    judged = make(server, input_price=1.0)
-    assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
-    (error,) = ask(make(server, budget_tokens=10), "42")
-    assert "tells no tokens in usage" in str(error)
-
-
-def test_a_reply_that_repeats_the_key_is_quoted_without_it(server, monkeypatch):
-    monkeypatch.setenv("OF_THE_JUDGE", "sk-0123")
-    server.replies = ["you sent sk-0123"] * 2
-    (error,) = ask(make(server, auth_variable="OF_THE_JUDGE"), "42")
-    assert isinstance(error, NoVerdict) and "you sent [key]" in str(error)
-
-
-def test_no_request_begins_at_the_end_of_the_scorers_deadline(server, tokenizer):
-    judged = make(server)
-    judged.ready(0.0)
-    (error,) = ask(judged, "42")
-    assert "is not asked: no time is left" in str(error) and judged.counts()["judge/calls"] == 0
+    for usage in (None, {"prompt_tokens": int("9" * 400), "completion_tokens": True}):
+        server.usage = usage
+        (error,) = ask(make(server, **budget), "42")
+        assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
+        judged = make(server, input_price=1.0)
+        assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
 
 
 def test_the_tasks_own_scoring_takes_its_part_of_the_deadline(server, tokenizer, monkeypatch):
@@ -336,7 +258,7 @@ def test_the_tasks_own_scoring_takes_its_part_of_the_deadline(server, tokenizer,
     env.task.ready(10.0)
     monkeypatch.setattr(Sums, "score", lambda *_: now.__setitem__(0, 9.5) or Reward({"own": 0.0}))
     (error,) = env.task.score_many([{"n": 1}], ["42"])
-    assert "no time is left" in str(error) and not server.requests
+    assert "no time is left" in str(error) and not server.bodies
 
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -388,21 +310,7 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
             with pytest.raises(ScoreError, match="6 of budget_calls=6, and a group needs 2 more"):
                 scored(mixture, row, responses)
         assert [result.total for result in scored(mixture, other, responses)] == [2.0, 1.0]
-    assert len(server.requests) == 6 + 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"url": "ftp://x"}, "env.rewards.judge: url=ftp://x is no http"),
-        ({"url": "http://me:pw@host/v1"}, "url has a user or password; give the endpoint's key by auth_variable"),
-        ({"budget_cost": 1.0}, "needs input_price and output_price"),
-        ({"auth_variable": "UNSET_OF_TESTS"}, "that environment variable is not set; export the endpoint's key"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(server, tokenizer, settings, told):
-    with pytest.raises(ValueError, match=told):
-        env_of(server, tokenizer, **settings)
+    assert len(server.bodies) == 6 + 2 * 2
 
 
 def test_the_page_shows_the_message_that_protects_and_its_example_runs():

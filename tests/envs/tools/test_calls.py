@@ -7,6 +7,7 @@ import pytest
 
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
+from grpo_rl.envs.tools.functions import run_calls
 
 SHOUT = Tool("shout", "text", "hi", str.upper)
 COUNT = Tool("count_words", "words", "one two", lambda text: str(len(text.split())))
@@ -133,21 +134,19 @@ def test_results_come_one_message_a_call():
     assert reply_to_calls("Shout: a\nand then\nCount_words:", TOOLS, "tool") == [
         {"role": "tool", "content": "A"}, {"role": "tool", "content": error},
     ]  # fmt: skip
+    # In one where turns alternate.
+    assert reply_to_calls("Shout: a\nCount_words: b b", TOOLS, "user") == [{"role": "user", "content": "A\n2"}]
 
 
-def test_results_come_in_one_message_where_turns_alternate():
-    reply = reply_to_calls("Shout: a\nCount_words: b b", TOOLS, "user")
-    assert reply == [{"role": "user", "content": "A\n2"}]
-
-
-@pytest.mark.parametrize("text", ["7", "", "Shout: a\n<answer>A</answer>", "<answer></answer>\nShout: a"])
-def test_a_message_that_answers_or_calls_nothing_is_the_last(text):
-    assert is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool") is None
-
-
-@pytest.mark.parametrize("text", ["Shout: a\n<answer>A", "shout(a)", "</answer>\nShout: a <answer>"])
-def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
-    assert not is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool")
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("7", True), ("", True), ("Shout: a\n<answer>A</answer>", True), ("<answer></answer>\nShout: a", True),
+        ("Shout: a\n<answer>A", False), ("shout(a)", False), ("</answer>\nShout: a <answer>", False),
+    ],
+)  # fmt: skip
+def test_a_message_that_answers_or_calls_nothing_is_the_last(text, last):
+    assert is_final(text, TOOLS) is last and (reply_to_calls(text, TOOLS, "tool") is None) is last
 
 
 @pytest.mark.parametrize(
@@ -159,3 +158,39 @@ def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
 )  # fmt: skip
 def test_the_last_whole_answer_counts(text, expected):
     assert last_answer(text) == expected
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "told"),
+    [
+        ({"type": "object"}, '{"x": 1}', '{"x": 1}'),
+        ({"anyOf": [NUMBER]}, '{"x": 1}', '{"x": 1}'),
+        (NUMBER | {"additionalProperties": {}}, '{"y": 1}', '{"y": 1}'),
+        ({"type": "object", "additionalProperties": False}, '{"x": 1}', "Error: f takes no 'x', only nothing"),
+        (NUMBER, '{"y": 1}', "Error: f takes no 'y', only x"),
+        (NUMBER, '{"x": 3.0}', '{"x": 3.0}'),
+        (NUMBER, '{"x": 3.5}', "Error: x of f is 3.5; it must be of type integer"),
+        (NUMBER, '{"x": NaN}', "Error: the arguments are no JSON object"),
+    ],
+)
+def test_arguments_are_refused_where_the_schema_refuses_them(parameters, arguments, told):
+    call = {"id": "call00000", "function": {"name": "f", "arguments": arguments}}
+    schema = {"function": {"name": "f", "parameters": parameters}}
+    (result,) = run_calls([call], [schema], lambda name, given: given)
+    assert result["content"] == told
+
+
+def test_each_call_has_the_deadline_of_its_tool():
+    deadlines = {"slow": 5.0, "late": 0.1}
+    schemas = [{"function": {"name": name, "parameters": {}}} for name in deadlines]
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in deadlines]
+
+    def run(name, given):
+        time.sleep(0.4)
+        return name
+
+    results = run_calls(calls, schemas, run, seconds=deadlines.__getitem__)
+    assert [result["content"] for result in results] == ["slow", "Error: no result within 0.1 s"]

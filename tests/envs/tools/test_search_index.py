@@ -43,7 +43,7 @@ def bm25_by_hand(documents: list[Document], query: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_documents_are_ranked_by_the_formula(hotpotqa):
+def test_documents_are_ranked_by_the_formula_and_those_that_answer_are_found(hotpotqa):
     rows, documents = hotpotqa
     index = SearchIndex(documents)
     place = {document: at for at, document in enumerate(documents)}
@@ -51,36 +51,21 @@ def test_documents_are_ranked_by_the_formula(hotpotqa):
         scores = bm25_by_hand(documents, row["question"])
         found = [scores[place[document]] for document in index.search(row["question"], 10)]
         assert found == pytest.approx(sorted(scores, reverse=True)[:10], rel=1e-4)
-
-
-def test_the_documents_that_answer_the_questions_are_found(hotpotqa):
-    rows, documents = hotpotqa
-    assert (len(rows), len(documents)) == (100, 994)
-    assert all(set(row["documents"]) <= {document.title for document in documents} for row in rows)
-    index = SearchIndex(documents)
-    recall = {}
-    for count in (2, 5, 10, 20):
-        found = [{document.title for document in index.search(row["question"], count)} for row in rows]
-        recall[count] = sum(
-            len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)
-        )
     # In percent of 100 questions, by one search with the question itself: the second document of a chain often shares
-    # no rare word with the question. The corpus has 994 documents, so 2, 5, 10, 20 of them by chance are 0.2 to 2 %.
-    assert recall == pytest.approx({2: 60.0, 5: 76.0, 10: 88.0, 20: 94.5}, abs=0.01)
+    # no rare word with the question. The corpus has 994 documents, so 2 or 10 of them by chance are 0.2 or 1 %.
+    assert (len(rows), len(documents)) == (100, 994)
+    for count, recall in ((2, 60.0), (10, 88.0)):
+        found = [{document.title for document in index.search(row["question"], count)} for row in rows]
+        shares = [
+            len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)
+        ]
+        assert sum(shares) == pytest.approx(recall, abs=0.01)
 
 
 def test_equal_scores_go_by_the_order_of_the_corpus():
     documents = [Document(f"Document {number}", "river") for number in "abcdefghij" * 3]
     titles = [document.title for document in SearchIndex(documents).search("river", 7)]
     assert titles == [f"Document {number}" for number in "abcdefg"]
-
-
-def test_several_threads_find_what_one_finds(hotpotqa):
-    rows, documents = hotpotqa
-    index, queries = SearchIndex(documents), [row["question"] for row in rows] * 3
-    alone = [index.search(query, 5) for query in queries]
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(lambda query: index.search(query, 5), queries)) == alone
 
 
 # ---- the index on disk ----
@@ -105,12 +90,13 @@ def index_folder(cache):
     return folder
 
 
-def test_an_index_is_built_once(cache, built):
+def test_an_index_is_built_once_also_by_several_threads(cache, built):
     queries = ["Jane Austen", "village England", "opera"]
-    first = SearchIndex(DOCUMENTS)
-    again = SearchIndex(list(DOCUMENTS))
-    assert built == [4]
-    assert [again.search(query, 3) for query in queries] == [first.search(query, 3) for query in queries]
+    with ThreadPoolExecutor(8) as pool:
+        first, again, *_ = pool.map(lambda _: SearchIndex(list(DOCUMENTS)), range(8))
+        assert built == [4]
+        found = [first.search(query, 3) for query in queries]
+        assert list(pool.map(lambda query: again.search(query, 3), queries)) == found
     SearchIndex(DOCUMENTS[::-1])
     SearchIndex([*DOCUMENTS[:3], Document("Turandot", "An opera.")])
     assert built == [4, 4, 4] and len([path for path in cache.iterdir() if path.is_dir()]) == 3
@@ -139,12 +125,6 @@ def test_nothing_pickled_is_loaded(cache, built, tmp_path):
     np.save(folder / "data.csc.index.npy", np.array([Payload()], dtype=object), allow_pickle=True)
     assert SearchIndex(DOCUMENTS).search("opera", 1) == [DOCUMENTS[3]]
     assert len(built) == 2 and not loaded.exists()
-
-
-def test_several_threads_build_one_index(cache, built):
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: SearchIndex(DOCUMENTS).search("opera", 1), range(8)))
-    assert found == [[DOCUMENTS[3]]] * 8 and built == [4]
 
 
 @pytest.mark.slow

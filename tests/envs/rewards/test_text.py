@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.envs.rewards.text import answer_format, code_format, reasoning_steps, tag_count
+from grpo_rl.envs.rewards.text import (
+    accuracy,
+    answer_format,
+    code_format,
+    reasoning_steps,
+    repetition_penalty,
+    tag_count,
+)
+from grpo_rl.envs.task import Unjudgeable
 
 IN_FORM = "<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>"
 CODE = "<think>\nAdd.\n</think>\n<answer>\n{}\n</answer>"
@@ -68,3 +76,32 @@ def test_code_counts_in_a_closed_block_of_its_language_inside_the_answer(answer,
     assert code_format(CODE.format(answer), language="java") == java
     assert code_format(answer) == 0
     assert code_format(f"<think>\n{answer}\n</think>\n<answer>\n7\n</answer>") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram_size", "max_penalty", "expected"),
+    [
+        ("", 3, -1.0, 0.0),
+        ("three different words", 3, -1.0, 0.0),
+        # four bigrams, one of them distinct: three quarters came before
+        ("no no no no no", 2, -1.0, -0.75),
+        # (a b c) (b c a) (c a b) (a b c): one of four
+        ("a b c a b c", 3, -1.0, -0.25),
+        ("This is this IS", 2, -1.0, -1 / 3),  # this-is, is-this, this-is
+        ("a\nb\ta  b", 2, -3.0, -1.0),  # any white space parts words
+        ("no no no", 1, -1.5, -1.0),  # two of three words
+        ("don't don't", 1, -1.0, -0.5),
+        ("yes, yes", 1, -1.0, 0.0),  # a comma makes another word
+    ],
+)
+def test_the_penalty_is_the_share_of_ngrams_that_came_before(text, ngram_size, max_penalty, expected):
+    assert repetition_penalty(text, ngram_size=ngram_size, max_penalty=max_penalty) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_answers_are_compared_as_mathematics_and_a_gold_answer_that_makes_no_sense_is_no_wrong_answer():
+    assert accuracy(r"So it is $\boxed{\frac{126}{800}}$.", r"\frac{63}{400}") == 1.0
+    assert accuracy(r"So it is $\boxed{\frac{64}{400}}$.", r"\frac{63}{400}") == 0.0
+    for gold in ("", None):
+        with pytest.raises(Unjudgeable):
+            accuracy(r"\boxed{7}", gold)

@@ -1,21 +1,64 @@
-"""The command `grpo-rl doctor`."""
+"""The commands `grpo-rl check-model` and `grpo-rl doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, all_findings, child_process
-from grpo_rl.checks.finding import Finding, shown
+from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, Finding, all_findings, child_process, shown
+from grpo_rl.policies.adapters import need
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.derived import total_steps
 from grpo_rl.settings.schema import Settings
 
 FOLDER = "hydra.run.dir="
+
+
+def add_check_model(parser: argparse.ArgumentParser) -> None:
+    """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
+    template, memory, the engine, sampler against trainer. Takes the overrides of `grpo-rl train` for one process.
+    Exit code 1: there is something to do.
+    """
+    parser.usage = "grpo-rl check-model [options] NAME [overrides ...]"
+    parser.add_argument("name", metavar="NAME", help="a local folder, or a name on the hub")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), help="that samples (inference_model.engine)")
+    parser.add_argument("--quick", action="store_true", help="read no weights: gate, chat template and memory alone")
+    parser.set_defaults(run_command=_check_model)
+
+
+def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    given = ("model.name=", "mode=", *(["inference_model.engine="] if options.engine else []))
+    if clashing := [word for word in overrides if word.lstrip("+").startswith(given)]:
+        raise ValueError(
+            f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync); the engine is "
+            "given once"
+        )
+    cfg = compose_config(DEFAULT_CONFIG, overrides)
+    cfg.model.name, cfg.mode = options.name, "sync"
+    cfg.inference_model.engine = options.engine or cfg.inference_model.engine
+    settings = Settings.read(cfg)
+    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    checks = {name: OF_RUN[name] for name in ("model", "memory", *(() if options.quick else ("weights",)))}
+    found = shown(all_findings(checks, Case(settings, Path(), options.quick)))
+    if to_do := sum(finding.kind == "FIX" for finding in found):
+        print(f"\n{options.name} can't be trained like this; to fix, above: {to_do}")
+        return 1
+    words = [f"model.name={options.name}"]
+    words += [f"inference_model.engine={options.engine}"] if options.engine else []
+    has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
+    words += [finding.override for finding in found if finding.override and has_prompt]
+    loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
+    said = "" if loaded else ", as far as can be told without weights"
+    print(f"\nOK{said}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
+    return 0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +78,11 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--nodes", type=int, metavar="N", help="number of nodes to expect (1)")
     who.add_argument("--names", metavar="A,B,...", help="or their names, as given to `ray start --node-name`")
-    parser.add_argument("--folder", type=Path, help="folder that all nodes must see: the run's, or its parent")
+    parser.add_argument("--folder", type=Path, help="the run's folder, which all nodes must see")
     parser.set_defaults(run_command=_doctor)
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if not options.ray and (options.nodes or options.names):
-        raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     if not 0 < options.deadline_s < math.inf:
         raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
@@ -50,7 +91,7 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     case = Case(None, folder, options.quick)
     if has_config:
         try:
-            settings = _settings(options, overrides, folder if named else None)
+            settings = _settings(options, overrides)
             text = f"mode={settings.mode}, {total_steps(settings):,} steps of {settings.env.num_envs} x "
             found += shown([Finding("OK", "config", f"{text}{settings.env.repeats} responses")])
             case = replace(case, settings=settings)
@@ -70,29 +111,21 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return int(bool(to_do))
 
 
-def _settings(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Settings:
-    """The settings of the run that is about to start.
-
-    Args:
-        folder: that the run is given.
-    """
+def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> Settings:
+    """The settings of the run that is about to start."""
     cfg = compose_config(options.config_name or DEFAULT_CONFIG, overrides)
     mode = "async" if options.is_async or options.ray else "sync"
     if cfg.mode not in (None, mode):
         raise ValueError(f"mode={cfg.mode}: doctor is about mode=sync or, with --async, mode=async; leave mode out")
     cfg.mode, cfg.ray.address = mode, options.ray or cfg.ray.address
-    if cfg.resume == "auto" and folder:
-        cfg.resume = str(folder) if folder.exists() else None
     return Settings.read(cfg)
 
 
 def _nodes(options: argparse.Namespace, case: Case) -> tuple[Case, list[Finding]]:
     """The case on the cluster at ``--ray``, and the findings on its nodes."""
-    try:
-        from grpo_rl.cluster.nodes import RayError, check_nodes, cluster, nodes
-    except ImportError as error:
-        raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
+    need("ray", "--ray", "ray")
     from grpo_rl.checks.nodes import node_findings
+    from grpo_rl.cluster.nodes import RayError, check_nodes, cluster, nodes
 
     expected = options.names.split(",") if options.names else options.nodes or 1
     try:

@@ -1,8 +1,9 @@
-"""A step of a run read back from its log of tokens: its groups and optimizer steps."""
+"""The reader of ``tokens.parquet``: the groups that the page shows, and with lineage a step's groups as they were."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import KEY, NAMED_OF_RESPONSES, OF_GROUP, OF_RESPONSES
+
+KEY = b"grpo_rl"
+"""Key in the metadata of a file that has all groups: JSON with config, responses, and each optimizer step's losses."""
+OF_GROUP = {
+    "sampler_log_prob": "log_probs",
+    "old_log_prob": "old_log_probs",
+    "old_entropy": "old_entropies",
+    "ref_log_prob": "ref_log_probs",
+}
+"""Columns, and the group's entries that they hold."""
+OF_RESPONSES, NAMED_OF_RESPONSES = ("offsets", "rewards", "truncated", "advantages"), ("reward_parts", "measures")
+"""The group's entries that the metadata holds: tensors of its responses, and such tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +45,27 @@ class StoredUpdate:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step of a run as it was recorded: its config, its groups with advantages, and its optimizer steps in order."""
+    """A step of a run as it was recorded: its config, its groups with advantages, and its optimizer steps in order.
+
+    Args:
+        tokens: the rows of all optimizer steps, in order.
+    """
 
     step: int
     config: dict
     groups: list[Group]
     updates: list[StoredUpdate]
+    tokens: pa.Table
+
+
+def shown_tokens(run_dir: Path, step: int, columns: Sequence[str]) -> pa.Table:
+    """These columns of the groups whose text was recorded.
+
+    Raises:
+        ValueError: the step's part can't be read; names it.
+    """
+    table = StepParts(run_dir / TOKENS_FOLDER).read(step, [*columns, "text"])
+    return table.filter(table["text"].is_valid())
 
 
 def read_step(run_dir: str | Path, step: int) -> StoredStep:
@@ -51,8 +78,7 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     path = parts.path(step)
     try:
         table = parts.read(step) if path.exists() else pa.table({})
-        about = (table.schema.metadata or {}).get(KEY)
-        if about:
+        if about := (table.schema.metadata or {}).get(KEY):
             return _stored(table, json.loads(about))
     except Exception as error:  # a file may be changed or from elsewhere: where it is decides the error
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -65,22 +91,22 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
 
 def _stored(table: pa.Table, about: dict[str, Any]) -> StoredStep:
     sizes = {known["group_id"]: known["offsets"][-1] for known in about["groups"]}
-    of_group: dict[int, dict[str, Any]] = {}
-    updates, start = [], 0
+    columns: dict[int, dict[str, Any]] = {}
+    updates, start, trained = [], 0, 0
     taken = {i for update in about["optimizer_steps"] for i in update["groups"]}
     # Rows are in this order (`grpo_rl.monitor.token_log`); groups that no optimizer step took are at the end.
     for recorded in [*about["optimizer_steps"], {"groups": [i for i in sizes if i not in taken]}]:
-        ids, scored = recorded.pop("groups"), {}
+        ids, scored, trained = recorded.pop("groups"), {}, start
         for i in ids:
-            tokens = of_group[i] = _columns(table.slice(start, sizes[i]))
+            tokens = columns[i] = _columns(table.slice(start, sizes[i]))
             start += sizes[i]
             if tokens["log_prob"] is not None:
                 scored[i] = tokens["log_prob"], tokens["entropy"]
         updates.append(StoredUpdate(ids, scored, recorded))
     if start != len(table):
         raise ValueError(f"{len(table)} rows where its groups have {start}")
-    groups = [_group(known, of_group[known["group_id"]]) for known in about["groups"]]
-    return StoredStep(about["step"], about["config"], groups, updates[:-1])
+    groups = [_group(known, columns[known["group_id"]]) for known in about["groups"]]
+    return StoredStep(about["step"], about["config"], groups, updates[:-1], table.slice(0, trained))
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:
