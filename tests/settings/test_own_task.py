@@ -15,6 +15,7 @@ from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.scoring import scored
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,6 @@ SOURCE = """
 from dataclasses import dataclass, field
 from typing import Literal
 from grpo_rl.envs.base import Reward, Task
-from tests.envs.scoring import scored
 
 class Echo(Task):
     reward_parts = ("echo",)
@@ -119,8 +119,8 @@ def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(folder, t
 def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, tokenizer):
     env = make_env(settings("env.weight=0.5", "env.tags=[x]"), tokenizer)
     assert env.task.tags == ["x"] and env.task.rows == [{"word": "night"}, {"word": "day"}]
-    scored = scored(env, 0, [tokenizer(text).input_ids for text in ("night", "day")])
-    assert [reward.total for reward in scored] == [0.5, 0]
+    rewards = scored(env, 0, [tokenizer(text).input_ids for text in ("night", "day")])
+    assert [reward.total for reward in rewards] == [0.5, 0]
     plain = make_env(settings("env.limit=3", task="Plain"), tokenizer)  # a dataclass, whose fields are settings
     assert plain.task.limit == 3 and plain.query(1) == "day"
 
