@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from grpo_rl.by_name import is_name
-from grpo_rl.envs.own import load_own_rows, make_own_task, task_class
+from grpo_rl.envs.own import is_env, load_own_rows, make_own_task, own_class
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.task import Task
 
@@ -99,6 +101,31 @@ class TaskSpec:
         return bool(settings.get("held_out")) or path in self.generated
 
 
+class OwnEnvSpec(TaskSpec):
+    """A TorchRL environment of the user's own; see `grpo_rl.envs.own_env`."""
+
+    @override
+    def __call__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str | Path | Source | None = None,
+        split: str = "train",
+        **settings: Any,
+    ) -> LLMEnv:
+        from grpo_rl.envs.own_env import OwnEnv
+
+        own, shared = self.parted(settings)
+        made: Any = self.task(num_envs, repeats, tokenizer, seed=shared.get("seed", 0), **own)
+        return OwnEnv(made, num_envs, repeats, tokenizer)
+
+
+def _no_rows(_: object, split: str) -> Sequence[dict]:
+    raise ValueError(f"an environment of one's own has no rows to read, {split}; set evaluate.rows=0 and no env.path")
+
+
 TASKS = {
     "gsm8k": "GSM8KEnv",
     "ifeval": "IFEvalEnv",
@@ -125,6 +152,8 @@ def task_spec(name: str) -> TaskSpec:
     '#### ...'
     """
     if is_name(name):
-        own = task_class(name)
+        own = own_class(name)
+        if is_env(own):
+            return OwnEnvSpec(own, _no_rows)
         return TaskSpec(partial(make_own_task, own), partial(load_own_rows, own, name), takes_reward=True)
     return getattr(importlib.import_module(f"grpo_rl.envs.{name}"), TASKS[name])

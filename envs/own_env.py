@@ -1,0 +1,153 @@
+"""OwnEnv: an environment of the user's own, by ``env.dataset=package.module:Class`` with a subclass of EnvBase.
+
+It is made as ``Class(num_envs, repeats, tokenizer, seed=…, …)``; its further parameters are settings. By the keys of
+`grpo_rl.data.keys`:
+
+- ``reset`` gives ``num_envs`` x ``repeats`` rows, those of one prompt adjacent, with ``("tokens", "prompt")``; ``query``
+  and ``gold`` are for logs, if it has them.
+- ``step`` reads ``("tokens", "response")`` and writes ``reward`` and ``done``; ``reward_parts`` and ``failed`` if it has
+  them. Where a conversation goes on, it writes the next ``("tokens", "prompt")``, which begins with the ids of prompt
+  and response.
+
+One that is not locked to its batch (``self._batch_locked = False``) steps the rows of any one group, as conversations
+and asynchronous runs need. Its ``get_extra_state``, as JSON, is in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.envs import EnvBase
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from grpo_rl.data import keys
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.prompts import Prompt
+from grpo_rl.envs.specs import DONE
+from grpo_rl.envs.task import Messages, Reward, Task
+
+GOLD = "gold"
+WHOLE = "own"
+"""The part of the reward of an environment that names none: all of it."""
+
+
+class Asked(dict):
+    """The query and gold answer of each prompt that the environment gave, by the number of its group."""
+
+    def __missing__(self, _: int) -> dict[str, Any]:
+        return {keys.QUERY: "", GOLD: None}  # asked before a resume
+
+    def __len__(self) -> int:
+        return max(1, super().__len__())
+
+
+class OwnTask(Task):
+    """In the place of a task, where an environment scores by itself: for people and logs."""
+
+    def __init__(self, reward_parts: Sequence[str]) -> None:
+        self.rows: Any = Asked()
+        self.reward_parts = tuple(reward_parts)
+
+    @override
+    def prompt(self, row: dict) -> Messages:
+        return [{"role": "user", "content": row[keys.QUERY]}]
+
+    @override
+    def score(self, row: dict, response: str) -> Reward:
+        raise NotImplementedError
+
+    @override
+    def gold(self, row: dict) -> str | None:
+        return row[GOLD]
+
+
+class OwnPrompts:
+    """The prompts that an environment gives, a group at a time."""
+
+    curriculum, too_long = None, ()
+
+    def __init__(self, env: EnvBase, rows: int, repeats: int, asked: Asked) -> None:
+        self._env, self._rows, self._repeats, self._asked = env, rows, repeats, asked
+        self._ready: deque[Prompt] = deque()
+        self._next = 0
+        self.begun: dict[int, list[TensorDictBase]] = {}
+        """The rows of each group whose prompt was given and that has not begun."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        while len(self._ready) < count:
+            rows = list(self._env.reset(TensorDict(batch_size=[self._rows])).unbind(0))
+            for at in range(0, len(rows), self._repeats):
+                first = rows[at]
+                query = str(first[keys.QUERY]) if keys.QUERY in first.keys() else ""
+                self._asked[self._next] = {keys.QUERY: query, GOLD: first[GOLD] if GOLD in first.keys() else None}
+                self.begun[self._next] = rows[at : at + self._repeats]
+                self._ready.append(Prompt(self._next, self._next, query, first[keys.TOKENS_PROMPT]))
+                self._next += 1
+        return [self._ready.popleft() for _ in range(count)]
+
+    def check(self) -> None:
+        """Prompts come one after the other, so none is looked at before its time."""
+
+    def note(self, row: int, results: Sequence[object]) -> None:
+        """There is no curriculum."""
+
+    def start_epoch(self, seed: int, _: int) -> None:
+        """Has the environment begin anew."""
+        self._env.set_seed(seed)
+
+    def state(self) -> dict[str, int]:
+        """The number of the next group; what else an environment remembers is in its own state."""
+        return {"next_group_id": self._next}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on with the number of the next group."""
+        self._next = state["next_group_id"]
+
+
+class OwnEnv(LLMEnv):
+    """The environment as a run knows it: groups have numbers, and rows can be begun and stepped a group at a time.
+
+    Args:
+        env: see the module.
+        num_envs, repeats, tokenizer: those that it was made with.
+    """
+
+    def __init__(self, env: EnvBase, num_envs: int, repeats: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        parts = env.output_spec["full_reward_spec"].get(keys.REWARD_PARTS[0], None)
+        super().__init__(OwnTask([WHOLE] if parts is None else list(parts.keys())), tokenizer, num_envs, repeats)
+        self.env, self._names_parts = env, parts is not None
+        self._prompts: Any = OwnPrompts(env, num_envs * repeats, repeats, self.task.rows)
+
+    @override
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, *, prompts: Any = None, repeats: int | None = None, **_: object
+    ) -> TensorDictBase:
+        rows = []
+        for prompt in self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts:
+            plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-argument-type]
+            # A group that was in flight when its run was stopped has its prompt alone.
+            group = self._prompts.begun.pop(prompt.group_id, None) or [plain] * (repeats or self.repeats)
+            ids = {keys.GROUP_ID: torch.tensor([prompt.group_id]), keys.ROW: torch.tensor([prompt.row])}
+            flags = {name: torch.tensor([False]) for name in (keys.FAILED, *DONE)}
+            rows += [row.copy().update(ids | flags) for row in group]
+        return lazy_stack(rows)
+
+    @override
+    def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        batch = lazy_stack(list(rows))
+        if self.env.batch_locked and batch.batch_size != self.env.batch_size:
+            raise ValueError(
+                f"{type(self.env).__name__} is locked to its batch of {self.env.batch_size.numel()} rows, and "
+                f"{len(rows)} are to be stepped, as in conversations and with mode=async; set self._batch_locked = "
+                "False in it"
+            )
+        after = list(self.env.step(batch)["next"].unbind(0))
+        for led_to in () if self._names_parts else after:
+            led_to[(*keys.REWARD_PARTS, WHOLE)] = led_to["reward"]
+        return after
