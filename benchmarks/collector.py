@@ -94,7 +94,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         env.set_extra_state(first)
         with timed_calls(llm, "generate") as inside_s:
             start = time.perf_counter()
-            groups = collector.collect(shape.repeats)
+            groups = collector.collect()
             step_s = time.perf_counter() - start
         assert [group.prompt_ids.tolist() for group in groups] == [r["prompt_token_ids"] for r in requests]
         assert all(group.lengths.tolist() == [shape.response] * shape.repeats for group in groups), "not the same work"

@@ -165,7 +165,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             rates = measure_rates(policy.model.dtype, policy.device, seconds=2 if policy.device.type == "cpu" else 0.2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
-            groups = collector.collect(work.repeats)
+            groups = collector.collect()
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
             sampled = time.perf_counter()
             buffer.extend(compute_advantages(groups))

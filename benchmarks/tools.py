@@ -244,7 +244,7 @@ def synchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> d
     env, decoder = make(work, tokenizer, slow, work.conversations // work.repeats)
     policy = EnginePolicy(decoder, Sampling(max_new_tokens=work.tokens[1]))
     collector = SyncCollector(env, policy, sys.maxsize)
-    return measured(decoder, lambda: collector.collect(work.repeats))
+    return measured(decoder, lambda: collector.collect())
 
 
 def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
@@ -265,7 +265,7 @@ def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> 
     def collect(count: int) -> list:
         groups = []
         for _ in range(count):
-            groups += collector.collect(work.repeats)
+            groups += collector.collect()
             weights.push()
         return groups
 

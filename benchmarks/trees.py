@@ -40,7 +40,7 @@ BAR = 0.8
 
 def played(env: LLMEnv, engine: VLLMEngine, sampling: Sampling) -> list[Group]:
     """A group of conversations about each of the environment's next prompts."""
-    return SyncCollector(env, EnginePolicy(engine, sampling), sys.maxsize).collect(env.repeats)
+    return SyncCollector(env, EnginePolicy(engine, sampling), sys.maxsize).collect()
 
 
 def environments(args: argparse.Namespace, tokenizer) -> Iterator[tuple[str, LLMEnv]]:

@@ -312,7 +312,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
 
     ids = [tokenizer(text)["input_ids"] for text in responses]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), EnginePolicy(engine, Sampling(max_new_tokens=512)), 8).collect(4)
+    groups = SyncCollector(make_env(), EnginePolicy(engine, Sampling(max_new_tokens=512)), 8).collect()
     assert [group.size for group in groups] == [4, 4], "a group is not complete"
     assert groups[0].group_id != groups[1].group_id
     sampled = {tuple([*response, tokenizer.eos_token_id]) for response in ids}

@@ -128,7 +128,7 @@ def build_run(
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
         own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
-        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected) if ranks else own
+        collector = BroadcastCollector(own, weights, folder.collected) if ranks else own
         assert collector
         stack.callback(collector.close)
 
@@ -141,7 +141,6 @@ def build_run(
             engine=engine,
             weights=weights,
             collector=collector,
-            group_size=settings.env.repeats,
             schedules=training.make_schedules(settings, loss, advantages, reference, policy),
             loss=loss,
             compute_advantages=advantages,

@@ -80,7 +80,6 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             engine=None,
             weights=WeightSync(policy.model, nowhere, ranks=ranks),  # knows the base of adapters
             collector=DemonstrationCollector(rows, batch, total, folder.collected),
-            group_size=1,
             schedules=Schedules(AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
             loss=SFTLoss(),
             within_memory=within_memory,

@@ -80,7 +80,7 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
 
 
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int, agent: AgentSettings | None
+    settings: Settings, env: LLMEnv, engine: Sampler, weights: WeightSync, collected: int, agent: AgentSettings | None
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
     sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
@@ -88,7 +88,9 @@ def make_collector(
     if agent is not None:
         agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
     policy = EnginePolicy(engine, sampling)
-    return SyncCollector(env, policy, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents)
+    return SyncCollector(
+        env, policy, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents, weights
+    )
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

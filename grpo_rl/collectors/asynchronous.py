@@ -65,9 +65,9 @@ class AsyncCollector(Collector):
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: AgentGroups | None = None,
     ) -> None:
-        self._agents = agents
+        self._agents, self.weights = agents, weights
         self._env, self._engines, self._sampling = env, engines, sampling
-        self._total, self._group_size = total_dialog_turns, 0
+        self._total, self._group_size, self._begun = total_dialog_turns, env.repeats, False
         self._drops_zero_variance, self._has_no_signal = drops_zero_variance, has_no_signal
         self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # scores one group at a time
         self.staleness = StalenessManager(env.num_envs, max_staleness, weights.version)
@@ -83,18 +83,15 @@ class AsyncCollector(Collector):
         self._sampled: list[Sampled] = []
         weights.subscribe(self._on_push)
 
-    def collect(self, group_size: int) -> list[Group]:
+    def collect(self) -> list[Group]:
         """The groups of the next training step; fewer at the end, and then none.
-
-        Args:
-            group_size: responses to a prompt; the same in all calls, as groups of later steps are in flight.
 
         Raises:
             Exception: what ended the sampling: too many engines died, too many scorers failed.
         """
 
         async def batch() -> list[Group]:  # on the loop, so the counters cannot change
-            self._group_size = group_size
+            self._begun = True
             groups = await self._scheduler.batch()
             self.sampled, self._zero_variance = [*groups, *self._zero_variance], []
             self._take_stock()
@@ -120,14 +117,14 @@ class AsyncCollector(Collector):
 
     def _on_push(self, version: int) -> None:
         async def advance() -> None:
-            if self._group_size:
+            if self._begun:
                 self._scheduler.advance(version)
             else:  # nothing was asked for yet
                 self.staleness.advance(version)
 
         self._engines.run(advance())
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, for a checkpoint: complete groups that wait are kept."""
 
         async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
@@ -148,8 +145,8 @@ class AsyncCollector(Collector):
 
         return self._engines.run(state())
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`: groups that were in flight are sampled again."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`: groups that were in flight are sampled again."""
 
         async def restore() -> None:
             self._env.load_state_dict(json.loads(state["env"]))
@@ -184,7 +181,7 @@ class AsyncCollector(Collector):
 
         return self._engines.run(take())
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Cancels the groups in flight; the engines stay alive."""
         self._engines.run(self._scheduler.close())
         if self._agents:

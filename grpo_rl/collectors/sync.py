@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.collectors.agents import SteppedGroups
-from grpo_rl.collectors.base import Sampled
+from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollouts import Policy, note, play_all
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv, ScoreError
 
+if TYPE_CHECKING:
+    from grpo_rl.weights.push import WeightSync
 
-class SyncCollector:
+
+class SyncCollector(Collector):
     """Gives collections: a group for each of the environment's ``num_envs`` prompts.
 
     A response whose scorer failed is left out of its group, and a group of fewer than two responses out of the
@@ -32,6 +35,7 @@ class SyncCollector:
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
         has_no_signal: which groups teach nothing, where rewards are changed before they are compared.
         agents: plays sessions of agents in the place of responses and conversations.
+        weights: what :meth:`update_policy_weights_` pushes.
     """
 
     def __init__(
@@ -43,8 +47,9 @@ class SyncCollector:
         max_resamples: int = 0,
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: SteppedGroups | None = None,
+        weights: WeightSync | None = None,
     ) -> None:
-        self._env, self._policy = env, policy
+        self._env, self._policy, self.weights = env, policy, weights
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
         self.collected, self._agents = collected, agents
         self.sample_s = 0.0
@@ -56,12 +61,16 @@ class SyncCollector:
         self.sampled: list[Group] = []
         """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
 
-    def collect(self, group_size: int) -> list[Group]:
+    def collect(self) -> list[Group]:
         """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
+
+        None once ``total_dialog_turns`` responses are sampled.
 
         Raises:
             ScoreError: no group was left up to ``total_dialog_turns``.
         """
+        if self.collected >= self._total:
+            return []
         wanted, resamples = self._env.num_envs, 0
         groups: list[Group] = []
         self.sampled, self.sample_s = [], 0.0
@@ -69,7 +78,7 @@ class SyncCollector:
             len(groups) < wanted and resamples < self._max_resamples and self.collected < self._total
         ):
             resamples += bool(self.sampled)
-            judged = self._sample(wanted - len(groups), group_size)
+            judged = self._sample(wanted - len(groups))
             self.sampled += judged
             groups += [group for group in judged if not (self._max_resamples and self._has_no_signal(group))]
         # Groups compare by identity.
@@ -77,13 +86,13 @@ class SyncCollector:
         self.filtered_groups += len(self.sampled) - len(groups)
         return groups
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, data position included, for a checkpoint."""
         state = {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
         return state | ({"agents": self._agents.groups.state()} if self._agents else {})
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; the constructor got how much was collected."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; the constructor got how much was collected."""
         self._env.load_state_dict(json.loads(state["env"]))
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:
@@ -104,13 +113,14 @@ class SyncCollector:
         """Empty: sampling is a phase of the step."""
         return []
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Ends the endpoint of agents, if there is one: between two collections no group is in flight."""
         if self._agents:
             self._agents.close()
 
-    def _sample(self, count: int, group_size: int) -> list[Group]:
+    def _sample(self, count: int) -> list[Group]:
         """The groups of the next ``count`` prompts, those of fewer than two scored responses left out and counted."""
+        group_size = self._env.repeats
         if self.dropped_groups and self.collected >= self._total:
             raise ScoreError(
                 f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures: "

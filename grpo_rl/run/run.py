@@ -170,7 +170,7 @@ class Run(Generic[P]):
             )
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
-            groups = parts.collector.collect(parts.group_size)
+            groups = parts.collector.collect()
             self.collected = parts.collector.collected
             if not groups:
                 break  # the last groups were dropped

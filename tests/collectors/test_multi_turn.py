@@ -90,7 +90,7 @@ def text(tokenizer, ids):
 
 def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(tokenizer):
     collect, engine, _ = collector(tokenizer, Echo({}), [["ab", "c", "end"], ["xyz", "end"]])
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     first, second = (text(tokenizer, ids) for ids in group.responses)
     assert (first, second) == ("ab<end>[ab]<end>>c<end>[c]<end>>end<end>", "xyz<end>[xyz]<end>>end<end>")
     masks = group.trainable.split(group.lengths.tolist())
@@ -105,7 +105,7 @@ def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(token
 
 def test_turns_and_tokens_are_bounded(tokenizer):
     collect, _, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["b…" + "b" * 20] * 9], max_turns=3)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     # Three turns and two replies; and a turn that met max_new_tokens ends its conversation, without a reply.
     assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>[a]<end>>a<end>"
     assert len(group.responses[1]) == SAMPLING.max_new_tokens
@@ -115,7 +115,7 @@ def test_turns_and_tokens_are_bounded(tokenizer):
 def test_a_conversation_ends_where_the_context_does(tokenizer):
     # Prompt "p<end>>" has 3 tokens, "a<end>" 2, a reply "[a]<end>>" 5.
     collect, engine, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["end"]], max_model_len=12)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>" and group.truncated.tolist() == [True, False]
     assert [room for _, room in engine.seen] == [8, 8, 2]
 
@@ -126,7 +126,7 @@ def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
     turns = [["boom"], ["slow"], ["a", "end"], ["end"]]
     collect, _, env = collector(tokenizer, task, turns, repeats=4, deadline_s=0.5)
     start = time.monotonic()
-    (group,) = collect.collect(4)
+    (group,) = collect.collect()
     assert time.monotonic() - start < 4
     assert group.rewards.tolist() == [1.0, 0.0] and group.lengths.tolist() == [11, 4]
     assert env.guard.failed == {"error": 1, "timeout": 1}
@@ -136,14 +136,14 @@ def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
 def test_where_fewer_than_two_conversations_are_left_the_group_is_dropped_and_the_next_prompts_taken(tokenizer):
     turns = [["boom"], ["end"], ["a", "end"], ["end"]]
     collect, _, _ = collector(tokenizer, Echo({}, {"prompt": "q"}), turns)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0, 0.0] and collect.dropped_groups == 1 and collect.collected == 4
 
 
 def test_too_many_broken_replies_stop_the_run(tokenizer):
     collect, _, _ = collector(tokenizer, Echo({}), [["boom"], ["end"]], failed=0.0)
     with pytest.raises(ScoreError, match="the tool is broken"):
-        collect.collect(2)
+        collect.collect()
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_slow_reply_holds_up_nobody_else(tokenizer):
     generate = engine.generate
     engine.generate = lambda *request: (times.append(time.monotonic()), generate(*request))[1]
     start = time.monotonic()
-    (group,) = collect.collect(8)
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0, *[2.0] * 7]
     # First turns, second and third ones of the others, and the slow one's second, alone.
     assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
@@ -169,7 +169,7 @@ def test_turns_of_a_batch_do_not_depend_on_whose_reply_is_first(tokenizer):
     batches: list[int] = []
     generate = engine.generate
     engine.generate = lambda prompts, n, *more: (batches.append(len(prompts) * n), generate(prompts, n, *more))[1]
-    (group,) = collect.collect(3)
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0] * 3 and batches == [3, 3]
     assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[3:]] == [True, False, False]
 
@@ -197,7 +197,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
     try:
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
         # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
-        groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=40)), total_dialog_turns=6).collect(3)
+        groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=40)), total_dialog_turns=6).collect()
         assert not engine._llm.llm_engine.has_unfinished_requests()
     finally:
         engine.close()

@@ -79,7 +79,7 @@ def rows_of(rollout):
 
 @pytest.mark.parametrize("task", [Counting(), OneTurn()])
 def test_a_rollout_of_torchrls_gives_the_groups_of_our_collector(tokenizer, task):
-    ours = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 6).collect(3)
+    ours = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 6).collect()
     rollout = env_of(task, tokenizer).rollout(
         max_steps=4, policy=policy_for(tokenizer), break_when_any_done=False, break_when_all_done=True
     )
@@ -98,16 +98,16 @@ def test_torchrls_collector_gives_the_groups_of_ours(tokenizer):
         for batch in collector:
             rows = [[step] for step in batch[:, 0].unbind(0)]
             theirs = [group_of_rollouts(rows[:3]), group_of_rollouts(rows[3:])]
-            assert all(map(same, ours.collect(3), theirs))
+            assert all(map(same, ours.collect(), theirs))
     finally:
         collector.shutdown()
 
 
 @pytest.mark.parametrize("task", [Counting(), OneTurn()])
 def test_a_transform_of_the_reward_takes_effect_and_leaves_its_parts(tokenizer, task):
-    plain = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 6).collect(3)
+    plain = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 6).collect()
     scaled = TransformedEnv(env_of(task, tokenizer), RewardScaling(loc=1.0, scale=2.0))
-    for before, after in zip(plain, SyncCollector(scaled, policy_for(tokenizer), 6).collect(3), strict=True):
+    for before, after in zip(plain, SyncCollector(scaled, policy_for(tokenizer), 6).collect(), strict=True):
         assert torch.equal(after.rewards, 2.0 * before.rewards + 1.0)
         assert all(torch.equal(after.reward_parts[name], part) for name, part in before.reward_parts.items())
         assert torch.equal(after.response_ids, before.response_ids)
@@ -128,14 +128,14 @@ def test_a_transform_that_rewrites_prompts_changes_what_the_policy_reads_and_wha
     policy.engine.in_rounds = in_rounds
     seen, script = [], policy.engine._script
     policy.engine._script = lambda prompt, g: (seen.append(list(prompt)), script(prompt, g))[1]
-    groups = SyncCollector(env, policy, 6).collect(3)
+    groups = SyncCollector(env, policy, 6).collect()
     assert all(prompt[0] == 7 for prompt in seen)
     wholes = [[*group.prompt_ids.tolist(), *ids.tolist()] for group in groups for ids in group.responses]
     assert all(any(whole[: len(prompt)] == prompt for whole in wholes) for prompt in seen)
 
 
 def test_our_groups_go_through_torchrls_buffer_and_come_back(tokenizer):
-    groups = SyncCollector(env_of(Counting(), tokenizer), policy_for(tokenizer), 6).collect(3)
+    groups = SyncCollector(env_of(Counting(), tokenizer), policy_for(tokenizer), 6).collect()
     buffer = ReplayBuffer(storage=LazyStackStorage(6))
     for group in groups:
         buffer.extend(group.to_tensordict())
@@ -157,4 +157,4 @@ def test_a_prompt_that_does_not_begin_with_what_was_sampled_is_refused(tokenizer
 
     env = Rewrites(Counting(), tokenizer, 2, 3, max_turns=4)
     with pytest.raises(ValueError, match="does not begin with the ids"):
-        SyncCollector(env, policy_for(tokenizer), 6).collect(3)
+        SyncCollector(env, policy_for(tokenizer), 6).collect()

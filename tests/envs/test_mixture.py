@@ -105,7 +105,7 @@ def test_single_turns_groups_and_conversations_go_together_in_one_collection(tok
     env = three(tokenizer, num_envs=12, scales={"gsm8k": 3.0})
     end = tokenizer.eos_token_id
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer("a")["input_ids"], end])
-    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 1000).collect(2)
+    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 1000).collect()
     by_task = env.by_task([env.task.rows[group.row] for group in groups])
     assert all(by_task.values())
     for name, at in by_task.items():
@@ -176,7 +176,7 @@ def test_each_task_has_its_own_tools():
     env, tokenizer = with_tools()
     groups = SyncCollector(
         env, EnginePolicy(Policy(tokenizer), Sampling(max_new_tokens=500)), total_dialog_turns=24
-    ).collect(2)
+    ).collect()
     rows = [env.task.rows[group.row] for group in groups]
     assert {row["task"] for row in rows} == {"says", "calculator"}
     for group, row in zip(groups, rows, strict=True):

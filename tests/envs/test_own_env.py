@@ -92,7 +92,7 @@ def test_its_groups_are_complete_and_its_rewards_theirs(module, tiny_run, tokeni
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer("e" * g + "x")["input_ids"], end])
     collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=20)), 1000)
     for first in (0, 2):
-        groups = collector.collect(env.repeats)
+        groups = collector.collect()
         assert [group.group_id for group in groups] == [first, first + 1]
         for group in groups:
             assert env.query(group.row) == f"Write e, please: {group.group_id + 1}."

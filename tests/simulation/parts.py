@@ -106,7 +106,6 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 engine=engine,
                 weights=weights,
                 collector=collector,
-                group_size=setup.group_size,
                 schedules=cast(Any, Schedules()),
                 loss=cast(Any, None),
                 compute_advantages=cast(Any, None),

@@ -52,7 +52,7 @@ class Environment:
     """Steps any rows."""
 
     def __init__(self, world: World) -> None:
-        self._world, self.num_envs = world, world.setup.num_envs
+        self._world, self.num_envs, self.repeats = world, world.setup.num_envs, world.setup.group_size
         rows = [{"number": number} for number in range(ROWS)]
         prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
         self.task = SimpleNamespace(rows=rows, prompt=prompt, tools_of=lambda row: ())

@@ -197,7 +197,7 @@ def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     engine = ScriptedEngine(
         lambda prompt, g: [*tokenizer("42" if len(prompt) > 20 else "41")["input_ids"], tokenizer.eos_token_id]
     )
-    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000).collect(2)
+    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000).collect()
     assert all(group.rewards.tolist() == [2.0, 2.0] for group in groups)
 
 
@@ -219,10 +219,10 @@ def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_who
         return env, collector(env, tokenizer)
 
     _, first = begin()
-    first.collect(2)
+    first.collect()
     env, resumed = begin()
-    resumed.restore(json.loads(json.dumps(first.state())))
-    assert [group.rewards.tolist() for group in resumed.collect(2)] == [[0.0, 0.0]] * 2
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [group.rewards.tolist() for group in resumed.collect()] == [[0.0, 0.0]] * 2
     assert env.metrics()["judge/unjudged"] == 4 and env.metrics()["judge/calls"] == 4 == len(server.bodies)
 
 
