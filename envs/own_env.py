@@ -3,11 +3,11 @@
 It is made as ``Class(num_envs, repeats, tokenizer, seed=…, …)``; its further parameters are settings. By the keys of
 `grpo_rl.data.keys`:
 
-- ``reset`` gives ``num_envs`` x ``repeats`` rows, those of one prompt adjacent, with ``("tokens", "prompt")``; ``query``
+- ``reset`` gives ``num_envs`` x ``repeats`` rows with ``("tokens", "prompt")``, those of one prompt adjacent; ``query``
   and ``gold`` are for logs, if it has them.
-- ``step`` reads ``("tokens", "response")`` and writes ``reward`` and ``done``; ``reward_parts`` and ``failed`` if it has
-  them. Where a conversation goes on, it writes the next ``("tokens", "prompt")``, which begins with the ids of prompt
-  and response.
+- ``step`` reads ``("tokens", "response")`` and writes ``reward`` and ``done``; ``reward_parts`` and ``failed``, if it
+  has them. Where a conversation goes on, it writes the next ``("tokens", "prompt")``, which begins with the ids of
+  prompt and response.
 
 One that is not locked to its batch (``self._batch_locked = False``) steps the rows of any one group, as conversations
 and asynchronous runs need. Its ``get_extra_state``, as JSON, is in checkpoints.

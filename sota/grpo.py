@@ -25,7 +25,7 @@ def grpo(settings):
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-        parts.collector.update_policy_weights_()  # a push: verifies that the engine holds the weights that will be trained
+        parts.collector.update_policy_weights_()  # verifies that the engine holds the weights that will be trained
         run.evaluate_before()
         for groups in run.collections():  # samples; each yields groups with rewards
             with run.phase("score"):

@@ -51,7 +51,7 @@ def train(settings, folder, site):
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break
             with run.phase("sync"):
-                parts.collector.update_policy_weights_()  # responses in flight go on with the new weights, and there is room for new groups
+                parts.collector.update_policy_weights_()  # responses in flight go on with them; new groups have room
             run.finish_step(parts.buffer.drain())
         return run.finish()
 

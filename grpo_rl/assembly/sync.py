@@ -88,9 +88,8 @@ def make_collector(
     if agent is not None:
         agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
     policy = EnginePolicy(engine, sampling)
-    return SyncCollector(
-        env, policy, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents, weights
-    )
+    limits = train.total_dialog_turns, collected, train.max_resamples
+    return SyncCollector(env, policy, *limits, has_no_signal, agents, weights)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:
