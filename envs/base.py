@@ -23,7 +23,7 @@ from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
-from grpo_rl.envs.specs import DONE, row_specs
+from grpo_rl.envs.rows import DONE, led_to, row_specs
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
@@ -33,9 +33,7 @@ __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
 ]  # fmt: skip
 
-_KEPT = (keys.QUERY, keys.GROUP_ID, keys.ROW)
-"""Entries of a row that no step changes."""
-_YES, _NO = torch.tensor([True]), torch.tensor([False])
+_NO = torch.tensor([False])
 
 
 class LLMEnv(EnvBase):
@@ -337,9 +335,7 @@ class LLMEnv(EnvBase):
             elif reply is not None:
                 cut.add(i)  # the policy never reads the reply
         self._judge(rows, dialogs, [i for i in open_rows if i not in prompts])
-        return [
-            self._next(row, dialogs.get(i, row[keys.HISTORY]), i in cut, prompts.get(i)) for i, row in enumerate(rows)
-        ]
+        return led_to(rows, dialogs, cut, prompts, self.task.reward_parts)
 
     def _reply(self, row: TensorDictBase, dialog: Dialog) -> tuple[Messages, Tensor] | None:
         """The task's reply, and the ids of the conversation with it; None where the conversation is over."""
@@ -367,32 +363,6 @@ class LLMEnv(EnvBase):
             if whole:
                 results = self.guard.score_dialogs(first.row, [dialogs[i].messages for i in whole], first.where)
                 dialogs |= {i: dialogs[i].ended(result) for i, result in zip(whole, results, strict=True)}
-
-    def _next(self, row: TensorDictBase, dialog: Dialog, cut: bool, prompt: Tensor | None) -> TensorDictBase:
-        """What a row's step leads to.
-
-        Args:
-            cut: the conversation met a limit before the policy was done.
-            prompt: of the next turn; None where the conversation is over.
-        """
-        waits = row[keys.HISTORY].over
-        reward = dialog.verdict if isinstance(dialog.verdict, Reward) and not waits else None
-        failed = isinstance(dialog.verdict, Failure)
-        total = reward.total if reward else math.nan if failed and not waits else 0.0
-        parts = reward.parts if reward else {}
-        flags = {keys.FAILED: failed, "done": dialog.over, "terminated": dialog.over and not cut, "truncated": cut}
-        return TensorDict(
-            {
-                **{key: row.get(key) for key in _KEPT},
-                keys.HISTORY: NonTensorData(dialog),  # pyrefly: ignore[bad-assignment]
-                keys.TOKENS_PROMPT: row[keys.TOKENS_PROMPT] if prompt is None else prompt,
-                keys.REWARD[-1]: torch.tensor([total]),
-                **{
-                    keys.REWARD_PARTS + (name,): torch.tensor([parts.get(name, 0.0)]) for name in self.task.reward_parts
-                },
-                **{name: (_YES if flag else _NO).clone() for name, flag in flags.items()},
-            }
-        )
 
     def _set_seed(self, seed: int | None) -> None:
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""

@@ -28,7 +28,7 @@ from typing_extensions import override
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.prompts import Prompt
-from grpo_rl.envs.specs import DONE
+from grpo_rl.envs.rows import DONE
 from grpo_rl.envs.task import Messages, Reward, Task
 
 GOLD = "gold"

@@ -1,0 +1,90 @@
+"""The rows that steps lead to, and the TorchRL specs of a batch of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, NonTensor, StackedComposite, Unbounded
+
+from grpo_rl.data import keys
+from grpo_rl.envs.chat import Dialog
+from grpo_rl.envs.guards.guard import Failure
+from grpo_rl.envs.task import Reward
+
+DONE = ("done", "terminated", "truncated")
+
+
+def row_specs(
+    rows: int, vocabulary: int, reward_parts: Sequence[str]
+) -> tuple[StackedComposite, StackedComposite, Composite, Composite]:
+    """The specs of observations, actions, rewards and ends, by the keys of `grpo_rl.data.keys`.
+
+    Rows differ in length, so that those of tokens are stacked lazily: one dense spec would ask to stack them.
+    """
+    number, flag = Unbounded((1,), dtype=torch.long), Categorical(2, (rows, 1), dtype=torch.bool)
+    observation = {
+        keys.QUERY: NonTensor(shape=(), example_data="a question"),
+        keys.HISTORY: NonTensor(shape=(), example_data=Dialog([])),
+        keys.TOKENS_PROMPT[0]: Composite({keys.TOKENS_PROMPT[1]: Unbounded((-1,), dtype=torch.long)}),
+        keys.GROUP_ID: number,
+        keys.ROW: number.clone(),
+        keys.FAILED: Categorical(2, (1,), dtype=torch.bool),
+    }
+    response = Bounded(0, vocabulary - 1, (-1,), dtype=torch.long)
+    action = {keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: response})}
+    parts = Composite({name: Unbounded((rows, 1)) for name in reward_parts}, shape=(rows,))
+    reward = Composite({keys.REWARD[-1]: Unbounded((rows, 1)), keys.REWARD_PARTS[0]: parts}, shape=(rows,))
+    return (
+        StackedComposite(*[Composite(observation)] * rows, dim=0),
+        StackedComposite(*[Composite(action)] * rows, dim=0),
+        reward,
+        Composite({name: flag.clone() for name in DONE}, shape=(rows,)),
+    )
+
+
+def led_to(
+    rows: Sequence[TensorDictBase],
+    dialogs: Mapping[int, Dialog],
+    cut: Collection[int],
+    prompts: Mapping[int, Tensor],
+    reward_parts: Sequence[str],
+) -> list[TensorDictBase]:
+    """What a step of the rows led to, as it stands under ``next``.
+
+    Args:
+        dialogs: conversations of the rows that were stepped, with the turn and what followed; the others were over.
+        cut: rows whose conversation met a limit before the policy was done.
+        prompts: of the next turns, of the rows that go on.
+    """
+    now = [dialogs.get(i, row[keys.HISTORY]) for i, row in enumerate(rows)]
+    columns: dict[str, list[Any]] = {name: [] for name in (keys.REWARD[-1], keys.FAILED, *DONE)}
+    parts: dict[str, list[float]] = {name: [] for name in reward_parts}
+    for i, dialog in enumerate(now):
+        verdict = dialog.verdict if i in dialogs else None  # a conversation that was over had its reward
+        reward, failed = verdict if isinstance(verdict, Reward) else None, isinstance(dialog.verdict, Failure)
+        total = reward.total if reward else math.nan if failed and verdict else 0.0
+        values = (total, failed, dialog.over, dialog.over and i not in cut, i in cut)
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(value)
+        for name, column in parts.items():
+            column.append(reward.parts.get(name, 0.0) if reward else 0.0)
+    # One dense batch, taken apart, costs less than each row by itself.
+    dense = TensorDict(
+        {
+            **{name: torch.tensor(column)[:, None] for name, column in columns.items()},
+            keys.REWARD_PARTS[0]: {name: torch.tensor(column)[:, None] for name, column in parts.items()},
+            **{key: torch.stack([row.get(key) for row in rows]) for key in (keys.GROUP_ID, keys.ROW)},
+        },
+        batch_size=[len(rows)],
+    )
+    after = list(dense.unbind(0))
+    for i, (row, made) in enumerate(zip(rows, after, strict=True)):
+        made[keys.HISTORY] = NonTensorData(now[i])
+        made[keys.QUERY] = row.get(keys.QUERY)
+        made[keys.TOKENS_PROMPT] = prompts[i] if i in prompts else row[keys.TOKENS_PROMPT]
+    return after
