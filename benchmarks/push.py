@@ -11,10 +11,8 @@ delivers nothing to another process, lays nothing out anew, and proves nothing: 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from loop_control import LoopControl
+from loop_control import served
 
 NAME = "push"
 PUSH, IN_PROCESS, COPY = "push", "push in one process", "plain copy"
@@ -75,16 +73,12 @@ def push_arm(steps: harness.Steps, work: Work) -> None:
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
     model = load(work)
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    engine = AsyncVLLMEngine(resolve_model(work.model), max_model_len=512)
-    transport = SharedMemoryTransport([LoopControl(engine, loop)], work.bucket_mib << 20)
-    sync = WeightSync(model, transport)
-    try:
-        push(steps, model, sync)
-    finally:
-        asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
-        transport.close()
+    with served(AsyncVLLMEngine(resolve_model(work.model), max_model_len=512)) as engine:
+        transport = SharedMemoryTransport([engine], work.bucket_mib << 20)
+        try:
+            push(steps, model, WeightSync(model, transport))
+        finally:
+            transport.close()
 
 
 def in_process_arm(steps: harness.Steps, work: Work) -> None:

@@ -76,10 +76,11 @@ class Countdown(Task):
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)
         self._use_all = use_all
+        shown = []
         for index, example in enumerate(examples or ()):
             where = f"env.examples[{index}]"
-            tables.checked_row(_checked(dict(example), where), {"response": str}, where)
-        shown = [(self._question(dict(example)), example["response"]) for example in examples or ()]
+            row = tables.checked_row(_checked(dict(example), where), {"response": str}, where)
+            shown.append((self._question(row), row["response"]))
         self._before = opening(system_prompt, shown)
         self.rows = rows
 

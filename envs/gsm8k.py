@@ -86,9 +86,8 @@ class GSM8K(GroupTask):
             except re.error as error:
                 raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
         self._patterns = (reasoning_pattern, answer_pattern)
-        for index, example in enumerate(examples or ()):
-            tables.checked_row(example, COLUMNS, f"env.examples[{index}]")
-        self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in examples or ()])
+        shown = [tables.checked_row(one, COLUMNS, f"env.examples[{i}]") for i, one in enumerate(examples or ())]
+        self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in shown])
         self.rows = rows
         check_gold(rows)
 

@@ -62,10 +62,9 @@ class Math(GroupTask):
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)
         self._deadline_s = deadline_s
-        for index, example in enumerate(examples or ()):
-            tables.checked_row(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
-        shown = [(example["problem"], example["solution"]) for example in examples or ()]
-        self._before = opening(system_prompt, shown)
+        columns = {"problem": str, "solution": str}
+        shown = [tables.checked_row(one, columns, f"env.examples[{i}]") for i, one in enumerate(examples or ())]
+        self._before = opening(system_prompt, [(example["problem"], example["solution"]) for example in shown])
         self.rows = rows
         if len(rows) and all(self.gold(row) is None for row in rows):
             raise ValueError(

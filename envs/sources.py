@@ -147,11 +147,11 @@ def _of_json(file: Path, choose: Choose) -> list[Placed]:
     except Exception as error:
         raise ValueError(f"{file} can't be read: {error}") from error
     if text.lstrip().startswith("["):
-        found = [(f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file)))]
+        found = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
     else:
         # Not splitlines(), which also breaks at characters that a JSON string may hold.
         lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
-        found = [(where, _parsed(line, where)) for where, line in lines if line.strip()]
+        found = ((where, _parsed(line, where)) for where, line in lines if line.strip())
     rows: list[Placed] = []
     for where, row in found:
         if not isinstance(row, dict):

@@ -100,10 +100,9 @@ class Task(ABC):
     def scores_group(self) -> bool:
         """True if all responses to a prompt are scored in one call of :meth:`score_many`.
 
-        Not where a class that inherits from such a task has a ``score`` of its own.
+        False where a subclass of such a task defines ``score`` alone: it is called for each response.
         """
-        classes = map(vars, type(self).__mro__)
-        own = next(methods for methods in classes if "score" in methods or "score_many" in methods)
+        own = next(vars(base) for base in type(self).__mro__ if {"score", "score_many"} & vars(base).keys())
         return "score_many" in own
 
     def without_rows(self) -> Task:

@@ -77,7 +77,8 @@ class IFEval(Task):
         self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
-            _instructions(tables.checked_row(row, COLUMNS, where := tables.place_of(rows, index)), where)
+            where = tables.place_of(rows, index)
+            _instructions(tables.checked_row(row, COLUMNS, where), where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             punkt()
 

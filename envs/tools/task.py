@@ -59,8 +59,8 @@ class ToolTask(Task):
         self.tools = (tool.schema,) if self._is_function else ()
         shown = f"a call of {tool.name}" if self._is_function else tool.written(form)
         self._before = opening(system_prompt.replace("{call}", shown) if system_prompt else None)
-        for index, example in enumerate(examples or ()):
-            checked_row(example, EXAMPLE, f"env.examples[{index}]")
+        for index, given in enumerate(examples or ()):
+            example = checked_row(given, EXAMPLE, f"env.examples[{index}]")
             call, result = _example(tool, index, example) if self._is_function else ({}, {})
             said = "" if self._is_function else tool.written(form, example["call"])
             self._before += [

@@ -203,8 +203,11 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iter
                 return
             limit = left if name in SLOW else min(left, deadline_s / 2)
             log.truncate(log.seek(0))
-            calls.start()  # no part of the check's time
-            [found] = calls.map([(name, module, case, limit)], limit + STACK_S)
+            try:
+                calls.start()  # no part of the check's time
+                [found] = calls.map([(name, module, case, limit)], limit + STACK_S)
+            except (RuntimeError, OSError) as error:  # no process can be started
+                found = error
             if isinstance(found, list):
                 yield from found
                 return

@@ -83,6 +83,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not options.ray and (options.nodes or options.names):
+        raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     if not 0 < options.deadline_s < math.inf:
         raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)

@@ -61,8 +61,9 @@ def convert(
         if made[name]:
             made.differs(name, why)
     for name, taken in trl.MAPPINGS.items():
-        if rest := {key: value for key, value in (made[name] or {}).items() if key not in taken}:
-            made.differs(name, f"{' and '.join(taken)} alone have a counterpart", rest)
+        for key, value in (made[name] or {}).items():
+            if key not in taken:
+                made.differs(name, f"{' and '.join(taken)} alone have a counterpart", {key: value})
     return made
 
 
@@ -269,10 +270,12 @@ def _convert_task(made: Converted, given: Sequence[str]) -> None:
         made.task = trl.DATASETS[path]
         made.differs("dataset_name", f"the task {made.task} with its own rewards")
         return
-    if len(made["dataset_configs"] or ()) > 1:
-        made.differs("dataset_configs", "one subset is read, the first")
+    if path:
+        made.put({"env.path": path})
     subset = made["dataset_config"] or next(iter(made["dataset_configs"] or ()), None)
-    for key, value in (("path", path), ("subset", subset), ("split", made["dataset_train_split"])):
+    if len(made["dataset_configs"] or ()) > 1:
+        made.differs("dataset_configs", f"one subset is read, {subset}")
+    for key, value in (("subset", subset), ("split", made["dataset_train_split"])):
         if value not in (None, "", "default", "train"):
             made.put({f"env.{key}": value})
     if made.evaluates:
@@ -298,12 +301,14 @@ def _convert_task(made: Converted, given: Sequence[str]) -> None:
         made.put({"env.rewards": named})
     column = made["dataset_prompt_column"]
     if made.task == "math":
-        made.put({"env.columns": {"problem": column}} if column else {})
+        if column:
+            made.put({"env.columns": {"problem": column}})
         if functions:
             why = "the task math takes rewards by name; use prompt_response for these"
             made.differs("reward_funcs", why, [*functions])
         return
-    made.put({"env.prompt_column": column} if column else {})
+    if column:
+        made.put({"env.prompt_column": column})
     made.put({"env.reward": functions or (None if named else "???")})
     if not functions and not named:
         made.differs("reward_funcs", "none is known; give --rewards module:function", rewards or None)

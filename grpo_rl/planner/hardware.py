@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, fields, replace
@@ -95,7 +96,7 @@ class Cluster:
         ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
 
         Raises:
-            ValueError: the text can't be read, or a number is missing; names it.
+            ValueError: the text can't be read, or a number is missing, not finite, or not above 0; names it.
         """
         name, *settings = text.split(",")
         try:
@@ -105,6 +106,8 @@ class Cluster:
             raise ValueError(f"cluster={text}: {error}") from None
         if unknown := given.keys() - {*NUMBERS}:
             raise ValueError(f"cluster={text}: unknown number {min(unknown)}; a device has {', '.join(NUMBERS)}")
+        if wrong := [number for number in given if not 0 < given[number] < math.inf]:
+            raise ValueError(f"cluster={text}: {wrong[0]} has to be finite and above 0")
         if name == "here":
             cluster = _here(dtype)
             return replace(cluster, device=replace(cluster.device, **given))

@@ -14,6 +14,7 @@ from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import loss_config, with_loss
 from grpo_rl.settings.declaration import select
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.cache import cache_folder
 from grpo_rl.storage.printable import printable
 
 Decoder = Callable[[Sequence[int]], str]
@@ -64,7 +65,10 @@ def _decoder(run: Path, model: str) -> Decoder:
     """The function of the run's tokenizer; the ids as numbers where this machine lacks it."""
     from transformers import AutoTokenizer
 
-    for name in (run / "model", model):
+    from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
+
+    converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)  # where no hub was reached
+    for name in (run / "model", model, *converted):
         with contextlib.suppress(OSError, ValueError):
             tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
             return lambda ids: printable(tokenizer.decode(ids)).replace("\n", "⏎")

@@ -97,7 +97,7 @@ def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Sect
     """
     try:
         found = {SUMMARY.id: as_json(head.build(source))}
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         # A run's folder may come from elsewhere: its files may hold what no run writes.
         raise ValueError(f"{source} can't be shown ({type(error).__name__}: {error})") from error
     for section in sections:

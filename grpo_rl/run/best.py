@@ -66,5 +66,5 @@ class BestTracker:
             was, now = (f"{score} of {count} rows" for score, count in ((of, had), (self.score, rows or "the same")))
             return f"The evaluations before are of {was}, those from now on of {now}: the best is looked for anew"
         self.best = int(best[0]), [np.nan if score is None else float(score) for score in best[1]]
-        self._no_better = state["no_better"]
+        self._no_better = int(state["no_better"])
         return None

@@ -39,9 +39,7 @@ def eval_source(settings: Sections) -> Source:
         return Source(env.eval_path, subset, env.eval_split, env.revision, env.columns)
     for name, remedy in (("subset", f"write it into the path: {held_out}:SUBSET"), ("revision", "give a local copy")):
         if held_out and env[name]:
-            raise ValueError(
-                f"env.{name} is of the rows to train on, and env.eval_path={env.eval_path} is not; {remedy}"
-            )
+            raise ValueError(f"env.{name} is of the rows to train on, not of env.eval_path={env.eval_path}; {remedy}")
     return Source(env.eval_path, split=env.eval_split, columns=env.columns)
 
 

@@ -58,6 +58,8 @@ def _check_data(settings: Sections) -> None:
     for name in ("samples", "tasks", "keep_best", "patience"):
         if settings.evaluate[name] and not settings.evaluate.rows:
             raise ValueError(f"evaluate.{name} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
+    if settings.evaluate.patience and not settings.evaluate.frequency:
+        raise ValueError("evaluate.patience counts evaluations in training; set evaluate.frequency")
     read_tasks(settings.evaluate.tasks)
 
 
@@ -109,7 +111,7 @@ def _reference_has_devices(settings: Sections) -> bool:
 def _check_parallel(settings: Sections) -> None:
     train = settings.train_model
     if train.parallel is not None and _reference_has_devices(settings):
-        raise ValueError(f"with train_model.parallel={train.parallel} the reference is on each trainer's; {NO_DEVICES}")
+        raise ValueError(f"with train_model.parallel={train.parallel} each trainer holds the reference; {NO_DEVICES}")
     if train.cpu_offload and train.parallel != "fsdp":
         raise ValueError(f"train_model.cpu_offload=true needs train_model.parallel=fsdp, not {train.parallel}")
     if train.quantization and train.parallel == "fsdp":

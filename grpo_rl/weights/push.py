@@ -142,6 +142,7 @@ class WeightSync:
         self._check(expected, self._transport.held({name: shape for name, (shape, _) in expected.items()}))
 
     def _check(self, sent: Mapping[str, tuple[torch.Size, SupportsInt]], engines: Mapping[str, Held]) -> None:
+        """Verifies that engines hold this version and what was sent: the end of each push, and of :meth:`verify`."""
         for engine, held in engines.items():
             wrong = [name for name, (_, expected) in sent.items() if held.fingerprints.get(name) != int(expected)]
             if wrong or held.version != self._version:

@@ -118,9 +118,9 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
             second = (await served.chat(*messages, tools=FUNCTIONS)).choices[0].message
             assert second.content == "There is a 12." and not second.tool_calls
             await served.chat(*messages, second, user("bye"), tools=FUNCTIONS)
-            return served.played
+            return served.played, [call.model_dump() for call in calls], results
 
-    played = asyncio.run(agent())
+    played, calls, results = asyncio.run(agent())
     session, (first, second, third) = played.session, played.seen
     assert second[0][: len(first[0] + first[1])] == first[0] + first[1]
     # Qwen3's takes thoughts out of earlier turns once the user speaks again, so that no such call can extend another.
@@ -128,8 +128,13 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
     assert (third[0][: len(second[0] + second[1])] == second[0] + second[1]) is not forgets
     assert (session.counts["extended"], session.counts["rewritten"]) == ((1, 1) if forgets else (2, 0))
     assert ("changes earlier turns" in session.problems.get("template", "")) is forgets
+    # Between them stands what the family's template writes, and no more.
+    for call in calls:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    dialog = [user("12?"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    whole = tokenizer.apply_chat_template(dialog, tools=FUNCTIONS, add_generation_prompt=True, tokenize=False)
     between = tokenizer.decode(second[0][len(first[0] + first[1]) :])
-    assert between.count("so ") == len(wanted)
+    assert whole.endswith(FAMILIES[family][2] + between) and between.count("so ") == len(results)
     assert all(f'"{tool["function"]["name"]}"' in tokenizer.decode(first[0]) for tool in FUNCTIONS)
     found = [zip(one.ids, one.trainable, strict=True) for one in session.sequences()]
     assert [i for one in found for i, own in one if own] == [i for ids in said for i in ids]

@@ -20,6 +20,7 @@ from grpo_rl.checks import devices, machine, memory, trial
 from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, all_findings, child_process
 from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.envs.guards import isolation
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -301,6 +302,14 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
     assert fails == "KeyError: 'key'"
     for pid in {first, last}:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_cant_be_started_is_named_by_each_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(isolation, "_WORKER", "print('no room'); raise SystemExit(3)")
+    with child_process(20.0) as run:
+        found = list(all_findings(dict.fromkeys(("a", "b"), ("planted_checks", ())), Case(None, tmp_path), run))
+    assert [(finding.kind, finding.about) for finding in found] == [("FIX", "a"), ("FIX", "b")]
+    assert "exit code 3; its last words: no room" in found[0].text
 
 
 @pytest.mark.nightly

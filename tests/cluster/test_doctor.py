@@ -56,6 +56,10 @@ def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes):
         first, second = on_nodes(alive, fails, [(0,), (1,)], 60)
         assert first == 0 and str(second) == "no such interface"
         assert isinstance(on_nodes(alive, fails, [(60,), (0,)], 2.0)[0], TimeoutError)
+        # Two ranks where three are said to be: they wait for one that never comes.
+        [port] = on_nodes(alive[:1], nodes.free_port, [()], 30.0)
+        ranks = [(alive[0].address, port, rank, 3, "cpu", 4.0) for rank in range(2)]
+        assert all(isinstance(e, Exception) for e in on_nodes(alive, nodes.all_reduce, ranks, 60.0))
 
 
 def test_clocks_that_differ_are_told(monkeypatch):

@@ -16,7 +16,8 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.data.kept import Kept
-from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, mass_kept
+from grpo_rl.diagnosis import mismatch
+from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
@@ -383,6 +384,16 @@ def test_the_floor_follows_the_run_down_so_that_a_small_late_fault_is_seen(model
 
 def cooler(generate):
     return lambda prompts, n, sampling: generate(prompts, n, replace(sampling, temperature=0.97))
+
+
+def test_without_a_bound_a_fault_that_lasts_is_looked_into_once(model, monkeypatch):
+    looked = []
+    monkeypatch.setattr(mismatch, "diagnose", lambda *args, **kwargs: looked.append(1) or diagnose(*args, **kwargs))
+    training = Training(model, "float32", bound=None, lr=0.0, first_tokens=0)
+    training.step()
+    training.engine.generate = cooler(training.engine.generate)
+    warnings = [training.step() and training.warning for _ in range(3)]
+    assert looked == [1] and [bool(warning) for warning in warnings] == [True, False, False]
 
 
 def test_tokens_that_say_they_are_old_are_refused_or_where_allowed_counted_by_their_age(model):

@@ -22,8 +22,6 @@ from tests.policies.test_attention_flex import SHAPES, dense, layout_of, who_see
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
 MIB = 1 << 20
 
 

@@ -139,6 +139,7 @@ CONVERTED_VALUES = [
     ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, "env.num_envs", 4),
     ({"report_to": ["tensorboard", "comet_ml"]}, "logger.backend", ["tensorboard"]),
     ({"dataset_train_split": "train_prefs"}, "env.split", "train_prefs"),
+    ({"dataset_name": "train"}, "env.path", "train"),
     ({"save_steps": 0.5, "max_steps": 10}, "train.checkpoint_frequency", 5),
     ({"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 50}, "evaluate.frequency", 5),
     ({"use_peft": True}, "train_model.lora.alpha", 32),
@@ -197,6 +198,7 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
         ({"use_peft": True, "lora_target_modules": ["q_proj"], "lora_task_type": "CAUSAL_LM"}, None),
         ({"dtype": "auto"}, "dtype='auto': bfloat16 is used"),
         ({"model_init_kwargs": {"revision": "abc", "torch_dtype": None}}, "model_init_kwargs={'revision': 'abc'}"),
+        ({"dataset_configs": ["a", "b"], "dataset_config": "c"}, "dataset_configs=['a', 'b']: one subset is read, c"),
         ({"tf32": False}, None),
         ({"vllm_importance_sampling_corection": False}, "vllm_importance_sampling_corection=False: not taken over"),
         ({"num_generation": 4}, "num_generation=4: not taken over, see docs/from_trl.md; did you mean num_gener"),
@@ -209,6 +211,12 @@ def test_a_field_of_another_effect_than_in_trl_is_named_and_one_of_the_same_is_n
     made = convert({"max_steps": 20, "reward_funcs": ["format"]} | fields)
     said = [text for text in made.differences if not text.startswith("num_processes")]
     assert [text[: len(line or "")] for text in said] == ([line] if line else [])
+
+
+def test_each_argument_of_the_model_is_named_by_itself():
+    given = {"trust_remote_code": True, "device_map": "auto", "quantization_config": {"load_in_4bit": True}}
+    said = convert({"model_init_kwargs": given}).differences
+    assert sum(line.startswith("model_init_kwargs={'" + name) for name in given for line in said) == len(given)
 
 
 @pytest.mark.slow

@@ -106,6 +106,13 @@ def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_
     assert rows[rows["group_id"] == 0][trainers].notna().all(axis=None)
 
 
+def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
+    a, b = group_of(0, [1, 1], [1, -1]), group_of(1, [1, 1], [1, -1])
+    rows = log_step(tmp_path, [a, b], updates=[[b], [a], [a], [b]])
+    visits = rows.groupby("group_id")[["epoch", "optimizer_step"]].apply(lambda x: sorted(set(map(tuple, x.values))))
+    assert visits.tolist() == [[(0, 1), (1, 2)], [(0, 0), (1, 3)]]
+
+
 def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
     full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)

@@ -353,6 +353,12 @@ def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
     assert {name: getattr(cluster.device, name) for name in device} == device
 
 
+@pytest.mark.parametrize("number", ["tflops=nan", "node=0", "network_gb_s=inf"])
+def test_a_number_of_a_cluster_is_finite_and_above_0(number):
+    with pytest.raises(ValueError, match=f"{number.partition('=')[0]} has to be finite and above 0"):
+        Cluster.parse(f"8xH100,{number}")
+
+
 @pytest.mark.parametrize("cluster", ["here", "h100"])
 def test_one_device_is_planned_in_turns_where_no_mode_is_given(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_rl.planner.commands.has_no_gpu", lambda: True)

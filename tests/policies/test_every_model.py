@@ -279,9 +279,6 @@ def table(verdicts: dict[tuple[str, float | None], Verdict]) -> str:
     return "\n".join([*lines, ", ".join(f"{kind}: {counts[kind]}" for kind in kinds)])
 
 
-"""Every way to be equal or refused, in a few seconds."""
-
-
 def check(names: list[str]) -> dict[tuple[str, float | None], Verdict]:
     """The verdicts on these classes, without and with noise, printed; none is wrong, crashed, or unbuilt unawares."""
     verdicts = {(name, noise): verdict(name, noise) for name in names for noise in (None, 0.3)}

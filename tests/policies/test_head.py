@@ -64,6 +64,12 @@ def test_values_and_gradients_equal_those_of_full_logits_or_of_the_distribution_
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_a_token_outside_of_its_kept_set_has_no_probability():
+    kept = Kept.from_lists([[0, 1]])
+    log_prob, _ = log_prob_and_entropy(torch.ones(1, 2), torch.ones(4, 2), torch.tensor([3]), kept=kept)
+    assert log_prob.item() == -torch.inf
+
+
 def test_huge_logits_stay_finite():
     hidden = torch.full((2, 1), 1e4, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)

@@ -10,6 +10,30 @@ import pytest
 
 from grpo_rl.run.best import BestTracker
 
+ROWS = 100
+
+
+def stopped_at(gain: float, evaluations: int, seed: int) -> int | None:
+    """The evaluation at which a simulated run with a patience of 6 is stopped, if at all.
+
+    Each row has a difficulty of its own, so that its reward, 0 or 1, mostly stays; its chance of 1 rises by ``gain``
+    from one evaluation to the next.
+    """
+    rng = np.random.default_rng(seed)
+    chance, tracker = rng.beta(0.5, 1.2, ROWS), BestTracker(6)
+    for step in range(evaluations):
+        tracker.add(step, (rng.random(ROWS) < np.clip(chance + gain * step, 0, 1)).astype(float).tolist())
+        if tracker.stop_reason:
+            return step
+    return None
+
+
+def test_a_flat_run_is_stopped_soon_and_one_that_still_improves_is_not():
+    """The numbers of docs/evaluation.md."""
+    stops = [stopped_at(0.0, 25, seed) for seed in range(200)]
+    assert None not in stops and float(np.median([stop for stop in stops if stop])) <= 9
+    assert not any(stopped_at(0.03, 14, seed) for seed in range(200))
+
 
 def test_a_run_that_gets_worse_is_stopped_and_keeps_its_best():
     tracker = BestTracker(patience=2)

@@ -67,6 +67,7 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
         ("train.gradient_accumulation_steps=5", "5 micro-batches cannot be made of the 4 groups"),
         ("inference_model.max_model_len=256", "leaves no room"),
         ("inference_model.engine=vlm", "did you mean vllm"),
+        ("evaluate.rows=4 evaluate.patience=2", "set evaluate.frequency"),
         ("sampling.min_p=1", "sampling.min_p is 1; it must be at least 0 and less than 1"),
         ("sampling.stop=['']", "none of them empty"),
         ("sampling.ignore_eos=true loss=dapo", "every response meets the length limit"),

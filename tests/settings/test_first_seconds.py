@@ -100,6 +100,7 @@ OF_COMMANDS = [
     (["report", "run"], "run is not a run folder"),
     (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
     (["plan", "--sample-share", "1.5"], "--sample-share 1.5: a share of the rates is above 0 and at most 1"),
+    (["doctor", "--nodes", "2"], "--nodes and --names are about the cluster at --ray ADDRESS"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
     (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
 ]

@@ -122,6 +122,10 @@ class Process:
         """Calls a function once so many virtual seconds have passed."""
         self.events.call_later(seconds, call)
 
+    def executor(self, seconds: Callable[[], float]) -> Executor:
+        """A stand-in for a thread of the process; see :class:`Executor`."""
+        return Executor(self, seconds)
+
     def ask_to_kill(self) -> None:
         """Kills the process where it stands now; called from its event loop."""
         self._asked = True

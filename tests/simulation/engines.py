@@ -38,6 +38,7 @@ class SimulatedEngine:
         self._world = world
         self.weights: dict[str, Tensor] = {}
         self._slowness = 20.0 if world.happens("slow engine", name) else 1.0
+        self._groups = 0
         self._running = asyncio.Event()
         self._running.set()
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
@@ -45,14 +46,16 @@ class SimulatedEngine:
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
         """Samples token by token; log-probability: minus the number of optimizer steps that the weights have seen."""
         ids, log_probs, versions = [], [], []
+        self._groups += 1
         for _ in range(n):
             ids.append([])
             for _ in range(1 + int(self._world.seconds(1.0))):
-                await asyncio.sleep(self._world.seconds(0.5) * self._slowness)
+                await asyncio.sleep(self._world.token_s(self._groups) * self._slowness)
                 await self._running.wait()
                 ids[-1].append(int(prompt[0]))
                 log_probs.append(-self._updates())
                 versions.append(self.version)
+        self._groups -= 1
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Samples(
             torch.tensor([i for response in ids for i in response]),
@@ -77,6 +80,7 @@ class SimulatedEngine:
     async def check_health(self) -> None: ...
 
     async def start_weight_update(self) -> None:
+        """Begins an update."""
         assert not self._running.is_set(), f"{self.name} takes weights while it samples"
         self._turns = defaultdict(asyncio.Event)
         self._turns[0].set()
@@ -102,17 +106,21 @@ class SimulatedEngine:
         self._turns[number + 1].set()
 
     async def finish_weight_update(self, weight_version: str) -> None:
+        """Ends an update."""
         self.version = int(weight_version)
 
-    async def abandon_weight_update(self) -> None: ...
+    async def abandon_weight_update(self) -> None:
+        """Gives up an update."""
 
     async def weight_version(self) -> int:
+        """The version of the weights."""
         return self.version
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
         return {name: fingerprint(self.weights[name]) for name in shapes}
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends the engine."""
 
 
 class _Answer:
@@ -156,7 +164,7 @@ class SimulatedActor:
 
     def _about(self) -> _Answer:
         async def about() -> dict[str, Any]:
-            await asyncio.sleep(self._world.seconds(5.0))
+            await asyncio.sleep(self._world.launch_s())
             if self._world.happens("crash of an engine that starts", self.engine.name):
                 self.die()
             names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")

@@ -18,7 +18,8 @@ from simulation.engines import DEADLINE_S, SimulatedActor
 from simulation.in_flight import InFlight
 from simulation.stand_ins import Environment, Model, Optimizer, has_zero_variance
 from simulation.stored import Stored, number_of, steps_of
-from simulation.world import OF_ENGINES, PATIENCE_S, Violation, World, check_equal
+from simulation.violation import Violation, check_equal
+from simulation.world import OF_ENGINES, World
 
 NOTICED_S = 5 * DEADLINE_S
 """Seconds within which an engine that hangs is noticed: several deadlines of a call, one of which may be a push's."""
@@ -103,8 +104,8 @@ class Invariants:
 
     def after_turn(self) -> None:
         """Checks what can be seen between two turns of the event loop."""
-        if self._world.now() - self._last_progress_s > PATIENCE_S:
-            raise Violation(f"no step in {PATIENCE_S:g} s: something waits without a deadline")
+        if self._world.now() - self._last_progress_s > self._world.patience_s:
+            raise Violation(f"no step in {self._world.patience_s:g} s: something waits without a deadline")
         if self._parts is None or self._world.process is None or self._world.process.killed:
             return
         staleness, weights = self._collector.staleness, self._parts.weights

@@ -17,13 +17,10 @@ from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.run.parts import Parts
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.weights import push, shared_memory
-from simulation.clock import Executor
 from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
 from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
 from simulation.world import World
 
-ENGINE_START_S = 60.0
-"""Seconds until an engine must be ready."""
 BUCKET_BYTES = 256
 """Memory for weights: the model comes in two buckets."""
 
@@ -43,12 +40,16 @@ class _ActorClass:
         return actor
 
 
+def _kill(actor: SimulatedActor) -> None:
+    actor.die()
+
+
 @contextmanager
 def simulated_ray(world: World) -> Iterator[None]:
     """Has engines run in simulated actors; ends after everything that calls them, or Ray would start a cluster."""
     with (
         mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)),
-        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=SimulatedActor.die)),
+        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)),
     ):
         yield
 
@@ -67,10 +68,10 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
     async def start(number: int) -> FleetMember:
         name = f"engine {number}"
         make = partial(SimulatedEngine, name, world)
-        return await engine_actors.launch(name, cast(Any, make), deadline_s=ENGINE_START_S)
+        return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
 
     with ExitStack() as stack:
-        executor = lambda **_: Executor(process, env.score_s)  # noqa: E731
+        executor = lambda **_: process.executor(env.score_s)  # noqa: E731
         stack.enter_context(mock.patch.object(asynchronous, "ThreadPoolExecutor", executor))
         fleet = Fleet(start, setup.engines)
         try:

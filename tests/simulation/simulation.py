@@ -26,7 +26,8 @@ from simulation.clock import Killed, Process, lived_by
 from simulation.invariants import Invariants
 from simulation.parts import simulated_parts, simulated_ray
 from simulation.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, Optimizer, config_of
-from simulation.world import MOST_LIVES, OF_ENGINES, Violation, World
+from simulation.violation import Violation
+from simulation.world import OF_ENGINES, World
 
 ENDS = {
     Killed: (
@@ -95,8 +96,8 @@ def outcome_of(world: World) -> Outcome:
         writer = mock.patch("grpo_rl.run.folder.Background", AtOnce)
         with world.disk.watched(), simulated_ray(world), writer, redirect_stderr(io.StringIO()):
             while not _live(world, invariants):
-                if world.life == MOST_LIVES:
-                    raise Violation(f"the run is not over after {MOST_LIVES} lives")
+                if world.life == world.most_lives:
+                    raise Violation(f"the run is not over after {world.most_lives} lives")
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return Outcome(
@@ -114,7 +115,7 @@ def outcome_of(world: World) -> Outcome:
 
 def _live(world: World, invariants: Invariants) -> bool:
     """One life of the process that trains; returns whether the run is over."""
-    begun_s = world.now() + (world.seconds(10.0) if world.life else 0.0)
+    begun_s = world.now() + (world.restart_s() if world.life else 0.0)
     process = Process(begun_s, invariants.after_turn, world.take_what_is_left)
     world.begin_life(process)
     if world.left is not None:  # by a kill
@@ -170,9 +171,10 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
     parts.weights.push()
     for groups in _collections(run, invariants):
         invariants.collected(groups)
+        world.begin_step()
         parts.buffer.extend(groups)
         for batch in run.optimizer_steps(parts.buffer.batches(world.setup.epochs)):
-            process.sleep(world.seconds(1.0))
+            process.sleep(world.train_s())
             ids = [group.group_id for group in batch]
             world.tell(f"step {run.step + 1} trains on groups {ids}, started by version {parts.weights.version}")
             optimizer.train(run.step + 1, batch)
@@ -181,7 +183,7 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
         run.finish_step(parts.buffer.drain())
         world.tell(f"step {run.step} is over")
         if run.step % world.setup.checkpoint_frequency == 0:
-            process.sleep(0.0)  # what is due happens
+            process.sleep(world.checkpoint_s())
         invariants.stepped(run.step, run.folder)
     run.save_checkpoint()
 

@@ -148,10 +148,14 @@ class AtOnce:
     """Stands for the thread that writes checkpoints: a seed's events have one order, which a thread would change."""
 
     def start(self, work: Callable[[], object]) -> None:
+        """Does the work."""
         work()
 
-    def wait(self) -> None: ...
-    def close(self) -> None: ...
+    def wait(self) -> None:
+        """Does nothing: no work is under way."""
+
+    def close(self) -> None:
+        """Does nothing, likewise."""
 
 
 class Optimizer:
@@ -163,18 +167,20 @@ class Optimizer:
         """Step and group, for each optimizer step and group in it."""
         self.updates = 0
 
+    @torch.no_grad()
     def train(self, step: int, groups: Sequence[Group]) -> None:
         """Takes an optimizer step."""
         self.trained += [(step, group.group_id) for group in groups]
         self.updates += 1
         self._move()
 
-    def clear_gradients(self) -> None: ...
+    def clear_gradients(self) -> None:
+        """There are none."""
 
-    @torch.no_grad()
     def _move(self) -> None:
-        self._model.steps.fill_(self.updates)
-        self._model.more.fill_(self.updates)
+        with torch.no_grad():
+            self._model.steps.fill_(self.updates)
+            self._model.more.fill_(self.updates)
 
     def state_dict(self) -> dict[str, Any]:
         return {"trained": torch.tensor(self.trained, dtype=torch.long).reshape(-1, 2), "updates": self.updates}

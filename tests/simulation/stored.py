@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, SAMPLING_FOLDER, TOKENS_FOLDER
 from simulation.stand_ins import has_zero_variance
-from simulation.world import Violation, World, check_equal
+from simulation.violation import Violation, check_equal
+from simulation.world import World
 
 Response = tuple[int, int, int, float, list[tuple[int, float]]]
 """Group, place in it, row, reward, and the version and log-probability of each token."""

@@ -9,13 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from simulation.clock import Process
 from simulation.disk import Disk, damaged
-
-if TYPE_CHECKING:
-    from simulation.engines import SimulatedActor
 
 OFTEN = {
     "crash of an engine": 0.02,
@@ -47,22 +44,19 @@ LONG_EVERY = 12
 """Every twelfth seed is of a long and wide run, in which many groups live on after their engine was replaced."""
 RARER = 0.3
 """Chances of faults in long runs and in half of the others, over those in the rest: not all come in the first steps."""
-MOST_LIVES = 30
-"""Lives of the trainer after which a run should long be over: faults are fewer."""
-PATIENCE_S = 2000.0
-"""Virtual seconds in which a step, or a start, must be over: more than all deadlines and retries in a row."""
 LAST_EVENTS = 25
 """Events that are shown of a seed that fails."""
 
 
-class Violation(AssertionError):
-    """Something is not true that has to be."""
+class Actor(Protocol):
+    """A process with an engine in it; see `simulation.engines.SimulatedActor`."""
 
+    node: int
+    alive: bool
 
-def check_equal(found: object, expected: object, what: str) -> None:
-    """Raises Violation where two values differ."""
-    if found != expected:
-        raise Violation(f"{what}: {found}, and not {expected}")
+    def die(self) -> None:
+        """Ends the process."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,14 +85,22 @@ class World:
     Args:
         root: the run's folder.
         keeps_all: whether :attr:`events` keeps every event, not the last ones alone.
+        setup: of the run; None: the seed decides.
     """
 
-    def __init__(self, seed: int, root: Path, keeps_all: bool = False) -> None:
+    most_lives = 30
+    """Lives of the trainer after which a run should long be over: faults are fewer."""
+    patience_s = 2000.0
+    """Virtual seconds in which a step, or a start, must be over: more than all deadlines and retries in a row."""
+    engine_start_s = 60.0
+    """Seconds until an engine must be ready."""
+
+    def __init__(self, seed: int, root: Path, keeps_all: bool = False, setup: Setup | None = None) -> None:
         self.seed, self._rng = seed, random.Random(seed)
         draw = self._rng
         is_long = seed % LONG_EVERY == LONG_EVERY - 1
         num_envs = draw.randint(*((3, 6) if is_long else (1, 3)))
-        self.setup = Setup(
+        drawn = Setup(
             engines=draw.randint(*((2, 4) if is_long else (1, 3))),
             num_envs=num_envs,
             max_staleness=draw.randint(0, 3),
@@ -108,6 +110,7 @@ class World:
             steps=draw.randint(*((8, 14) if is_long else (2, 5))),
             drops_zero_variance=draw.random() < 0.5,
         )
+        self.setup = setup or drawn
         # A seed with few kinds of faults finds what many at once would hide.
         share = draw.choice([0.2, 0.5, 1.0])
         self._chances = {kind: chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
@@ -121,7 +124,7 @@ class World:
         self._digest = hashlib.sha256()
         self.disk = Disk(root, draw, self._before_write)
         self.process: Process | None = None
-        self.actors: list[SimulatedActor] = []
+        self.actors: list[Actor] = []
         """Actors that were started in this life."""
         self._cuts_power = False
         self.life = 0
@@ -131,7 +134,7 @@ class World:
         """The files that the last kill has left of the run's folder, until the next life."""
         self.unscored: set[int] = set()
         """Rows of which a scorer has failed at least once."""
-        self.on_sampling: Callable[[SimulatedActor, int, Future[Any]], None] = lambda actor, group_id, call: None
+        self.on_sampling: Callable[[Actor, int, Future[Any]], None] = lambda actor, group_id, call: None
         """Called with the actor, the group and the call when an engine is asked to sample a group."""
 
     def now(self) -> float:
@@ -170,6 +173,29 @@ class World:
     def seconds(self, mean: float) -> float:
         """Draws the seconds that something takes: mostly near the mean, sometimes several times that."""
         return self._rng.expovariate(1 / mean) if self._rng.random() < 0.3 else mean * self._rng.uniform(0.5, 1.5)
+
+    def token_s(self, groups: int) -> float:
+        """Draws how long a token takes on an engine that samples so many groups."""
+        return self.seconds(0.5)
+
+    def launch_s(self) -> float:
+        """Draws how long an engine takes to start."""
+        return self.seconds(5.0)
+
+    def restart_s(self) -> float:
+        """Draws how long it takes until the trainer runs again, engines aside."""
+        return self.seconds(10.0)
+
+    def train_s(self) -> float:
+        """Draws how long an optimizer step takes."""
+        return self.seconds(1.0)
+
+    def checkpoint_s(self) -> float:
+        """Seconds that a checkpoint takes."""
+        return 0.0
+
+    def begin_step(self) -> None:
+        """Plans faults of this step alone."""
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""

@@ -55,6 +55,14 @@ def test_masters_keep_updates_that_bf16_weights_would_lose():
     assert stepper.state_dict()["masters"]["weight"].item() == pytest.approx(0.99, abs=1e-5)
 
 
+def test_micro_batches_are_summed_in_fp32():
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    stepper = PolicyOptimizer(model, clip_grad_norm=1e9)
+    for x in (256.0, 1.0):  # 257 is no bf16 number
+        model(torch.full((1, 1), x, dtype=torch.bfloat16)).sum().backward()
+    assert stepper.step().grad_norm == 257.0
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
     model = linear()
     before = [p.clone() for p in model.parameters()]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import loop_control
 import pytest
@@ -178,6 +179,18 @@ def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_old
         assert set(samples.versions.tolist()) == {first + 1}
         by_new = expected_log_probs(new, prompt, samples.response_ids)
         assert (samples.log_probs - by_new).abs().max() < 0.1
+
+
+def test_an_engine_that_hangs_is_killed_before_its_fleet_gives_up():
+    from grpo_rl.cluster.engine_actors import CLOSE_S
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+
+    waits = []
+    for deadline_s in (120.0, 3.0):
+        engine = object.__new__(AsyncVLLMEngine)
+        engine._llm, engine.deadline_s = SimpleNamespace(shutdown=waits.append), deadline_s
+        asyncio.run(engine.close())
+    assert waits == [10.0, 3.0] and max(waits) < CLOSE_S
 
 
 @pytest.mark.nightly
