@@ -160,9 +160,9 @@ def arm(steps: harness.Steps, name: str, vocab: int, response: int) -> None:
     """Tells the peak of one step: weights and what the step needs."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(vocab)
-        step, let_go = STEPS[name](model, Path(folder))
+        step, release = STEPS[name](model, Path(folder))
         step(make_groups(vocab, RESPONSES))
-        let_go()
+        release()
         groups = make_groups(vocab, response)
         weights = sum(p.nbytes for p in model.parameters())
         if steps.wait():

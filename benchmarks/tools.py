@@ -211,8 +211,8 @@ class NoTransport:
 
 def make(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool, num_envs: int) -> tuple[LLMEnv, Decoder]:
     """The environment and the engine of one arm; lengths of turns and seconds of calls follow from seeds."""
-    dice, lengths = random.Random(SEED), random.Random(SEED + 1)
-    task = LookUp(num_envs, lambda: dice.uniform(*work.tool_s) if slow else 0.0)
+    rng, lengths = random.Random(SEED), random.Random(SEED + 1)
+    task = LookUp(num_envs, lambda: rng.uniform(*work.tool_s) if slow else 0.0)
     env = LLMEnv(task, tokenizer, num_envs, work.repeats, max_turns=work.turns, tool_parser=hermes_parser)
     call, (filler, *_) = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CALL, " so"))
     end = tokenizer.eos_token_id

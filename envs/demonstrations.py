@@ -155,10 +155,10 @@ class Demonstrations:
 
     def _text(self, row: dict) -> str | None:
         """The text of a row's demonstration, with calls and reasoning as the chat template writes them."""
-        said = self.task.demonstration(row)
-        if not isinstance(said, Mapping):
-            return said
-        return written_turn(self.tokenizer, self.task.prompt(row), said, self.task.tools_of(row), self._opened)
+        demonstration = self.task.demonstration(row)
+        if not isinstance(demonstration, Mapping):
+            return demonstration
+        return written_turn(self.tokenizer, self.task.prompt(row), demonstration, self.task.tools_of(row), self._opened)
 
     def _check(self) -> None:
         """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
@@ -184,8 +184,8 @@ class Demonstrations:
         if not self.tokenizer.chat_template or not encoded:
             return []
         rows = [self.task.rows[row] for row, _ in encoded]
-        said = [self.task.demonstration(row) or "" for row in rows]
-        replies = [[text if isinstance(text, dict) else {"role": "assistant", "content": text}] for text in said]
+        texts = [self.task.demonstration(row) or "" for row in rows]
+        replies = [[text if isinstance(text, dict) else {"role": "assistant", "content": text}] for text in texts]
         written = encode_rows(self.tokenizer, self.task, rows, replies=replies)
         return [row for (row, ids), ours in zip(encoded, written, strict=True) if ours[: len(ids)] != ids]
 

@@ -122,11 +122,11 @@ class Episodes(Task, Generic[State]):
         """
 
     def cut_off(self, state: State) -> float:
-        """The reward of an episode's end where a limit cuts it off; what its steps earned is paid beside."""
+        """The reward of an episode's end where a limit cuts it off; it is paid on top of what its steps earned."""
         return 0.0
 
     def measures(self, state: State) -> dict[str, float]:
-        """The measures of an episode that has ended, which are logged beside its reward."""
+        """The measures of an episode that has ended, which are logged next to its reward."""
         return {}
 
     def close(self, state: State) -> None:
@@ -208,10 +208,10 @@ class Episodes(Task, Generic[State]):
         if waiting := self._kept.going_on.take(key):
             return waiting
         state, observation = self.reset(row)
-        episode, said = _Open(state), key[1:]
-        seen = [self._first(row), *said[1::2]]
+        episode, texts = _Open(state), key[1:]
+        seen = [self._first(row), *texts[1::2]]
         with self._closed_on_error(episode):
-            for text, before in zip([*said[::2], None], seen, strict=True):
+            for text, before in zip([*texts[::2], None], seen, strict=True):
                 if observation != before:
                     raise RuntimeError(
                         f"{type(self).__name__} plays another episode from the same row: {observation!r:.80} instead "

@@ -138,17 +138,17 @@ def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
     text = session.recv(timeout=TIMEOUT_S)
     try:
         answer = json.loads(text)
-        told = answer.get("data") or {}
+        reply = answer.get("data") or {}
     except (ValueError, AttributeError, RecursionError) as error:
         raise RuntimeError(f"the OpenEnv server answers {text!r:.200}, which is no JSON object") from error
     if answer.get("type") != "error":
-        return told
-    faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in told.get("errors") or ()]
-    message = "; ".join([str(told.get("message")), *faults])[:500]
-    if what == "step" and told.get("code") in _REFUSED:
+        return reply
+    faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in reply.get("errors") or ()]
+    message = "; ".join([str(reply.get("message")), *faults])[:500]
+    if what == "step" and reply.get("code") in _REFUSED:
         raise Refused(message)
-    remedy = "; start the server with more max_concurrent_envs" if told.get("code") == "CAPACITY_REACHED" else ""
-    raise RuntimeError(f"the OpenEnv server answers {told.get('code')}: {message}{remedy}")
+    remedy = "; start the server with more max_concurrent_envs" if reply.get("code") == "CAPACITY_REACHED" else ""
+    raise RuntimeError(f"the OpenEnv server answers {reply.get('code')}: {message}{remedy}")
 
 
 def _observation(data: Mapping[str, Any]) -> str:

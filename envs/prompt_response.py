@@ -52,7 +52,7 @@ class PromptResponse(GroupTask):
 
     Where a function returns None, its part is missing in that response's reward; where all do, the response has none.
 
-    The chat template gets what messages have beside role and content, such as ``tool_calls`` and ``reasoning_content``,
+    The chat template gets all other keys of the messages, such as ``tool_calls`` and ``reasoning_content``,
     and the JSON schemas in a row's ``tools``.
 
     Args:
@@ -160,7 +160,7 @@ class PromptResponse(GroupTask):
             return ()
         return tuple(function.where for function, _ in self._functions if function.is_named)
 
-    def _called_away(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
+    def _called_in_process(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
         batch = self._batch([function for function, _ in self._functions if function.is_named], rows, responses)
         workers = _workers(names, tuple(self._columns), os.getpid())
         [result] = workers.map([(batch, len(rows))], self._deadline_s)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 Messages = list[dict[str, Any]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them.
 
-A message of the policy that calls functions has ``tool_calls`` beside these, as OpenAI writes them, and a result has
+A message of the policy that calls functions has ``tool_calls`` next to these, as OpenAI writes them, and a result has
 the call's ``tool_call_id`` and ``name``.
 """
 
@@ -24,7 +24,7 @@ RESERVED_PARTS = {
     "mean", "std", "zero_std_fraction", "reward", "standard_error", "mean_length", "truncated_fraction", "total",
     "failed", "measure", "sampled_accuracy", "sampled_reward", "tied",
 }  # fmt: skip
-"""Names under ``reward/`` and ``eval/`` that metrics have taken already, beside those that begin as :data:`SCORES`."""
+"""Names under ``reward/`` and ``eval/`` that metrics have taken already, next to those that begin as :data:`SCORES`."""
 SCORES = ("pass@", "maj@")
 
 
@@ -34,7 +34,7 @@ class Reward:
 
     Args:
         parts: of the reward.
-        measures: what is logged beside the reward and is no part of it; a response lacks those that mean nothing there.
+        measures: what is logged next to the reward, no part of it; a response lacks those that mean nothing there.
 
     >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
     2.5
@@ -198,7 +198,7 @@ class Task(ABC):
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The response to this row that SFT imitates; None where the row has none.
 
-        A text, or a message with calls or reasoning beside it, which the chat template writes.
+        A text, or a message with calls or reasoning next to it, which the chat template writes.
         """
         return None
 

@@ -34,7 +34,7 @@ class Verifiers(Episodes["_Exchange"]):
     """Tasks of a taskset of verifiers, played by its environment; a response earns ``episode``, the sum of its rewards.
 
     The environment runs as it does under verifiers; the one agent that it talks to is the policy, in a plain chat. Its
-    rewards and metrics, by their names, are measures beside.
+    rewards and metrics, by their names, are logged as measures.
 
     Source: https://github.com/PrimeIntellect-ai/verifiers, ``verifiers.v1`` of 0.4.
 

@@ -35,7 +35,7 @@ description as docstring; its help."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that tells a wrong word in one line, without the usage."""
+    """A parser that reports a usage error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {shown(message)}; {self.prog} --help says more\n")
@@ -63,16 +63,16 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"grpo-rl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("train", help=TRAIN)
-    for name, (module, says) in COMMANDS.items():
-        command = commands.add_parser(name, help=says)
+    for name, (module, help_line) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line)
         if name in arguments:
             declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name.replace('-', '_')}")
             command.description = declare.__doc__
             declare(command)
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.
     options, overrides = parser.parse_known_args(arguments)
-    if strange := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
-        parser.error(f"{strange[0]!r} is neither an option nor an override such as env.repeats=8")
+    if invalid := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
+        parser.error(f"{invalid[0]!r} is neither an option nor an override such as env.repeats=8")
     try:
         return options.run_command(options, overrides)
     except (ValueError, OSError) as error:

@@ -69,7 +69,7 @@ def page() -> str:
             lines += rows(folder, f"{name}/")
         else:
             lines.append(f"| `{name}.py` | {sentence(folder.with_suffix('.py'))} | |")
-    lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
+    lines += ["", "| next to it | what it is | modules |", "| --- | --- | --- |"]
     lines += [row for name in MOUNTED for row in rows(ROOT / name, f"{name}/")]
     lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
     imported = "`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`."

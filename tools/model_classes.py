@@ -33,7 +33,7 @@ REASONS = {
     "it has layers of type (.*);": "layers of type {}",
     "it has a recurrent state|its .* keeps a state that is neither": "a state that is not kept in transformers' cache",
     "its .* does not continue from its prompt's state": "a state that is forgotten where several tokens follow it",
-    "its .* takes or returns more than hidden states": "a state that is passed on beside the hidden states",
+    "its .* takes or returns more than hidden states": "a state that is passed on next to the hidden states",
     "it is several models in one": "several models in one, such as text and vision",
     "its .* is not causal": "attention that is not causal",
     "(its|the layer of its) .* gets no keyword arguments": "layers that can't be told where responses lie",

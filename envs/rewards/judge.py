@@ -234,13 +234,13 @@ class Judge:
             body["response_format"] = {"type": "json_schema", "json_schema": self._schema()}
         reply = self._connected().ask("/chat/completions", body, until, self._reserve)
         usage = reply.get("usage") if isinstance(reply, dict) else None
-        asked, said = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
-        if not asked and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
+        prompts, completions = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
+        if not prompts and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
             raise ValueError(
                 f"{self._url} tells no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
             )
-        cost = (asked * self._prices[0] + said * self._prices[1]) / 1e6
-        self._count(prompt_tokens=asked, completion_tokens=said, cost=cost)
+        cost = (prompts * self._prices[0] + completions * self._prices[1]) / 1e6
+        self._count(prompt_tokens=prompts, completion_tokens=completions, cost=cost)
         try:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:

@@ -122,7 +122,7 @@ def find_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
 def is_final(text: str, tools: Sequence[Tool]) -> bool:
     """True if the policy's message ends the conversation: it states an answer, or it calls nothing.
 
-    Calls beside an answer are not run: a policy that answers already has not waited for their results.
+    Calls next to an answer are not run: a policy that answers already has not waited for their results.
 
     >>> is_final("Search: Turandot\\n<answer>Puccini</answer>", [Tool("search", "query", "opera", str)])
     True

@@ -76,8 +76,8 @@ class Server:
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
-            said = self._stderr.decode(errors="replace").strip()
-            why = f"it said …{said}" if said else "start it by hand to see why"
+            stderr = self._stderr.decode(errors="replace").strip()
+            why = f"it stderr …{stderr}" if stderr else "start it by hand to see why"
             why = self._shown(f"{_words(error)}; {why}")
             raise ValueError(f"env.mcp: {self.name} told no tools: {why}") from error
         return [
@@ -315,7 +315,7 @@ def with_mcp(
     reply_s: float = float("inf"),
     opened: list[Server] | None = None,
 ) -> Task:
-    """The task with the tools of MCP servers beside its own; the task itself where there are none.
+    """The task with the tools of MCP servers next to its own; the task itself where there are none.
 
     Args:
         reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's clients, checked field by field: read, left aside with a note, or refused with words."""
+"""Requests of OpenAI's clients, checked field by field: read, ignored with a note, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "tool_choice": ("auto", "none"),
 }
-"""Fields that are taken with these values alone, which ask for nothing, or null."""
+"""Fields that are accepted with null or with these values alone, which change nothing."""
 LEFT_ASIDE = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
@@ -72,7 +72,7 @@ def read_json(body: bytes) -> Any:
     """The JSON of a body.
 
     Raises:
-        RequestError: it is none, or has halves of characters, which no tokenizer takes.
+        RequestError: it is not JSON, or has lone surrogates, which no tokenizer takes.
     """
     try:
         found = json.loads(body)
@@ -84,7 +84,7 @@ def read_json(body: bytes) -> Any:
 
 
 def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> ChatRequest:
-    """The call that the body asks for.
+    """The call that a request's body describes.
 
     Args:
         base: what holds for all that the request leaves open; its ``max_new_tokens`` is the most there can be.
@@ -93,7 +93,7 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
             distribution.
 
     Raises:
-        RequestError: a field is wrong, unknown, or asks for what there is not.
+        RequestError: a field is wrong, unknown or unsupported.
 
     >>> asked = {"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4, "temperature": 0.2, "user": "me"}
     >>> request = read_request(asked, Sampling(), "m", is_trained=True)

@@ -67,7 +67,7 @@ def load_policy(
 
 
 def note_on_dtype(dtype: str, device: torch.device) -> str | None:
-    """A line on what the dtype has to do with this CPU, for the log; None where there is nothing to say."""
+    """A log line on how well the dtype suits this CPU; None if there is nothing to report."""
     if device.type != "cpu" or not lacks_bfloat16():
         return None
     if dtype == "float32":

@@ -11,8 +11,8 @@ from grpo_rl.checks.check import Finding
 from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
 from grpo_rl.envs.task import Messages
 
-SAID = "The sum is 5."
-THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{SAID}"
+REPLY = "The sum is 5."
+THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{REPLY}"
 TEXTS = (
     "2 + 3 = 5\n\n#### 5",
     "<think>2 and 3</think><answer>5</answer>",
@@ -97,11 +97,11 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> F
 
 
 def _tail(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a response, as the model was taught."""
+    """The ids that end a response, as the model was trained."""
     if not tokenizer.chat_template:
         return _ids(tokenizer, str(tokenizer.eos_token)) if tokenizer.eos_token else []
-    text = templated(tokenizer, _conversation(SAID)[:2], tokenize=False)
-    text = text[text.rindex(SAID) + len(SAID) :] if SAID in text else ""
+    text = templated(tokenizer, _conversation(REPLY)[:2], tokenize=False)
+    text = text[text.rindex(REPLY) + len(REPLY) :] if REPLY in text else ""
     return _ids(tokenizer, text)
 
 
@@ -111,7 +111,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     about = "several turns"
     try:
         encode_reply(tokenizer, [{"role": "user", "content": "3 + 4?"}])
-        changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
+        changed, thoughts = _first_change(tokenizer, _conversation(REPLY)), _conversation(THOUGHT)
         hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
     except ValueError as error:
         yield Finding("note", about, str(error))

@@ -123,7 +123,7 @@ class Ranks:
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
+        # Numbers and offloaded weights are exchanged on the CPU, all else on the GPUs.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit, by_torchrun = datetime.timedelta(seconds=timeout_s), store is None
         told_after_s = timeout_s / 2  # before the process group gives up

@@ -1,6 +1,6 @@
 """A checkpoint's sharded tensors: each rank writes its rows, and any number of ranks reads them back.
 
-They lie in a folder beside the checkpoint's own file, a file for each rank, with all of the rank's tensors. The
+They lie in a folder next to the checkpoint's own file, a file for each rank, with all of the rank's tensors. The
 checkpoint's own file is written when they are safe, and lists them with their digests: where there is a file, its
 tensors are whole, and any other is found out.
 """
@@ -110,7 +110,7 @@ def check_shards(path: Path, state: Mapping, rank: int = 0, size: int = 1) -> No
         try:
             found = checkpoint_file.check(_shard(path, name))
         except FileNotFoundError:
-            raise ValueError(f"it has no sharded tensors beside it in {folder_of(path).name}/{name}") from None
+            raise ValueError(f"it has no sharded tensors next to it in {folder_of(path).name}/{name}") from None
         except ValueError as error:
             raise ValueError(f"{folder_of(path).name}/{name} is damaged: {error}") from error
         if found != digest:

@@ -194,7 +194,7 @@ class Sampler(Protocol):
     """Most tokens of a prompt and its response."""
 
     takes_adapters: bool
-    """True if the engine holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight``
+    """True if the engine holds LoRA adapters next to its weights, and takes them as ``<layer>.lora_A.weight``
     (r x inputs) and ``<layer>.lora_B.weight`` (outputs x r, scaled)."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:

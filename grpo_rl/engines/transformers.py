@@ -88,7 +88,7 @@ class TransformersEngine(StepByGenerate, Engine):
         check_request(prompts, n, sampling, self.max_model_len)
         samples: list[Samples] = []
         while len(samples) < len(prompts):
-            # A response with a seed must not depend on those beside it.
+            # A response with a seed must not depend on the others in its batch.
             size = max(1, self._max_batch // n) if sampling.seed is None else 1
             at_once = prompts[len(samples) :][:size]
             with seeded(sampling.seed):

@@ -75,7 +75,7 @@ CONVERTED = {
     "load_best_model_at_end", "load_in_4bit", "load_in_8bit", "lora_target_modules", "optim", "resume_from_checkpoint",
     "sync_ref_model", "use_liger_kernel", "use_peft",
 }  # fmt: skip
-"""Fields with a counterpart, beside those whose value is taken over; three of them are Open-R1's."""
+"""Fields with a counterpart, other than those whose value is taken over; three of them are Open-R1's."""
 UNNEEDED = (
     "accelerator_config", "attn_implementation", "auto_find_batch_size", "average_tokens_across_devices",
     "batch_eval_metrics", "bf16_full_eval", "cache_implementation", "cast_lm_head_to_fp32", "dataloader_", "ddp_",

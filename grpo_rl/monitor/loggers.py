@@ -26,7 +26,7 @@ REST = 20
 
 
 class MetricsLogger(Protocol):
-    """A place that metrics and responses go to, beside the run folder's own files; `docs/loggers.md` has an example.
+    """A place that metrics and responses go to, next to the run folder's own files; `docs/loggers.md` has an example.
 
     Args:
         run_dir: the run folder, which exists.

@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 FEWEST_AT_AN_END = 5
 """Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
-"""The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
+"""The names under ``reward/`` other than the named parts of the reward; no part may take one of them."""
 STEP_PHASES = ("read", "sample", "wait", "score", "train", "sync", "other")
 """The phases of a step in the order in which they begin; SFT reads in the place of sampling.
 

@@ -1,10 +1,10 @@
 r"""Roofline of a step: what it would take at this machine's measured best, the floor behind ``limit_fraction``.
 
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
-memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
+memory. It leaves out what should be small in comparison (element-wise work, the optimizer, rewards), and counts every
 response token in full, though a response's last one need not be fed back: with responses of a few dozen tokens,
 the fraction is below 1 even where nothing is wasted. Of a mixture's experts those count that a token visits; decoding
-reads at least as many. What adapters add to products and reads is left out, being small beside the weights
+reads at least as many. What adapters add to products and reads is left out, being small next to the weights
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
@@ -68,7 +68,7 @@ class ModelSizes:
         """The sizes of a transformers model, in the dtype it has now.
 
         Args:
-            pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
+            pushes_adapters: they alone travel, after a base that went with the first push; else they are merged.
         """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyrefly: ignore[missing-attribute]
         base = [p for name, p in model.named_parameters() if ".lora_" not in name]

@@ -56,7 +56,7 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
 
 def _refuse_sft(mode: str | None) -> None:
     if mode == "sft":
-        raise ValueError("mode=sft samples nothing, and a plan is of sampling beside training; leave it out")
+        raise ValueError("mode=sft samples nothing, and a plan is of sampling and training; leave it out")
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from grpo_rl.storage.cache import cache_folder
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 BUILD = "_CxxBuild"
-"""The end of the name of a folder in which PyTorch builds the library beside it, under a lock of the library's key."""
+"""The end of the name of a folder in which PyTorch builds the library next to it, under a lock of the library's key."""
 
 
 def keep_compiled_code() -> None:

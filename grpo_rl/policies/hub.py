@@ -144,7 +144,7 @@ def check_class(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model's weights; others beside them may be of adapters or for other libraries.
+    """The files that hold the model's weights; others next to them may be of adapters or for other libraries.
 
     Raises:
         ValueError: the folder's index is damaged.

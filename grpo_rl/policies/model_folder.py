@@ -57,7 +57,7 @@ def check_files(folder: Path, name: str) -> None:
     if not has_model(folder):
         present = sorted(path.name for path in folder.iterdir())[:5]
         raise ValueError(
-            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); "
+            f"model {name!r}: {folder} has no config.json with *.safetensors next to it (it has {present}); "
             f"{_remedy(folder)}"
         )
 

@@ -13,7 +13,7 @@ EVALUATION = frozenset({
     "loss", "reward", "sampled_reward", "standard_error", "failed", "mean_length", "truncated_fraction", "accuracy",
     "tied",
 })  # fmt: skip
-"""Names under ``eval/`` beside the parts of the held-out reward, pass@k and maj@k."""
+"""Names under ``eval/`` other than the parts of the held-out reward, pass@k and maj@k."""
 APART = CLOCKS | {"time/evaluate_s"}
 """Metrics that no pattern takes."""
 
@@ -90,7 +90,7 @@ HELD_OUT = [
 STEPS = [
     Chart("Reward", "Spread of the reward", _quantiles("total") | {"reward/std": "standard deviation"},
           "How the responses of a step differ in their reward."),
-    Chart("Reward", "Measured beside the reward", {"measure/*": "*"},
+    Chart("Reward", "Measured next to the reward", {"measure/*": "*"},
           "What the task logs and does not pay for, as means over responses."),
     Chart("Reward", "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
           "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True),
@@ -230,7 +230,7 @@ def _held_out(names: Sequence[str]) -> Iterator[Chart]:
     parts = {name: rest for name, rest in own.items() if name not in known and rest not in EVALUATION}
     yield Chart("Held-out", "Held-out parts", parts, "What the held-out reward is made of.", markers=True)
     help = "What the task logs and does not pay for."
-    yield Chart("Held-out", "Measured beside the held-out reward", measures, help, markers=True)
+    yield Chart("Held-out", "Measured next to the held-out reward", measures, help, markers=True)
     for task in tasks:
         inner = _below(names, f"eval/{task}/")
         series = {name: rest for name, rest in inner.items() if rest in ("reward", "sampled_reward")} | _solved(inner)

@@ -34,7 +34,7 @@ class Room:
     """Disk space that a run needs: the kept checkpoints, the one being written included, and the exported models.
 
     Args:
-        models: 2 where the best model is kept beside the last one.
+        models: 2 where the best model is kept next to the last one.
     """
 
     checkpoints: int

@@ -23,7 +23,7 @@ ATTEMPTS, PAUSE_S = 4, 0.05
 _held: set[int] = set()
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Closes the locks that a forked process inherited; the parent keeps them."""
     for descriptor in _held:
         os.close(descriptor)
@@ -31,7 +31,7 @@ def _let_go() -> None:
 
 
 # Executed programs don't inherit the descriptor, forked processes do: one that outlives the run would keep the folder.
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class FolderInUseError(ValueError):

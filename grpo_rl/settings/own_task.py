@@ -14,7 +14,7 @@ from grpo_rl.settings.declaration import REQUIRED, Section, Setting, plain
 from grpo_rl.settings.tasks import TASKS
 
 TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
-"""Names that the environment uses itself, beside the settings that all tasks share."""
+"""Names that the environment uses itself, in addition to the settings that all tasks share."""
 
 
 def task_section(dataset: str) -> type[Section]:

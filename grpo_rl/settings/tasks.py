@@ -122,7 +122,7 @@ class SearchQA(Section):
     """Questions to be answered by searching documents."""
 
     corpus: str | None = required(
-        "documents: JSON (title -> sentences) or JSONL (title, text); null: those beside the questions"
+        "documents: JSON (title -> sentences) or JSONL (title, text); null: those next to the questions"
     )
     held_out: float = required("share of `path` that is kept for evaluation", at_least=0, less_than=1)
     results: int = required("documents that a search shows", at_least=1)

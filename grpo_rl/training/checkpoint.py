@@ -111,8 +111,8 @@ def set_rng_state(state: dict) -> None:
 
 def with_own_rng(state: dict, ranks: Ranks | None) -> dict:
     """A checkpoint's state with that of this rank's generators; with rank zero's where other ranks wrote it."""
-    everyones = state.get("rng_of_ranks") or []  # of one process
-    return {**state, "rng": everyones[ranks.rank]} if ranks and len(everyones) == ranks.size else state
+    rng_states = state.get("rng_of_ranks") or []  # of one process
+    return {**state, "rng": rng_states[ranks.rank]} if ranks and len(rng_states) == ranks.size else state
 
 
 def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:
@@ -123,7 +123,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
     Args:
         keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
         ranks: the processes that hold the state together, all of which call this, with a folder that all of them see.
-            Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank zero.
+            Sharded tensors go into ``checkpoint_<step>.shards`` next to the file; all else is that of rank zero.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
@@ -195,7 +195,7 @@ def load(path: Path, ranks: Ranks | None = None) -> dict:
             rest. Alone, a process gets everything whole.
 
     Raises:
-        ValueError: it is damaged or no checkpoint of ours; names the newest good one beside it. All ranks raise it.
+        ValueError: it is damaged or no checkpoint of ours; names the newest good one. All ranks raise it.
     """
     try:
         return _load(path, ranks)
@@ -237,11 +237,11 @@ def _remedy(path: Path) -> str:
         if other.name != path.name:
             with suppress(ValueError, OSError):
                 _verified(other)
-                return f"the newest good one beside it is {other}"
-    return "there is no good one beside it"
+                return f"the newest good one next to it is {other}"
+    return "there is no good one next to it"
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -272,12 +272,12 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     # Rank zero looks: what others see of a shared disk may be older.
     found = agreed(ranks, lambda: look() if rank_zero else ([], False))
     paths, named = ranks.broadcast(found) if ranks else found
-    told = []
+    notes = []
     for path in paths:
         # Before gigabytes are hashed.
         damage = agreed(ranks, lambda path=path: damaged_logs(run, path) if rank_zero and run else None)
         if damage := ranks.broadcast(damage) if ranks else damage:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {damage}")
+            notes.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {damage}")
             if not named:
                 continue
         try:
@@ -288,12 +288,12 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         except ValueError as error:
             if named:
                 raise
-            told.append(f"passed over: {error}")
+            notes.append(f"passed over: {error}")
             continue
-        if rank_zero and told:
-            _say("\n".join([*told, f"resume={resume}: going on with {path}"]))
+        if rank_zero and notes:
+            _print_error("\n".join([*notes, f"resume={resume}: going on with {path}"]))
         return path, state
-    reasons = "\n  ".join(told)
+    reasons = "\n  ".join(notes)
     raise ValueError(
         f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
         f"on with one that is whole without the logs before it, give its file\n  {reasons}"

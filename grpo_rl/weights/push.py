@@ -35,7 +35,7 @@ class WeightSync:
     Engines that join later are sent the present weights without being asked for. Sharded weights are gathered by all
     ranks, so the ranks that wait for rank zero do so in :meth:`on_rank_zero`, where they take part in such a delivery.
 
-    A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, beside a
+    A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, next to a
     base that is sent with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
     holds the tensors of each until they are all there.
 

@@ -48,7 +48,7 @@ def test_the_default_config_is_told_in_its_numbers():
         "1 optimizer step of 32 responses (4 groups)",
         "about 2 micro-batches a step; a prompt is computed once",
         "3,125 collections, 3,125 optimizer steps, 100,000 responses",
-        "8,704 tokens a step; with the prompt beside each response, 12,288",
+        "8,704 tokens a step; with the prompt before each response, 12,288",
         "sample 32 → step 1 → push weights",
     ):
         assert sentence in text

@@ -156,7 +156,7 @@ def test_held_out_rows_are_a_split_of_the_same_folder(folder, tokenizer):
     given = settings("env.columns={word: noun}", "env.eval_split=validation", "evaluate.rows=2", path="both")
     env = make_env(given, tokenizer)
     assert env.task.rows[0] == {"word": "train 1"} and eval_rows(given, env)[1] == {"word": "dev 2"}
-    with pytest.raises(ValueError, match="needs env.eval_path beside env.path=both, or env.eval_split"):
+    with pytest.raises(ValueError, match="needs env.eval_path next to env.path=both, or env.eval_split"):
         eval_rows(settings("env.columns={word: noun}", "evaluate.rows=2", path="both"), env)
 
 

@@ -1,6 +1,6 @@
 """The experts that vLLM's routers choose for each token, recorded on a CPU. For vLLM 0.32.
 
-vLLM records them itself with its second model runner alone, which a CPU does not have. Here they lie beside the KV
+vLLM records them itself with its second model runner alone, which a CPU does not have. Here they lie next to the KV
 cache, a row for each of its slots: a prompt that several requests share has its rows once, as its keys and values.
 """
 
