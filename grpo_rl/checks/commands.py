@@ -42,7 +42,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

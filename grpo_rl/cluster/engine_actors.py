@@ -72,7 +72,7 @@ class RayEngine(AsyncEngine, EngineControl):
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._closed:
-            raise EngineDeadError(f"{self.name} was closed; it was asked for {method}")
+            raise EngineDeadError(f"{self.name} was closed before {method}")
         call = asyncio.ensure_future(self._actor.call.remote(method, *args))
         try:
             # The engine has deadlines of its own, and its actor may hang as well.
@@ -94,7 +94,7 @@ class RayEngine(AsyncEngine, EngineControl):
 
     def _died(self, method: str, error: RayError) -> EngineDeadError:
         # Ray's own message has many lines.
-        return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
+        return EngineDeadError(f"{self.name} died during {method}: {str(error).splitlines()[0]}")
 
     @override
     def submit(self, method: str, *args: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""The processes that train one policy together: what each computes, what they tell each other, who holds which weights.
+"""The processes that train one policy together: what each computes, what they exchange, who holds which weights.
 
 Every rank is given all groups of an optimizer step, plans the same micro-batches and computes its own share of them:
 whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is divided by counts of the whole step.
@@ -82,7 +82,7 @@ class Ranks:
         self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
         self.mode, self.device = mode, torch.device(device)
         self.told_after_s: float | None = None
-        """Seconds of waiting for other ranks after which it is told; None: those of every wait."""
+        """Seconds of waiting for other ranks after which it is logged; None: those of every wait."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.in_step = mode == "fsdp"
         """True if a forward or backward pass of one rank waits for those of the others."""
@@ -152,7 +152,7 @@ class Ranks:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the other ranks, which are told if an error is the reason.
+        """Leaves the other ranks, and notifies them if an error is the reason.
 
         Raises:
             RankLostError: the error is that of an exchange, and another rank caused it.
@@ -162,7 +162,7 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # What ranks tell each other. All of them have to call these, in the same order.
+    # Exchanges between ranks. All of them have to call these, in the same order.
 
     def wait(self) -> None:
         """Waits until all ranks are here."""
@@ -194,7 +194,7 @@ class Ranks:
 
     @_exchange
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Tells for each flag whether it is set on any rank."""
+        """For each flag, True if it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
         with self._waiting("any"):
             dist.all_reduce(joint, dist.ReduceOp.MAX)

@@ -127,7 +127,7 @@ def load_shards(path: Path, state: dict, ranks: Ranks | None = None) -> dict:
     """The state with its sharded tensors on the CPU: whole, or with ``ranks`` each rank's part.
 
     Raises:
-        ValueError: what the file says of its tensors is not so.
+        ValueError: the file's description of its tensors is wrong.
     """
     shards = state.pop(SHARDS, None)
     if not shards:

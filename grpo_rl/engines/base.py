@@ -37,11 +37,11 @@ SIGNS = (
     "Triton Error [CUDA]: out of memory",
     "MPS backend out of memory",
 )
-"""Messages of torch's errors that have no type of their own for a lack of memory."""
+"""Messages by which torch's generic errors report a lack of memory."""
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out, and to compute less at a time can't help."""
+    """Memory ran out, and smaller batches can't help."""
 
 
 class EngineDeadError(RuntimeError):
@@ -49,7 +49,7 @@ class EngineDeadError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
+    """True if an error is torch's or Triton's report that a GPU or the machine ran out of memory.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)

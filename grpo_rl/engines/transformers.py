@@ -79,7 +79,7 @@ class TransformersEngine(StepByGenerate, Engine):
         self._ends, self._folder = list(end_ids(model)), model
         self._decoder: Tokenizer | None = None  # read once stop strings are asked for
         # `generate` fills in what a call leaves open from here: a model's own temperature or repetition penalty would
-        # bend the distribution behind the recorder's back.
+        # change the distribution without the recorder's knowledge.
         self._model.generation_config = GenerationConfig()
 
     @override

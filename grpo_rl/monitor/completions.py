@@ -13,7 +13,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 
 TURN_ENDS = "turn_ends"
-"""The column that tells turns of the policy from the replies between them, where the task replies."""
+"""The column that separates the policy's turns from the replies between them, where the task replies."""
 
 _BEFORE_PARTS = [
     ("step", pa.int64()),

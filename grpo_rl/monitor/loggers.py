@@ -199,7 +199,7 @@ def sent(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def _described(error: Exception) -> str:
-    """The error for people; libraries' messages may have the address and the key that they were given."""
+    """The error's text for logs; libraries' messages may have the address and the key that they were given."""
     return f"{type(error).__name__}: {masked_text(str(error))}"
 
 

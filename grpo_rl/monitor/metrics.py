@@ -99,7 +99,7 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
 
 
 def task_metrics(groups: Mapping[str, Sequence[Group]]) -> dict[str, float]:
-    """The metrics of each task of a mixture that tell whether it is learnt, from its groups of a step.
+    """The metrics of each task of a mixture that show whether it is learnt, from its groups of a step.
 
     >>> from grpo_rl.testing import random_group
     >>> metrics = task_metrics({"gsm8k": [random_group(lengths=[1, 3], rewards=[0.0, 2.0])]})

@@ -63,7 +63,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     here = where.startswith("here")
     if not cfg.mode and (not here or has_no_gpu()):
         cfg.mode = "async" if not here and Cluster.parse(where).count > 1 else "sync"
-    if cfg.mode:  # wrong words before the imports; GPUs here need torch
+    if cfg.mode:  # usage errors before the imports; GPUs here need torch
         Settings.read(cfg)
     cfg.train_model.dtype = cfg.train_model.dtype or (default_dtype(cfg.ray.address) if here else "bfloat16")
     cluster = Cluster.parse(where, cfg.train_model.dtype)

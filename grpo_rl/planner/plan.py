@@ -2,7 +2,7 @@
 
 Seconds are the floors of `grpo_rl.perf.roofline`, at the rates that a device reaches. What travels between devices is
 counted in addition: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
-the ranks of one engine tell each other is taken to be in the share.
+the ranks of one engine exchange is taken to be in the share.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def config_source(name: str) -> str:
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         check_class(folder)
         return str(folder)
-    for offline in (True, False):  # what is here is not asked of the network
+    for offline in (True, False):  # a local file needs no network
         with contextlib.suppress(OSError, ValueError):
             if offline or not why_no_hub():
                 AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)

@@ -83,7 +83,7 @@ def tool_parser(
         tools: JSON schemas of what can be called.
 
     Raises:
-        ValueError: there is no such parser, the template tells of none, or the parser can't work with the tokenizer.
+        ValueError: there is no such parser, the template shows none, or the parser can't work with the tokenizer.
     """
     chosen = name or _family(tokenizer)
     if chosen not in parser_names():
