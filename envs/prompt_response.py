@@ -189,7 +189,7 @@ class PromptResponse(GroupTask):
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
 
-        Where that says more than its content, as by calls, it is the message itself.
+        Where that has more than its content, such as calls, it is the message itself.
 
         >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")

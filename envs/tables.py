@@ -193,7 +193,7 @@ def read_tools(value: Any) -> list[dict]:
 
 
 def message_text(message: dict[str, Any]) -> str | dict[str, Any]:
-    """The text of an assistant's message; the message itself where it says more."""
+    """The text of an assistant's message; the message itself where it has more."""
     return message if any(map(message.get, EXTRA_FIELDS)) else message["content"]
 
 

@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {shown(message)}; {self.prog} --help says more\n")
+        self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

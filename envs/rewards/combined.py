@@ -35,7 +35,7 @@ class WithRewards(GroupTask):
     Raises:
         ValueError: a reward or setting makes no sense, has the name of a part of the task, needs a part or a counter
             that is not there, or compares the responses of a group where they are scored one by one: in a task of
-            several turns, and where an agent tells its reward.
+            several turns, and where an agent sends its reward.
     """
 
     def __init__(self, task: Task, rewards: Mapping[str, Any], count_tokens: CountTokens | None = None) -> None:

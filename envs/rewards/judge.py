@@ -141,7 +141,7 @@ class Judge:
 
         Args:
             one_by_one: whether the responses of a group are judged one after the other, as conversations of several
-                turns are, and sessions whose agent tells its reward.
+                turns are, and sessions whose agent sends its reward.
 
         Raises:
             ValueError: the environment variable that should have it is not set, or holds no key; or ``drop`` would pay
@@ -150,7 +150,7 @@ class Judge:
         budgets = [f"budget_{name}" for name, most in self._budgets.items() if most is not None]
         if one_by_one and budgets and self._when_spent == "drop":
             raise ValueError(
-                "when_spent=drop leaves out whole groups, and sessions whose agent tells its reward and conversations "
+                "when_spent=drop leaves out whole groups, and sessions whose agent sends its reward and conversations "
                 f"of several turns are judged one by one; set when_spent=stop, or leave {budgets[0]} out"
             )
         if self._variable and not os.environ.get(self._variable, "").strip():
@@ -237,7 +237,7 @@ class Judge:
         prompts, completions = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
         if not prompts and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
             raise ValueError(
-                f"{self._url} tells no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
+                f"{self._url} reports no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
             )
         cost = (prompts * self._prices[0] + completions * self._prices[1]) / 1e6
         self._count(prompt_tokens=prompts, completion_tokens=completions, cost=cost)

@@ -27,7 +27,7 @@ from grpo_rl.envs.tools.schemas import tool_schemas
 from grpo_rl.storage.masking import LEAST, MASK, masked, may_be_secret
 
 START_S = 60.0
-"""Seconds that a server may take until it has told its tools."""
+"""Seconds that a server may take until it has listed its tools."""
 ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
 END_S = 10.0
@@ -69,7 +69,7 @@ class Server:
         """The JSON schemas of its tools.
 
         Raises:
-            ValueError: it can't be started, or tells no tools in time.
+            ValueError: it can't be started, or lists no tools in time.
         """
         try:
             tools = self._wait(_all_tools(self._connected().client), START_S)
@@ -77,9 +77,9 @@ class Server:
         except Exception as error:
             self.close()
             stderr = self._stderr.decode(errors="replace").strip()
-            why = f"it stderr …{stderr}" if stderr else "start it by hand to see why"
+            why = f"stderr: …{stderr}" if stderr else "start it by hand to see why"
             why = self._shown(f"{_words(error)}; {why}")
-            raise ValueError(f"env.mcp: {self.name} told no tools: {why}") from error
+            raise ValueError(f"env.mcp: {self.name} listed no tools: {why}") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in tools
@@ -90,7 +90,7 @@ class Server:
 
         Raises:
             Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
-            RuntimeError: it did, and the policy is to be told.
+            RuntimeError: it did, and the policy reads the error.
         """
         refused, until = Dropped if self.drops else RuntimeError, time.monotonic() + self.deadline_s - SPARE_S
         # A foreign process: it may not start, die in the middle, hang, or send what is no message.

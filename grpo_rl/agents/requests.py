@@ -55,7 +55,7 @@ class ChatRequest:
     """One call of the chat endpoint.
 
     Args:
-        notes: fields that were left aside or replaced, in words.
+        notes: fields that were ignored or replaced, in words.
     """
 
     messages: list[Any]
@@ -98,7 +98,7 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
     >>> asked = {"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4, "temperature": 0.2, "user": "me"}
     >>> request = read_request(asked, Sampling(), "m", is_trained=True)
     >>> request.sampling.max_new_tokens, request.notes
-    (4, ['user is left aside', "temperature=0.2 is replaced by the run's 1.0: all responses are sampled at one"])
+    (4, ['user is ignored', "temperature=0.2 is replaced by the run's 1.0: all responses are sampled at one"])
     """
     if not isinstance(body, Mapping):
         raise RequestError("the body must be a JSON object")
@@ -116,7 +116,7 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
     _check_tools(tools)
     if given.get("tool_choice") == "none":
         tools = []
-    notes = [f"{name} is left aside" for name in LEFT_ASIDE if name in given]
+    notes = [f"{name} is ignored" for name in LEFT_ASIDE if name in given]
     if given.get("model", model) != model:
         notes.append(f"model={given['model']!r:.80} is answered by {model}")
     return ChatRequest(

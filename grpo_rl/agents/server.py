@@ -51,7 +51,7 @@ class ChatServer:
         is_trained: the run's own distribution holds, whatever requests ask for.
         max_model_len: most tokens of a prompt and its response; a request may have :data:`TOKEN_BYTES` for each.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
-        takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
+        takes_rewards: agents send the rewards of their sessions; otherwise they are refused.
         keep_alive_s: see :data:`KEEP_ALIVE_S`.
     """
 
@@ -71,7 +71,7 @@ class ChatServer:
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
-        """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
+        """Fields of requests that were ignored or replaced, in words, each once; the first hundred."""
         self.problems: dict[str, str] = {}
         """Misuses of the endpoint that cost agents calls, each kind once."""
         self.rewards: dict[str, float] = {}

@@ -56,7 +56,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
     words += [finding.override for finding in found if finding.override and has_prompt]
     loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
-    caveat = "" if loaded else ", as far as can be told without weights"
+    caveat = "" if loaded else ", as far as can be checked without weights"
     print(f"\nOK{caveat}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 

@@ -107,5 +107,5 @@ def summed(results: Mapping[str, float | Exception]) -> Finding:
         "FIX",
         "collectives",
         f"{len(failed)} of {len(results)} could not sum a tensor; {text}: see firewalls, GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says",
+        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, NCCL's output",
     )

@@ -90,7 +90,7 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
 def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings: Mapping[str, object]) -> None:
     """Connects this process with the cluster, or with one that it starts in the folder."""
     if address is None and "RAY_AUTH_MODE" not in os.environ:  # a user's choice, or that of `grpo_rl.cluster`
-        log.warning("ray was imported before grpo_rl.cluster: the cluster that is started here asks no one for a token")
+        log.warning("ray was imported before grpo_rl.cluster: the cluster that is started here requires no token")
     ours = {} if address else {"include_dashboard": False, "num_gpus": len(gpus), "_temp_dir": folder}
     try:
         if address and ":" in address:

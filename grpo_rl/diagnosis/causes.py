@@ -142,7 +142,7 @@ def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -
     explanations = [e for e in found if e and e.left <= EXPLAINS]
     if thorough and (anew := _stale(context, scored, tried)).left <= EXPLAINS:
         # Responses that are sampled anew agree whatever was done to the old ones after the engine: what explains the
-        # tokens at hand nearly as well says more.
+        # tokens at hand nearly as well is more informative.
         explanations.append(replace(anew, left=3 * anew.left))
     return min(explanations, key=lambda e: e.left, default=_unexplained(context, worst[0]))
 

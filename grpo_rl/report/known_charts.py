@@ -58,7 +58,7 @@ REWARD = [
           {"reward/mean": "mean reward", "reward/sampled_mean": "with the groups that were filtered out"},
           "The mean over the responses of a training step."),
     Chart("Reward", "Held-out reward", {"eval/reward": "held-out", "eval/sampled_reward": "of sampled responses"},
-          "The mean reward of problems that are never trained on. Responses are greedy where nothing else is said.",
+          "The mean reward of problems that are never trained on. Responses are greedy unless noted.",
           markers=True),
 ]  # fmt: skip
 TASKS = [

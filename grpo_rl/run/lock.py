@@ -63,14 +63,14 @@ class FolderLock:
                 if error.errno not in UNSUPPORTED:
                     raise
                 self.warning = (
-                    f"the file system of {folder} has no locks ({error.strerror}): see to it that no other process "
+                    f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process "
                     "writes there"
                 )
             if before and before.get("host") != socket.gethostname():
                 # Some mounts of NFS keep locks to the host.
                 self.warning = (
                     f"{folder} was last written by {_described(before)}, and was not left in order; where its file "
-                    "system does not lock between hosts, see to it that this process has ended"
+                    "system does not lock between hosts, make sure that this process has ended"
                 )
             since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
             self._write({"pid": os.getpid(), "host": socket.gethostname(), "since": since})

@@ -207,7 +207,7 @@ class Agent(Section):
     )
     scorer: str | None = required(
         "task that gives the rows and scores an agent's final message, one of env.dataset's; null: rows are those of "
-        "env.path, and the agent tells its reward"
+        "env.path, and the agent sends its reward"
     )
     scorer_settings: Mapping[str, Any] = required("settings of the scorer that differ from its own")
     pass_environment: tuple[str, ...] = required(

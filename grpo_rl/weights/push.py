@@ -147,7 +147,7 @@ class WeightSync:
             if wrong or held.version != self._version:
                 shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
                 raise WeightDeliveryError(
-                    f"weight version {self._version} did not arrive: {engine} says version {held.version}, and "
+                    f"weight version {self._version} did not arrive: {engine} holds version {held.version}, and "
                     f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'}). "
                     "Samples from it would be silently off-policy, so the run stops here."
                 )

@@ -110,9 +110,9 @@ def test_no_secret_of_a_server_reaches_the_policy_or_the_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_server_says_where_it_does_not_start_is_told_and_not_printed(capfd):
+def test_the_stderr_of_a_server_that_does_not_start_is_in_the_error_and_not_printed(capfd):
     entry = {"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted-key"}}
-    with pytest.raises(ValueError, match=r"env.mcp: sh told no tools: .*; it said …no such module abc \*\*\*$"):
+    with pytest.raises(ValueError, match=r"env.mcp: sh listed no tools: .*; stderr: …no such module abc \*\*\*$"):
         with_mcp(GSM8K([ROW]), [entry])
     assert capfd.readouterr() == ("", "")
 
