@@ -62,10 +62,10 @@ class ToolTask(Task):
         for index, example in enumerate(examples or ()):
             checked_row(example, EXAMPLE, f"env.examples[{index}]")
             call, result = _example(tool, index, example) if self._is_function else ({}, {})
-            turns = "" if self._is_function else tool.written(form, example["call"])
+            written = "" if self._is_function else tool.written(form, example["call"])
             self._before += [
                 {"role": "user", "content": example["question"]},
-                {"role": "assistant", "content": turns, **call},
+                {"role": "assistant", "content": written, **call},
                 {"role": tool_role, "content": example["result"], **result},
                 {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
             ]

@@ -25,14 +25,14 @@ checkpointing: an uncompiled module there would save other tensors than the forw
 
 
 def compile_model(model: PreTrainedModel, compile: bool | None, device: torch.device, alone: bool) -> bool:
-    """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
+    """Has a model on this device compile at its first calls, if requested; returns whether it does.
 
     Args:
         compile: None: if a compiler works for the device.
         alone: no other process trains with this one; on CUDA whole layers are compiled then, not norms and MLPs alone.
 
     Raises:
-        ValueError: it is asked for, and there is no compiler, or it fails.
+        ValueError: compilation is requested, and there is no compiler, or it fails.
     """
     if compile is False:
         return False

@@ -96,7 +96,7 @@ def _small(x: torch.Tensor) -> torch.Tensor:
 
 
 def _first_error(error: Exception) -> str:
-    """The line of the error's message that says most: a compiler's own error, or else the first.
+    """The most informative line of an error's message: a compiler's own error, or else the first.
 
     >>> _first_error(RuntimeError("C++ compile error\\n\\nOutput:\\nx.cpp:1: fatal error: Python.h: No such file"))
     'x.cpp:1: fatal error: Python.h: No such file'

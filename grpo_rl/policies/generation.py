@@ -1,4 +1,4 @@
-"""What a model's folder says of sampling from it: where a response ends, and what is written with the trained model."""
+"""The generation config in a model's folder: where a response ends, and what is written with the trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IGNORED = re.compile(r"^- `(\w+)`: ", re.MULTILINE)
 
 
 def generation_config(model: str | Path) -> GenerationConfig:
-    """The generation config of a model: its file, else what its config says.
+    """The generation config of a model: its file, else the entries of its config.
 
     Args:
         model: its folder, or its name on the hub.

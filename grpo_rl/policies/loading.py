@@ -39,7 +39,7 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
 
 
 def check_written(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Writes the folder's model without its weights to a passing folder, as a finished run writes its own.
+    """Writes the folder's model without its weights to a temporary folder, as a finished run writes its own.
 
     Returns:
         Entries of the generation config that transformers ignores, and that are not written.

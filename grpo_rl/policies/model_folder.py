@@ -1,4 +1,4 @@
-"""Facts that a model's name and folder tell before torch and transformers are imported."""
+"""Facts about a model from its name and folder, before torch and transformers are imported."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def measured_logits(model: PreTrainedModel) -> Tensor:
 
 
 class _Given:
-    """Last hidden states as a base model's output: whatever else a class asks it for is None."""
+    """Last hidden states as a base model's output: every other attribute that a class reads is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -72,7 +72,7 @@ class Change(NamedTuple):
 
 
 def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
-    """One sentence: the held-out gain with its interval, or what can be said without one."""
+    """One sentence: the held-out gain with its interval, or what is known without one."""
     if change := held_out_change(summary):
         return change.sentence("Held-out reward")
     if found := unpaired_change(rows):
@@ -225,7 +225,7 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
 
 
 def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The few numbers that everyone asks for first."""
+    """The few most important numbers."""
     found = []
 
     def tile(label: str, value: str, detail: str = "", tone: str = "") -> None:

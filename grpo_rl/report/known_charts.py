@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from grpo_rl.monitor.metrics import STEP_PHASES, is_reward_statistic
 
 CLOCKS = frozenset({"time", "time/at_s"})
-"""Metrics that place a line in time and say nothing of the run."""
+"""Metrics that place a line in time, without information on the run."""
 EVALUATION = frozenset({
     "loss", "reward", "sampled_reward", "standard_error", "failed", "mean_length", "truncated_fraction", "accuracy",
     "tied",
@@ -103,7 +103,7 @@ STEPS = [
     Chart("Responses", "Length and reward", {"response/length_correlation": "correlation"},
           "Above zero the longer responses of a group earn more than the shorter ones."),
     Chart("Policy", "Entropy", {"entropy": "entropy"},
-          "Nats a token: how open the policy's choice is. Near zero it has stopped exploring.", 0),
+          "Nats a token: the policy's remaining exploration. Near zero it has stopped exploring.", 0),
     Chart("Policy", "KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
           "Nats a token: how far the policy is from each.", 0),
     Chart("Policy", "Weight of the KL divergence", {"kl/coef": "kl_coef"}, "Its factor in loss or reward.", 0),
@@ -115,7 +115,7 @@ STEPS = [
     Chart("Policy", "Gradient norm", {"grad_norm": "before clipping"},
           "Spikes often come before a run falls apart.", 0),
     Chart("Policy", "Loss", {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
-          "The value of a policy-gradient loss says little; its parts should stay in proportion."),
+          "The value of a policy-gradient loss means little; its parts should stay in proportion."),
     Chart("Policy", "Learning rate", {"lr": "learning rate"}, "The rate of the step, as scheduled.", 0),
     Chart("Sampler and trainer", "Sampler against trainer", {"mismatch/mean": "mean", "mismatch/max": "largest"},
           "The gap between their log-probabilities of a token on the same weights; small gaps are rounding.", 0),
@@ -126,7 +126,7 @@ STEPS = [
           "The trainer's probability of the tokens that the sampler's settings allow.", 0, percent=True),
     Chart("Sampler and trainer", "Effective sample size",
           {"ess": "of the loss", "correction/ess": "of the correction"},
-          "The share of tokens that would say as much if all weighed the same; 100 %: they do.", 0, percent=True),
+          "As a share of the tokens, weighted by their ratios; 100 %: all weigh the same.", 0, percent=True),
     Chart("Sampler and trainer", "Correction of stale tokens",
           {"correction/mean": "mean weight", "correction/bounded_fraction": "bounded, as a share"},
           "The weights that make up for older policies.", 0),

@@ -114,7 +114,7 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 
 def trained(folder: Path) -> bool:
-    """Tells whether a run took a step there, or ended."""
+    """True if a run took a step there, or ended."""
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
@@ -244,7 +244,7 @@ def _runs(outputs: Path) -> list[Path]:
 
 
 def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
-    """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
+    """The difference of a stored run's config, in words; None if none matters, or it was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
@@ -278,7 +278,7 @@ def _released_on_error(lock: FolderLock) -> Iterator[FolderLock]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
+    """True if the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

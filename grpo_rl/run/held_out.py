@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass
 class Evaluated:
-    """One evaluation: its metrics, whether it is the best so far, and what the user has to know of it."""
+    """One evaluation: its metrics, whether it is the best so far, and a note for the user."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     is_best: bool = False

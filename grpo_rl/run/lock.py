@@ -92,7 +92,7 @@ class FolderLock:
 
     def close(self) -> None:
         """Releases the lock; the file stays, since another process may have locked it already."""
-        if self._descriptor in _held:  # otherwise this is a forked process, which has let go of it
+        if self._descriptor in _held:  # otherwise this is a forked process, which has closed it
             _held.remove(self._descriptor)
             self._write({})
             os.close(self._descriptor)
@@ -136,7 +136,7 @@ def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which refuses nobody.
+    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which blocks no other process.
 
     Raises:
         BlockingIOError: another process holds it.

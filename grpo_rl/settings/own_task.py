@@ -18,7 +18,7 @@ TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
 
 
 def task_section(dataset: str) -> type[Section]:
-    """The settings of ``env.dataset``: those of one of the project's tasks, or those that the user's class tells.
+    """The settings of ``env.dataset``: those of one of the project's tasks, or those of the user's class.
 
     Raises:
         ValueError: there is no such class, or it is no task, or a setting has a name that is taken.

@@ -114,7 +114,7 @@ class Settings(Sections):
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
-    """The values, with those that a task of the user's own tells, which no file of config/ has."""
+    """The values, with the settings of a task of the user's own, which no file of config/ has."""
     if dataset in TASKS:
         return values
     own = {name: setting.default for name, setting in declared(task_section(dataset)).items()}

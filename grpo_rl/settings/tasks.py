@@ -157,7 +157,7 @@ class Code(Section):
 class OpenEnv(Section):
     """Episodes of an environment behind an OpenEnv server."""
 
-    url: str | None = required("the server's address, such as http://127.0.0.1:8000; no one else is asked")
+    url: str | None = required("the server's address, such as http://127.0.0.1:8000; no other is contacted")
     episodes: int = required("seeds to train on where there is no path; a tenth as many are held out", at_least=1)
     system_prompt: str | None = required(SYSTEM_PROMPT)
 

@@ -116,7 +116,7 @@ def with_own_rng(state: dict, ranks: Ranks | None) -> dict:
 
 
 def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:
-    """Writes ``checkpoint_<step>.pt``; whoever looks sees the whole file or none.
+    """Writes ``checkpoint_<step>.pt``; readers see the whole file or none.
 
     A checkpoint of the same step that is there already is good until this one takes its place.
 
@@ -142,7 +142,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         state = save_shards(path, state, ranks) if ranks else state
         agreed(ranks, commit)
     except OSError:
-        if rank_zero:  # room for whoever tries again
+        if rank_zero:  # room for another try
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path
@@ -258,7 +258,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         ranks: the processes that go on with it, all of which call this.
 
     Raises:
-        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
+        ValueError: nothing that ``resume`` names can be used; with the reason and a remedy.
     """
     place = Path(resume).absolute()
     rank_zero = ranks is None or ranks.rank == 0
@@ -301,7 +301,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
 
 
 def damaged_logs(run: Path, path: Path) -> str | None:
-    """Says which log of a checkpoint's run is not as it was when the checkpoint was written; None: all are."""
+    """Names a log of a checkpoint's run that has changed since the checkpoint was written; None: none has."""
     listed, step = {}, step_of(path)
     # The checkpoint itself may be damaged, which is found out when it is loaded.
     with suppress(ValueError, TypeError, LookupError, AttributeError):
@@ -312,7 +312,7 @@ def damaged_logs(run: Path, path: Path) -> str | None:
 
 
 def length_setting(config: Mapping[str, object]) -> str:
-    """The setting that says how long a run is, and that prolongs a finished one; of a config by dotted names.
+    """The setting for the length of a run, which also prolongs a finished one; of a config by dotted names.
 
     >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync"})
     ('train.epochs', 'train.total_dialog_turns')

@@ -32,7 +32,7 @@ R = TypeVar("R")
 class WeightSync:
     """Owns the policy version: each push sends the model's parameters to the engines under the next one, and is proven.
 
-    Engines that join later are sent the present weights without being asked for. Sharded weights are gathered by all
+    Engines that join later are sent the present weights automatically. Sharded weights are gathered by all
     ranks, so the ranks that wait for rank zero do so in :meth:`on_rank_zero`, where they take part in such a delivery.
 
     A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, next to a
@@ -117,7 +117,7 @@ class WeightSync:
     def _weights(
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
+        """The tensors to send; the shape of each that is taken, and its ``mark``, are put into ``seen``."""
         dtype, buffers = self._transport.dtype, saved_buffers(self._model)
         for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
             # Of a sharded one every rank asks for all.
