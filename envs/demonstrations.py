@@ -60,7 +60,7 @@ class Demonstrations:
         self._long_prompt = long_prompt
         if not ends:
             raise ValueError(
-                "the model has no end of sequence, so that what it imitates would not end; give it one: "
+                "the model has no end of sequence, so that its responses would not end; give it one: "
                 "eos_token_id in generation_config.json"
             )
         self.end, self._ends = _end_of_turn(tokenizer, ends), set(ends)
@@ -125,7 +125,7 @@ class Demonstrations:
         return decode_responses(self.tokenizer, [ids])[0]
 
     def query(self, row: int) -> str:
-        """The question of a row, for people and logs."""
+        """The question of a row, for logs."""
         return self.task.prompt(self.task.rows[row])[-1]["content"]
 
     def _encoded(self, rows: Sequence[dict], places: Sequence[str]) -> list[list[int]]:
@@ -227,7 +227,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int
 
 
 def _group(prompt: Prompt, response: Sequence[int]) -> Group:
-    """A group of one response, of advantage 1: SFT climbs the log-probability of what it imitates."""
+    """A group of one response, of advantage 1: SFT raises the log-probability of the demonstration."""
     tokens = len(response)
     return Group(
         group_id=prompt.group_id,

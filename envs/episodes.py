@@ -73,7 +73,7 @@ class _Kept(Generic[State]):
 
 
 class Episodes(Task, Generic[State]):
-    """A task of an environment that is stepped: what the policy says is an action, and the observation its reply.
+    """A task of an environment that is stepped: the policy's message is an action, and the observation the reply.
 
     A response earns the sum of its steps' rewards, as the part ``episode``.
 
@@ -116,7 +116,7 @@ class Episodes(Task, Generic[State]):
 
     @abstractmethod
     def step(self, state: State, text: str) -> tuple[str, float, bool]:
-        """Takes what the policy said: the observation, the reward of this step, and whether the episode has ended.
+        """Takes the policy's message; returns observation, reward of this step, and whether the episode has ended.
 
         Several episodes are stepped at the same time, each in a thread.
         """

@@ -30,7 +30,7 @@ _LAST_MESSAGE = "the assistant's last message"
 
 
 class PromptResponse(GroupTask):
-    """Prompts of a data set; a response earns what one or more reward functions say.
+    """Prompts of a data set; a response earns what one or more reward functions return.
 
     "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
     training." With the two rewards of the tutorials, a response of 22 characters that ends as a sentence earns -2 + 1:

@@ -134,7 +134,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
-        """The conversation that the policy goes on with; its last message is what people read as the question."""
+        """The conversation that the policy goes on with; its last message is shown as the question."""
 
     @abstractmethod
     def score(self, row: dict, response: str) -> Reward:

@@ -70,7 +70,7 @@ class Judge:
         high: highest score; it gives 1.
         auth_variable: name of the environment variable with the endpoint's key; None: no key is sent.
         reference: whether the judge sees the row's gold answer, where there is one.
-        structured: whether the endpoint is asked for JSON of the verdict's schema, which most enforce.
+        structured: whether JSON of the verdict's schema is requested, which most enforce.
         max_tokens: of the judge's reply.
         concurrency: requests at the same time.
         retries: further tries of a request that failed for now.
@@ -182,7 +182,7 @@ class Judge:
     def __call__(
         self, questions: Sequence[str], responses: Sequence[str], golds: Sequence[str | None]
     ) -> list[float | Exception]:
-        """The value of each response, or why it has none; equal responses to a question are asked for once."""
+        """The value of each response, or why it has none; equal responses to a question are judged once."""
         until = self._until
         shown = golds if self._reference else [None] * len(golds)
         cases = list(zip(questions, responses, shown, strict=True))
@@ -197,7 +197,7 @@ class Judge:
         if spent is not None:
             if self._when_spent == "stop":
                 return [spent] * len(cases)
-            # A group of which some responses were judged would be paid for being asked first.
+            # A group of which some responses were judged would be paid for being judged first.
             self._count(unjudged=len(cases))
             return [0.0] * len(cases)
         return [self._value(verdicts[case]) for case in cases]
@@ -308,7 +308,7 @@ def messages(
     A space breaks control tokens of chat templates in the quoted texts, as servers read them there, too.
 
     Args:
-        mark: of the quotes; None draws one that occurs in none of the texts, 128 bits that no one knew before.
+        mark: of the quotes; None draws one that occurs in none of the texts, 128 random bits.
 
     >>> system, user = messages("Is it polite?", "Say hello.", "Hello!", None, 0, 10, mark="4f2c")
     >>> print(user["content"])

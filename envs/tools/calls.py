@@ -135,7 +135,7 @@ def reply_to_calls(text: str, tools: Sequence[Tool], role: str) -> Messages | No
 
     Args:
         role: ``tool`` gives one message a call; ``user`` puts all results into one message, for chat templates without
-            that role, which also want turns to alternate.
+            that role, which also require alternating turns.
 
     >>> reply_to_calls("Shout: hello", [Tool("shout", "text", "hi", str.upper)], "tool")
     [{'role': 'tool', 'content': 'HELLO'}]

@@ -128,7 +128,7 @@ class Server:
             self._thread.join(END_S)
 
     def _shown(self, text: str) -> str:
-        """A text of the server's, as the policy and people may read it: some repeat the keys that they were given."""
+        """A text of the server's without secrets: some servers repeat the keys that they were given."""
         for secret in self._secrets:
             text = text.replace(secret, MASK)
         return text

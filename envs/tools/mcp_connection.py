@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 LAST_BYTES = 2000
-"""Bytes of what a server writes to stderr that are kept for people: the last ones."""
+"""Bytes at the end of a server's stderr that are kept for error messages."""
 
 
 class Connection:
@@ -80,7 +80,7 @@ async def _direct(url: str) -> AsyncGenerator[Any]:
 
 @contextlib.asynccontextmanager
 async def _process(target: Any, stderr_tail: bytearray) -> AsyncGenerator[Any]:
-    """The transport to a process, the last words of which are kept: a terminal would obey what it writes."""
+    """The transport to a process; the end of its stderr is kept, not printed: it may hold escape sequences."""
     from mcp.client.stdio import stdio_client
 
     reading, writing = os.pipe()

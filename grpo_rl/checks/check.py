@@ -215,7 +215,7 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iter
                 text = f"no result within {limit:.0f} s{place}; if it is only slow, --deadline-s gives more"
             else:
                 words = [line.strip() for line in output.splitlines() if line.strip()]
-                text = f"{found}{f'; its last words: {words[-1][:LONGEST]}' if words else ''}"
+                text = f"{found}{f'; its last output: {words[-1][:LONGEST]}' if words else ''}"
             yield Finding("FIX", name, text)
 
         try:

@@ -62,7 +62,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Checks within two minutes what a run with these overrides will need, from cheap to dear: versions, limits,
+    """Checks within two minutes what a run with these overrides will need, cheapest first: versions, limits,
     folder, loggers, disk, devices, model, memory, data, rewards, the processes' sums, and on the model itself a push of
     changed weights and sampler against trainer. Each line is OK, a note, FIX with what to do, or SKIP with the reason;
     what hangs is named. With --ray every node is there, responds and is checked; the config too, where overrides are

@@ -113,7 +113,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody."""
+    """A new folder for Ray, inside one that only this user can enter: Ray opens its folder to all users."""
     root = os.environ.get("RAY_TMPDIR") or None
     try:
         if root:

@@ -108,7 +108,7 @@ class Ranks:
 
         Args:
             rank: this process's number; with ``size``, how many there are, and ``store``.
-            timeout_s: longest wait for the others, here and in every exchange; whoever waits longer fails.
+            timeout_s: longest wait for the others, here and in every exchange; a longer one fails.
             deadline_s: a rank that gives no sign of life for this long is lost, and all others end.
             placement: ``fp32_masters`` and ``cpu_offload``.
 
@@ -140,7 +140,7 @@ class Ranks:
         members = ranks.gather(Member.here(rank))
         own = store.clone()  # pyrefly: ignore[missing-attribute]
         watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
-        ranks.wait()  # everyone has given a sign of life
+        ranks.wait()  # all have sent a heartbeat
         watch.start()
         ranks.watch = watch
         return ranks

@@ -343,7 +343,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def _encode(row: Mapping[str, float]) -> dict[str, object]:
-    # A metric may come as a tensor or a NumPy scalar; JSON wants Python's numbers.
+    # A metric may come as a tensor or a NumPy scalar; JSON needs Python's numbers.
     numbers = {name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()}
     nonfinite = {name: str(float(value)) for name, value in numbers.items() if not math.isfinite(value)}
     encoded: dict[str, object] = {name: None if name in nonfinite else value for name, value in numbers.items()}

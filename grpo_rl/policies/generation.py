@@ -24,7 +24,7 @@ def generation_config(model: str | Path) -> GenerationConfig:
     file = Path(model, GENERATION_CONFIG_NAME)
     try:
         return GenerationConfig.from_pretrained(model)
-    except Exception as error:  # of a stranger's file transformers raises errors of any kind
+    except Exception as error:  # of an untrusted file transformers raises errors of any kind
         if isinstance(error, OSError) and not file.is_file():  # there is none
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
         why = " ".join(str(error).split()).rstrip(".")

@@ -1,7 +1,7 @@
 """The lock of a run's folder: one process writes there; a second process gets an error that names the holder.
 
 The lock is the kernel's, on a file that the writer holds open, so the kernel releases it however the process ends. The
-file's content is for people.
+file's content is for error messages.
 """
 
 from __future__ import annotations

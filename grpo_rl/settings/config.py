@@ -119,7 +119,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     raise
                 raise SystemExit(f"error: {shown(str(error))}") from error
             finally:
-                gc.collect()  # models sit in reference cycles; the next job of a sweep wants their memory now
+                gc.collect()  # models sit in reference cycles; the next job of a sweep needs their memory now
                 give_back()
 
         def entry() -> None:
