@@ -36,7 +36,7 @@ REASONS = {
     "its .* takes or returns more than hidden states": "a state that is passed on next to the hidden states",
     "it is several models in one": "several models in one, such as text and vision",
     "its .* is not causal": "attention that is not causal",
-    "(its|the layer of its) .* gets no keyword arguments": "layers that can't be told where responses lie",
+    "(its|the layer of its) .* gets no keyword arguments": "layers that can't get the layout of responses",
     "a trial forward without weights": "a forward pass that can't be tried without weights",
     "it computes with its attention mask": "arithmetic of its own with the attention mask",
     "its .* mixes neighbouring tokens": "a convolution over neighbouring tokens, of whatever sequence",
