@@ -1,4 +1,4 @@
-"""Task: one dataset row's life, strings in and numbers out. Pure Python, no tensors."""
+"""Task: the prompt and the reward of a dataset row, strings in and numbers out. Pure Python, no tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Spent(Exception):
 
 
 class Task(ABC):
-    """One dataset row's life: its prompt, and the reward of a response to it. Pure Python, no tensors.
+    """The prompt of a dataset row, and the reward of a response to it. Pure Python, no tensors.
 
     A wrong response scores 0. A scorer that can't do its work raises: a bug must never look like a wrong response. What
     is raised is counted by kind, and leaves that response out of its group (`grpo_rl.envs.guards.guard`).

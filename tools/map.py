@@ -31,12 +31,12 @@ ORDER = [
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
-"""Folders beside grpo_rl that are imported as its own, through links."""
+"""Folders next to grpo_rl that are imported as its own, through links."""
 BESIDE = {
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
     "tools/": "Set-up, the curves of runs, and what writes this page and [model classes](model_classes.md).",
-    "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
+    "docs/": "A page for each question; `docs/log.md` lists what was tried, with results.",
 }
 
 

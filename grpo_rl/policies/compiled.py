@@ -102,7 +102,7 @@ def _prepare(model: PreTrainedModel) -> None:
 
 def set_gpu_options() -> None:
     """Sets the compiler's options for graphs on a GPU, and the host's threads, for the whole process."""
-    # vLLM's start sets one, and compiled functions check the number. Beside a GPU the host computes on small tensors
+    # vLLM's start sets one, and compiled functions check the number. With a GPU the host computes on small tensors
     # only: a step of 512 tokens took 82 to 102 ms with 16 threads and 76 with one (docs/log.md).
     torch.set_num_threads(1)
     # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU, which takes a C++ compiler too.
