@@ -193,7 +193,7 @@ def _serve(pipe, function: Callable[[Place], Figures], place: Place, log: Path) 
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error's kind, and the line that says most: the last one of an arm's traceback, else the first.
+    """The error's kind, and the most informative line: the last one of an arm's traceback, else the first.
 
     >>> in_a_line(ValueError("no such model")), in_a_line(harness.ArmError("ours failed:\\nTrace\\nKeyError: 'x'"))
     ('ValueError: no such model', "ArmError: KeyError: 'x'")

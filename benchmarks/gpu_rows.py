@@ -150,7 +150,7 @@ def run_script(script: str, overrides: Sequence[str], folder: Path) -> list[dict
                 time.sleep(0 if is_over else POLL_S)
     if process.returncode:
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it said nothing"
+        last = lines[-1] if lines else "it printed nothing"
         if last.startswith("error: "):
             raise NotAvailable(f"not available: {last.removeprefix('error: ')}")
         raise RuntimeError(f"{script} ended with exit code {process.returncode}: {last}")

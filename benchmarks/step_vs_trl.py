@@ -4,7 +4,7 @@ A step is generation, training, and whatever it takes for the next generation to
 default model, 4 GSM8K prompts x 8 responses of exactly 96 tokens, one optimizer step over all of them, rewards that
 alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
-weights, and says what fraction of the machine's limit it reached (`grpo_rl.perf.roofline`).
+weights, and reports the fraction of the machine's limit that it reached (`grpo_rl.perf.roofline`).
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
 kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where

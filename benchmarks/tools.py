@@ -9,7 +9,7 @@ cache.
 The busy share is the time of the engine's steps, as the sizes give it, over the time of the collection, until the last
 conversation has its reward; a step counts as busy however few responses it holds. The figure is the least ratio of the
 busy share with slow tools to that with fast ones. The engine is also less full while conversations wait for their
-tools: `tokens ratio` says how much less it samples in the same time, and `tokens ratio allowed` what it would be if
+tools: `tokens ratio` is how much less it samples in the same time, and `tokens ratio allowed` what it would be if
 each conversation waited for its own tools alone. It is made up for by more conversations in flight, as a step takes
 hardly longer for them.
 

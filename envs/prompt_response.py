@@ -178,12 +178,12 @@ class PromptResponse(GroupTask):
         """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
-            value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
+            replies = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
+            value = (replies or [None])[-1] if isinstance(value[0], Mapping) else value[0]
         if isinstance(value, Mapping):
             calls = value.get("tool_calls")
-            said = value.get("content") or ""
-            value = said if said or not calls else json.dumps(calls, ensure_ascii=False, default=str)
+            content = value.get("content") or ""
+            value = content if content or not calls else json.dumps(calls, ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:

@@ -106,7 +106,7 @@ def repository_of(path: str | None) -> str | None:
 
 
 def format_of(file: Path) -> str | None:
-    """The format that a file's name tells, compressed or not; None: another one.
+    """The format by a file's name, compressed or not; None: another one.
 
     >>> format_of(Path("rows.jsonl.gz")), format_of(Path("ROWS.CSV")), format_of(Path("rows.txt"))
     ('.jsonl', '.csv', None)

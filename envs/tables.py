@@ -23,7 +23,7 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Rows(list[dict]):
-    """Rows as a list, which knows where each stands and which columns it has there."""
+    """Rows as a list, with the place of each and its columns there."""
 
     def __init__(self, placed: Iterable[Placed]) -> None:
         placed = list(placed)

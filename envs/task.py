@@ -87,7 +87,7 @@ class Task(ABC):
     """The functions that the policy can call, or their JSON schemas, as the chat template shows them."""
 
     correct_part: str | None = None
-    """The part of the reward that is above 0 for right responses alone; None: no part says so."""
+    """The part of the reward that is above 0 for right responses alone; None: there is none."""
 
     _weights: Mapping[str, float] = {}
     _budget_s: float = math.inf

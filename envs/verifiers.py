@@ -63,7 +63,7 @@ class Verifiers(Episodes["_Exchange"]):
         return "\n\n".join(message["content"] for message in messages), 0.0, False
 
     def cut_off(self, state: _Exchange) -> float:
-        """Tells the environment that the policy has no further turn, so that it scores what there is."""
+        """Notifies the environment that the policy has no further turn, so that it scores what there is."""
         state.answer(None)
         while state.next() is not None:  # it may ask once more
             state.answer(None)
@@ -95,10 +95,10 @@ class _Exchange:
         self._future.add_done_callback(_under_way.discard)
 
     def next(self) -> Messages | None:
-        """The environment's words to the policy; None: the episode has ended.
+        """The environment's messages to the policy; None: the episode has ended.
 
         Raises:
-            TimeoutError: it says nothing in time.
+            TimeoutError: it sends nothing in time.
         """
         try:
             messages = self._prompts.get(timeout=TIMEOUT_S)
@@ -117,7 +117,7 @@ class _Exchange:
         self._future.cancel()
 
     async def turn(self, messages: Messages) -> str | None:
-        """Says something to the policy, and waits for its turn."""
+        """Sends messages to the policy, and waits for its turn."""
         self._prompts.put(messages)
         return await self._replies.get()
 

@@ -109,7 +109,7 @@ class Objects:
 
 
 def serve(source, calls, results):
-    """Runs a program, then calls of it what is asked for on one handle, and tells the results on the other."""
+    """Runs a program, then its functions as requested on one handle, and writes the results to the other."""
     objects = Objects()
     objects.known.append(type("Names", (), dict(run(source, "program"))))
     with open(calls) as calls, open(results, "w") as results:
@@ -191,7 +191,7 @@ def test(source, results, calls, verdicts):
     Args:
         source: JSON: the arguments of :meth:`~grpo_rl.envs.sandbox.sandbox.Sandbox.test`.
         results: handle on which the program answers.
-        calls: handle on which it is asked.
+        calls: handle on which its functions are called.
         verdicts: handle for the lines.
     """
     content = json.loads(source)

@@ -68,7 +68,7 @@ class Limits:
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_CORE": 0,
         }
-        # At the soft limit the signal tells why; a program that ignores it has a second more.
+        # At the soft limit the signal shows why; a program that ignores it has a second more.
         return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{name: (value, value) for name, value in same.items()}}
 
 

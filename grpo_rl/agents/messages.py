@@ -94,7 +94,7 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """Digests of the tools and the first n messages, for each n from 0.
 
     Ids of calls count as the numbers of the calls, as some clients number them anew and the policy never wrote them; of
-    the policy's own messages, what it said counts alone, since clients add keys of theirs.
+    the policy's own messages, only text and calls count, since clients add keys of theirs.
 
     Args:
         messages: as of :func:`for_template`.

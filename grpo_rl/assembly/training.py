@@ -115,7 +115,7 @@ def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> No
     vocabularies = [load_tokenizer(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "
+            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: its scores "
             "of the policy's tokens would mean nothing; choose a model of the same family"
         )
     shapes = [

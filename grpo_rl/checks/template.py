@@ -36,8 +36,8 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """
     added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
     if not ids or max(ids - added, default=0) >= embedded:
-        told = f"it has ids up to {max(ids)}" if ids else "it is empty"
-        text = f"{told}, and the model embeds {embedded}: they are not of the same model; fetch both again"
+        problem = f"it has ids up to {max(ids)}" if ids else "it is empty"
+        text = f"{problem}, and the model embeds {embedded}: they are not of the same model; fetch both again"
         yield Finding("FIX", "tokenizer", text)
         return
     if beyond := sorted(token for token in ids & added if token >= embedded):
@@ -58,18 +58,18 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
 def _roles(tokenizer: PreTrainedTokenizerBase) -> Finding:
     question: Messages = [{"role": "user", "content": "2 + 3?"}]
     encode_prompts(tokenizer, [question])
-    told, override = [], ""
+    notes, override = [], ""
     try:
         encode_prompts(tokenizer, [[{"role": "system", "content": "Add."}, *question]])
     except ValueError:
         override = "env.system_prompt=null"
-        told.append(f"no system role: {override}")
+        notes.append(f"no system role: {override}")
     try:
         templated(tokenizer, [*question, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": "5"}])
     except ValueError:
-        told.append("no tool role: in tasks with tools env.tool_role=user")
-    if told:
-        return Finding("note", "chat template", "; ".join(told), override)
+        notes.append("no tool role: in tasks with tools env.tool_role=user")
+    if notes:
+        return Finding("note", "chat template", "; ".join(notes), override)
     return Finding("OK", "chat template", "there, with system and tool roles")
 
 
@@ -129,9 +129,9 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         yield Finding("OK", about, "ids of earlier messages stay as they are")
 
 
-def _conversation(said: str) -> Messages:
+def _conversation(reply: str) -> Messages:
     questions = ({"role": "user", "content": question} for question in ("2 + 3?", "3 + 2?", "1 + 4?"))
-    return [message for question in questions for message in (question, {"role": "assistant", "content": said})]
+    return [message for question in questions for message in (question, {"role": "assistant", "content": reply})]
 
 
 def _first_change(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> int | None:

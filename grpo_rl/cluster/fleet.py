@@ -13,7 +13,7 @@ from grpo_rl.waits.registry import waiting
 
 
 class Closable(Protocol):
-    """An engine, as far as a fleet knows it."""
+    """The part of an engine's interface that a fleet uses."""
 
     async def close(self) -> None:
         """Ends the engine; may be called on a dead one."""

@@ -266,7 +266,7 @@ def places(
         strategy: how bundles are spread over nodes, as Ray names it.
 
     Raises:
-        ValueError: the cluster has no room for them; says what it lacks.
+        ValueError: the cluster has no room for them; with what it lacks.
     """
     if short := _lacking(bundles):
         raise ValueError(f"{short}; ask for fewer devices, or add nodes")

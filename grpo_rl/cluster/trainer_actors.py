@@ -83,7 +83,7 @@ class _Lost(Exception):
 
 
 class StoppedEarly(RuntimeError):
-    """A run that was asked to stop, or whose settings can't be run; the message says which."""
+    """A run that was asked to stop, or whose settings can't be run, as in the message."""
 
 
 def run_trainers(

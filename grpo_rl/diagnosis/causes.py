@@ -119,7 +119,7 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
     if context.sampling.cuts and (lost := [s for s in scored if s.group.kept is None]):
         return Explanation(
             "truncation",
-            "truncated sampling, and the kept sets are lost: the engine was told to cut tokens off, and "
+            "truncated sampling, and the kept sets are lost: the engine was set to cut tokens off, and "
             f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
             f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where "
             "kept_ids and kept_counts are left out between engine.generate and the groups",
@@ -150,7 +150,7 @@ def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -
 def score(context: DiagnosisContext, groups: Sequence[Group]) -> list[Scored]:
     """The groups as the trainer scores them now.
 
-    Gradients are switched on, although no one wants them: kernels compiled for training are the ones that were used.
+    Gradients are switched on, although they are unused: kernels compiled for training are the ones that were used.
     """
     by_id: dict[int, Tensor] = {}
     for micro in micro_batches(groups, context.max_tokens):

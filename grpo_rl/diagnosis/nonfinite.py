@@ -38,7 +38,7 @@ def locate_nonfinite(
     batching: MicroBatching,
     describe: Callable[[Group], str],
 ) -> str:
-    """A sentence that says what is not finite first. The gradients summed so far are lost.
+    """A sentence on what is not finite first. The gradients summed so far are lost.
 
     Args:
         batching: how the step was split and weighted.

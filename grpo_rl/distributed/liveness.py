@@ -169,7 +169,7 @@ class Watch:
         raise RankLostError(self.message) from None
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Ends the watch, and tells the others whether this rank ends in order.
+        """Ends the watch, and notifies the others whether this rank ends in order.
 
         Raises:
             RankLostError: as :meth:`explain`.

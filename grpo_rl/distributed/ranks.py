@@ -4,7 +4,7 @@ Every rank is given all groups of an optimizer step, plans the same micro-batche
 whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is divided by counts of the whole step.
 
 - ``ddp``: every rank holds the whole model; gradients are added up once a step, when all micro-batches are done. It is
-  done here and not by DistributedDataParallel, which knows of a backward pass only through ``forward``: a policy scores
+  done here and not by DistributedDataParallel, which prepares a backward pass only through ``forward``: a policy scores
   with parts of its model.
 - ``fsdp``: every rank holds a part of each weight, of its gradient and of its optimizer state (FSDP2). Weights of a
   layer are gathered when it is computed, so ranks have to compute in step: one with nothing left goes on with tokens of
@@ -49,7 +49,7 @@ P = ParamSpec("P")
 
 
 def _exchange(method: Callable[Concatenate[Ranks, P], X]) -> Callable[Concatenate[Ranks, P], X]:
-    """The method as an exchange of ranks, which their watch knows by its name."""
+    """The method as an exchange of ranks, under its name in their watch."""
 
     @functools.wraps(method)
     def watched(ranks: Ranks, *arguments: P.args, **named: P.kwargs) -> X:

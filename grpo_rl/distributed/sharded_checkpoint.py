@@ -24,7 +24,7 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder
 
 SHARDS = "shards"
-"""The entry of a checkpoint's state that says which tensors lie in the folder, and the folder's suffix."""
+"""The entry of a checkpoint's state that lists the tensors in the folder, and the folder's suffix."""
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint's file that is set aside."""
 Place = list[str | int]

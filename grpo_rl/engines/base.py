@@ -92,7 +92,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 class EngineStartError(EngineDeadError):
-    """An engine's process has ended before it was ready; names it, and says why."""
+    """An engine's process has ended before it was ready; with its name and the reason."""
 
 
 class EngineLostError(RuntimeError):

@@ -44,7 +44,7 @@ def completion_rows(
     Args:
         decode: ids -> text of a response.
         answer: index of a dataset row -> its gold answer, or None where the task has none.
-        turns: whether the task replies; then ``turn_ends`` says where turns and replies end in ``completion``.
+        turns: whether the task replies; then ``turn_ends`` has where turns and replies end in ``completion``.
         decode_prompt: ids -> text of a prompt; None: as of a response.
 
     ``policy_version`` is that of the response's first token: the oldest weights that had a part in it.

@@ -77,7 +77,7 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
     """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
 
     Raises:
-        ValueError: says which, and what to do.
+        ValueError: names the logger, and the remedy.
     """
     names = logger_names(backend)
     for name in names:

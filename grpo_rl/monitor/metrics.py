@@ -241,7 +241,7 @@ def steps_at_an_end(steps: int) -> int:
 
 
 def first_and_last(values: Sequence[float]) -> tuple[float, float]:
-    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` says.
+    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` returns.
 
     >>> first_and_last([1.0] * 5 + [0.0] * 10 + [3.0, 4.0, 5.0, 4.0, 4.0]), first_and_last([1.0, math.nan, 2.0])
     ((1.0, 4.0), (1.0, 2.0))

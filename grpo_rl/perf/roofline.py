@@ -37,7 +37,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> int | None:
-    """The number of experts that a token visits, as the config says; None: it doesn't, or has none."""
+    """The number of experts that a token visits, by its config; None: not given there, or no experts."""
     return next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
 
 
@@ -131,7 +131,7 @@ def floors_s(
     Args:
         skip_zero_advantage: zero-variance groups are not trained on.
         mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
-        inference_devices: devices that sample side by side, each as fast as ``rates`` says.
+        inference_devices: devices that sample side by side, each as fast as ``rates``.
         alike: responses may begin alike; False: they are not compared.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;

@@ -36,7 +36,7 @@ class Scenario:
     """A config on a cluster, with assumed lengths and rates.
 
     Args:
-        settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
+        settings: the run's; by ``mode`` sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
         train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.

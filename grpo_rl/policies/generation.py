@@ -32,7 +32,7 @@ def generation_config(model: str | Path) -> GenerationConfig:
 
 
 def leave_out_ignored(config: GenerationConfig) -> list[str]:
-    """Takes out the entries that transformers says it ignores, as it would refuse to write them; their names.
+    """Removes the entries that transformers ignores, and so refuses to write; returns their names.
 
     >>> config = GenerationConfig(do_sample=False, temperature=0.9, top_p=1.0)
     >>> leave_out_ignored(config), config.temperature, config.top_p

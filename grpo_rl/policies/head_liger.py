@@ -26,7 +26,7 @@ def check_liger(device: torch.device, head: torch.nn.Module, softcap: float | No
     """Checks that Liger's kernels can compute a model's head.
 
     Raises:
-        ValueError: they can't; says why.
+        ValueError: they can't; with the reason.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         why = f"it is for Hopper GPUs, and the model is on {device}"

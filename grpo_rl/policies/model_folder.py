@@ -17,7 +17,7 @@ def check_name(name: str) -> None:
     """Refuses a name that is neither a model's folder nor could be one of the hub.
 
     Raises:
-        ValueError: there is no such folder, or it holds no model; says which.
+        ValueError: there is no such folder, or it holds no model.
     """
     if folder := local_folder(name):
         check_files(folder, name)
@@ -52,7 +52,7 @@ def check_files(folder: Path, name: str) -> None:
     """Refuses a folder without a model.
 
     Raises:
-        ValueError: it has no config or no weights; says what it has instead.
+        ValueError: it has no config or no weights; with what it has instead.
     """
     if not has_model(folder):
         present = sorted(path.name for path in folder.iterdir())[:5]

@@ -64,7 +64,7 @@ class AttentionCall:
 
     @property
     def window(self) -> int | None:
-        """The window in the keywords, the only one that an attention function without masks knows."""
+        """The window in the keywords, the only one that an attention function without masks gets."""
         return self.keywords.get("sliding_window")  # pyrefly: ignore[bad-return]
 
     @property

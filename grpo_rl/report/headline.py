@@ -173,7 +173,7 @@ def finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 def training_change(rewards: Sequence[float]) -> Change:
     r"""The change of the mean training reward from the first to the last steps, with Welch's 95 % interval.
 
-    A step's mean is one observation: its groups are of prompts that other steps do not have, and the interval knows
+    A step's mean is one observation: its groups are of prompts that other steps do not have, and the interval covers
     how much such means scatter. Where neighbouring steps resemble each other, a mean is known less well than their
     number says: the variance of the mean is then that of Newey and West (https://doi.org/10.2307/1913610) with
     $\lfloor 4(n/100)^{2/9} \rfloor$ lags, where it is the larger, which with few steps corrects a part of it. What the

@@ -19,7 +19,7 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     """Refuses settings that need files or packages that are not here.
 
     On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
-    run is built, which knows more; here an error takes a second, and there the time of all imports.
+    run is built, with more knowledge; here an error takes a second, and there the time of all imports.
 
     Raises:
         ValueError: something is not here; names it and the remedy.

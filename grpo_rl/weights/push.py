@@ -205,7 +205,7 @@ def adapter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_to_send(model: torch.nn.Module, takes_adapters: bool, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that the engine knows them by, made one at a time as they are asked for.
+    """The weights under the engine's names, made one at a time as they are asked for.
 
     Args:
         takes_adapters: the engine holds a base and adapters. Its base is the one that the trainer computes with, which
