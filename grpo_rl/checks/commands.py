@@ -20,7 +20,7 @@ FOLDER = "hydra.run.dir="
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
-    """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
+    """Checks line by line whether a model can be trained here, with remedies: whether it is scored exactly, its chat
     template, memory, the engine, sampler against trainer. Takes the overrides of `grpo-rl train` for one process.
     Exit code 1: there is something to do.
     """
