@@ -25,7 +25,7 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Shows what fits on the devices of a cluster, the largest micro-batch and context, the expected time of a step, and
+    """Shows what fits on a cluster, by device, the largest micro-batch and context, the expected time of a step, and
     how to divide the devices. Takes the overrides of `grpo-rl train`; needs a model's config.json and no weights.
     cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or cluster=here, which measures this
     machine (the default). mode=async where there are several devices, unless it is given. Exit code 1: it does not fit,

@@ -134,7 +134,7 @@ def refuse(why: str) -> Engine:
 
 @pytest.mark.nightly
 @asynchronous
-async def test_what_cannot_start_says_why():
+async def test_a_failed_start_gives_the_reason():
     with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
         await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
     assert type(caught.value) is EngineDeadError, "another one would say the same"

@@ -358,7 +358,7 @@ def test_a_difference_that_one_odd_group_doubles_stops_nothing(model):
     assert training.warning is None
 
 
-def test_responses_that_only_new_ones_contradict_are_told_below_the_bound_and_stop_above_it(model):
+def test_responses_that_only_new_ones_contradict_are_reported_below_the_bound_and_stop_above_it(model):
     def changed(size):
         training = Training(model, "float32", fault=lambda groups: noise(size(training.steps))(groups))
         training.step(), training.step()

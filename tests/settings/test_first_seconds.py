@@ -142,7 +142,7 @@ def told(script, lines, folder):
 @pytest.mark.parametrize(
     ("words", "message"), TABLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_wrong_input_is_told_in_one_line_before_torch_is_imported(results, words, message):
+def test_wrong_input_is_reported_in_one_line_before_torch_is_imported(results, words, message):
     result = results[tuple(words)]
     assert isinstance(result["code"], str), result["out"]  # what Python prints to stderr, with exit code 1
     assert result["code"].startswith("error: ") and message in result["code"] and "\n" not in result["code"]

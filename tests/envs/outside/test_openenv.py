@@ -51,7 +51,7 @@ def spoken():
         server.shutdown()
 
 
-def test_a_servers_fault_is_not_told_to_the_policy(spoken, monkeypatch):
+def test_a_servers_fault_is_not_reported_to_the_policy(spoken, monkeypatch):
     task = OpenEnv(load_rows(), url=spoken)
     messages = [*task.prompt({"seed": 3}), {"role": "assistant", "content": "0"}]
     session, _ = task.reset({"seed": 3})

@@ -321,7 +321,7 @@ def test_results_arrive_cut_and_without_control_characters_also_while_a_tool_han
 
 
 @pytest.mark.nightly
-def test_a_server_that_freezes_is_told_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
+def test_a_server_that_freezes_is_reported_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
     task = connected(timeout_s=1.0)
     told = f"the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again"
     assert results(task, ("freeze", {})) == [f"Error: RuntimeError: {told}"]
