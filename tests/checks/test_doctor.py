@@ -297,7 +297,7 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_reported(tmp_path, mo
     assert told == [("OK", "fine"), *(("FIX", name) for name in ("hangs", "dies", "fails")), ("OK", "fine")]
     first, hangs, dies, fails, last = (finding.text for finding in found)
     assert hangs.startswith("no result within 10 s, at planted_checks.py:9 (hangs); if it is only slow, --deadline-s")
-    assert "exit code 3" in dies and "last words: last words" in dies
+    assert "exit code 3" in dies and "last output: last words" in dies
     assert fails == "KeyError: 'key'"
     for pid in {first, last}:
         assert not Path(f"/proc/{pid}").exists()
