@@ -9,7 +9,7 @@ cache.
 The busy share is the time of the engine's steps, as the sizes give it, over the time of the collection, until the last
 conversation has its reward; a step counts as busy however few responses it holds. The figure is the least ratio of the
 busy share with slow tools to that with fast ones. The engine is also less full while conversations wait for their
-tools: `tokens ratio` says how much less it samples in the same time, and `tokens ratio allowed` what it would be if
+tools: `tokens ratio` is how much less it samples in the same time, and `tokens ratio allowed` what it would be if
 each conversation waited for its own tools alone. It is made up for by more conversations in flight, as a step takes
 hardly longer for them.
 
@@ -212,8 +212,8 @@ class NoTransport:
 
 def make(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool, num_envs: int) -> tuple[LLMEnv, Decoder]:
     """The environment and the engine of one arm; lengths of turns and seconds of calls follow from seeds."""
-    dice, lengths = random.Random(SEED), random.Random(SEED + 1)
-    task = LookUp(num_envs, lambda: dice.uniform(*work.tool_s) if slow else 0.0)
+    rng, lengths = random.Random(SEED), random.Random(SEED + 1)
+    task = LookUp(num_envs, lambda: rng.uniform(*work.tool_s) if slow else 0.0)
     env = LLMEnv(task, tokenizer, num_envs, work.repeats, max_turns=work.turns, tool_parser=hermes_parser)
     call, (filler, *_) = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CALL, " so"))
     end = tokenizer.eos_token_id

@@ -89,7 +89,7 @@ class Calculator(ToolTask):
 
     @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        said, _, final = self._turns(messages)
+        turns, _, final = self._turns(messages)
         right = gsm8k.is_right(final, row["answer"])
         if right is None:
             # Otherwise a response without a number would equal it.
@@ -98,9 +98,9 @@ class Calculator(ToolTask):
             "correctness": right,
             "tool_use": any(
                 result in _numbers(" ".join([later["content"], *(call.argument for call in self._calls(later))]))
-                for turn, message in enumerate(said[:-1])
+                for turn, message in enumerate(turns[:-1])
                 for result in self._results(message, row["question"])
-                for later in said[turn + 1 :]
+                for later in turns[turn + 1 :]
             ),
             "answer_format": re.search(gsm8k.ANSWER_PATTERN, final) is not None,
         }

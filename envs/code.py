@@ -95,7 +95,7 @@ class Code(GroupTask):
         """The rewards of a group; equal programs run once, others side by side.
 
         A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
-        A program that waits takes no sibling's share of the group's time; one that this leaves no time has no reward.
+        A program that waits takes no other's share of the group's time; one that is left no time has no reward.
         """
         until = time.monotonic() + self._budget_s * _SPENT
         tests = {id(row): read_tests(row, self._max_tests) for row in rows}

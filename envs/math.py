@@ -17,7 +17,7 @@ HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
 
 COLUMNS = ("problem", "answer", "solution")
-"""The columns that are read of the data; some sets have whole conversations beside them."""
+"""The columns that are read of the data; some sets have whole conversations next to them."""
 
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 

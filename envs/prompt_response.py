@@ -30,7 +30,7 @@ _LAST_MESSAGE = "the assistant's last message"
 
 
 class PromptResponse(GroupTask):
-    """Prompts of a data set; a response earns what one or more reward functions say.
+    """Prompts of a data set; a response earns what one or more reward functions return.
 
     "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
     training." With the two rewards of the tutorials, a response of 22 characters that ends as a sentence earns -2 + 1:
@@ -52,7 +52,7 @@ class PromptResponse(GroupTask):
 
     Where a function returns None, its part is missing in that response's reward; where all do, the response has none.
 
-    The chat template gets what messages have beside role and content, such as ``tool_calls`` and ``reasoning_content``,
+    The chat template gets all other keys of the messages, such as ``tool_calls`` and ``reasoning_content``,
     and the JSON schemas in a row's ``tools``.
 
     Args:
@@ -160,7 +160,7 @@ class PromptResponse(GroupTask):
             return ()
         return tuple(function.where for function, _ in self._functions if function.is_named)
 
-    def _called_away(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
+    def _called_in_process(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
         batch = self._batch([function for function, _ in self._functions if function.is_named], rows, responses)
         workers = _workers(names, tuple(self._columns), os.getpid())
         [result] = workers.map([(batch, len(rows))], self._deadline_s)
@@ -178,18 +178,18 @@ class PromptResponse(GroupTask):
         """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
-            value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
+            replies = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
+            value = (replies or [None])[-1] if isinstance(value[0], Mapping) else value[0]
         if isinstance(value, Mapping):
             calls = value.get("tool_calls")
-            said = value.get("content") or ""
-            value = said if said or not calls else json.dumps(calls, ensure_ascii=False, default=str)
+            content = value.get("content") or ""
+            value = content if content or not calls else json.dumps(calls, ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
 
-        Where that says more than its content, as by calls, it is the message itself.
+        Where that has more than its content, such as calls, it is the message itself.
 
         >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")

@@ -106,7 +106,7 @@ def repository_of(path: str | None) -> str | None:
 
 
 def format_of(file: Path) -> str | None:
-    """The format that a file's name tells, compressed or not; None: another one.
+    """The format by a file's name, compressed or not; None: another one.
 
     >>> format_of(Path("rows.jsonl.gz")), format_of(Path("ROWS.CSV")), format_of(Path("rows.txt"))
     ('.jsonl', '.csv', None)
@@ -204,7 +204,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     return [row for file in by_split[split] for row in _of_file(file, choose, texts)]
 
 
-def _of_hub(told: str, source: Source, split: str, choose: Choose) -> list[Placed]:
+def _of_hub(path: str, source: Source, split: str, choose: Choose) -> list[Placed]:
     """The rows of a split of a data set of the hub, or of its cache, or of a folder in the hub's layout."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -212,18 +212,18 @@ def _of_hub(told: str, source: Source, split: str, choose: Choose) -> list[Place
 
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
-    name, _, subset = told.partition(":")
+    name, _, subset = path.partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
     try:
         data = load_dataset(name, source.subset or subset or None, split=split, revision=source.revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(
-            f"{told} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl (and "
+            f"{path} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl (and "
             "env.eval_path for the held-out rows)"
         ) from error
     except ValueError as error:
         # It names the splits and configurations that there are.
-        raise ValueError(f"{told}, split {split}: {error}; env.subset, env.split and env.eval_split choose") from error
+        raise ValueError(f"{path}, split {split}: {error}; env.subset, env.split and env.eval_split choose") from error
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
     if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):

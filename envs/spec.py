@@ -97,7 +97,7 @@ class TaskSpec:
         return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})
 
     def holds_out(self, path: str | None, settings: Mapping[str, Any]) -> bool:
-        """True if the data at ``path`` has held-out rows beside those to train on."""
+        """True if the data at ``path`` has held-out rows next to those to train on."""
         return bool(settings.get("held_out")) or path in self.generated
 
 

@@ -23,7 +23,7 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Rows(list[dict]):
-    """Rows as a list, which knows where each stands and which columns it has there."""
+    """Rows as a list, with the place of each and its columns there."""
 
     def __init__(self, placed: Iterable[Placed]) -> None:
         placed = list(placed)
@@ -193,7 +193,7 @@ def read_tools(value: Any) -> list[dict]:
 
 
 def message_text(message: dict[str, Any]) -> str | dict[str, Any]:
-    """The text of an assistant's message; the message itself where it says more."""
+    """The text of an assistant's message; the message itself where it has more."""
     return message if any(map(message.get, EXTRA_FIELDS)) else message["content"]
 
 

@@ -31,7 +31,7 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
         (["replay", "/no/such/run", "1"], "train.lineage=true"),
     ],
 )
-def test_bad_input_is_told_in_one_line(arguments, message, capsys):
+def test_bad_input_is_reported_in_one_line(arguments, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error

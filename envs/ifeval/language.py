@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktTokenizer
 
 SEED = 0
-"""The seed of langdetect's draws; unseeded, it judges the same short text now so, now so."""
+"""The seed of langdetect's draws; unseeded, its result for a short text varies."""
 DATA = Path("tokenizers", "punkt_tab")
 
 

@@ -67,7 +67,7 @@ def parse(instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], w
     """The instructions of a row, ready to be checked.
 
     Raises:
-        ValueError: see :func:`check`; ``where`` says in which row it is.
+        ValueError: see :func:`check`; ``where`` names the row.
     """
     if not instruction_ids or len(instruction_ids) != len(kwargs):
         raise ValueError(

@@ -77,7 +77,7 @@ class SearchIndex:
 
 @functools.cache
 def _bm25s() -> Any:
-    """The library, imported without numba and jax: of no use here, seconds to load, and vLLM can't start beside numba.
+    """The library, imported without numba and jax: of no use here, seconds to load, and vLLM can't start with numba.
 
     vLLM 0.32 looks through all modules for kernels and takes every attribute for one that may be asked for its own.
     """

@@ -62,10 +62,10 @@ class ToolTask(Task):
         for index, given in enumerate(examples or ()):
             example = checked_row(given, EXAMPLE, f"env.examples[{index}]")
             call, result = _example(tool, index, example) if self._is_function else ({}, {})
-            said = "" if self._is_function else tool.written(form, example["call"])
+            written = "" if self._is_function else tool.written(form, example["call"])
             self._before += [
                 {"role": "user", "content": example["question"]},
-                {"role": "assistant", "content": said, **call},
+                {"role": "assistant", "content": written, **call},
                 {"role": tool_role, "content": example["result"], **result},
                 {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
             ]
@@ -104,10 +104,10 @@ class ToolTask(Task):
         message, though there are numbers in the call.
         """
         after = messages[len(self._before) + 1 :]
-        said = [message for message in after if message["role"] == "assistant"]
+        turns = [message for message in after if message["role"] == "assistant"]
         replies = [message["content"] for message in after if message["role"] != "assistant"]
-        waits = bool(said) and "tool_calls" in said[-1] and last_answer(said[-1]["content"]) is None
-        return said, replies, self._final(said[-1]["content"]) if said and not waits else ""
+        waits = bool(turns) and "tool_calls" in turns[-1] and last_answer(turns[-1]["content"]) is None
+        return turns, replies, self._final(turns[-1]["content"]) if turns and not waits else ""
 
     def _final(self, message: str) -> str:
         """The conversation's last message; nothing where it is a call in the text."""

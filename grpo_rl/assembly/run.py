@@ -109,7 +109,7 @@ def build_run(
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
         batching, roofline = derived.micro_batching(settings), None
-        if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
+        if ranks is None and settings.mode != "async":  # this process can't measure what others do meanwhile
             with logs.progress.start_phase("measuring this machine"):
                 roofline = StepRoofline(
                     policy.model,
@@ -188,7 +188,7 @@ def begin(
         logs.note(note)
     if folder.rank_zero:
         stack.enter_context(watcher.saying(logs.note))
-    if ranks and ranks.watch:  # this rank's signs of life, and the line of a lost rank
+    if ranks and ranks.watch:  # this rank's heartbeats, and the message about a lost rank
         ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
     return ranks, folder, logs, stack.enter_context(Interrupt(logs.note))
 
@@ -237,7 +237,7 @@ def open_folder(
 
 def needed_room(settings: Settings, model_bytes: float) -> Room:
     """The disk space that a run of a model of so many bytes needs."""
-    # Checkpoints of adapters are small beside the model.
+    # Checkpoints of adapters are small next to the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
     reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
     return Room(

@@ -48,15 +48,15 @@ def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Eng
 
 def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> dict[str, Any]:
     """Arguments of vLLM's engines in both modes."""
-    model, lora, beside = settings.inference_model, adapters(settings), pushes_adapters(settings)
+    model, lora, separate = settings.inference_model, adapters(settings), pushes_adapters(settings)
     return {
         "tensor_parallel_size": devices.tensor_parallel_size,
         "gpu_memory_utilization": model.gpu_memory_utilization,
         "enforce_eager": model.enforce_eager,
         "dtype": dtype(settings),
         "max_num_seqs": model.max_num_seqs or _sequences(settings, model_folder, devices),
-        "adapter_rank": lora.rank if beside else 0,
-        "adapter_targets": target_names(model_folder, lora) if beside else (),
+        "adapter_rank": lora.rank if separate else 0,
+        "adapter_targets": target_names(model_folder, lora) if separate else (),
         "router_replay": settings.policy.router_replay,
         "sampling": _started_for(settings),
     }

@@ -41,8 +41,8 @@ OF_RUN = {
     "collectives": (f"{CHECKS}.devices", ("devices",)),
     "weights": (f"{CHECKS}.scores", (*OF_TOKENIZER, "engine", "devices", "memory", "context")),
 }
-"""Checks from cheap to dear: the module whose function of that name yields findings, and the findings that have to be
-in order before it can find anything."""
+"""Checks, cheapest first: the module whose function of that name yields findings, and the findings that have to be in
+order before it can find anything."""
 SLOW = ("model", "weights")
 """Checks that may take all the time there is, for a download or the start of an engine; the others take half of it."""
 STACK_S = 0.5
@@ -103,7 +103,7 @@ def unfit(about: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-        # Errors of these kinds are written for people; of others the kind says most.
+        # Errors of these types have readable messages; of others, the type is most informative.
         text = text if text and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {text}"
         raise Unfit(Finding("FIX", about, f"{text}{remedy}")) from error
 
@@ -211,14 +211,14 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iter
             if isinstance(found, list):
                 yield from found
                 return
-            said = Path(log.name).read_text(errors="replace")
+            output = Path(log.name).read_text(errors="replace")
             if isinstance(found, TimeoutError):
-                stack = FRAME.search(said.rpartition("(most recent call first)")[2])  # the main thread's is the last
+                stack = FRAME.search(output.rpartition("(most recent call first)")[2])  # the main thread's is the last
                 place = f", at {Path(stack[1]).name}:{stack[2]} ({stack[3]})" if stack else ""
                 text = f"no result within {limit:.0f} s{place}; if it is only slow, --deadline-s gives more"
             else:
-                words = [line.strip() for line in said.splitlines() if line.strip()]
-                text = f"{found}{f'; its last words: {words[-1][:LONGEST]}' if words else ''}"
+                words = [line.strip() for line in output.splitlines() if line.strip()]
+                text = f"{found}{f'; its last output: {words[-1][:LONGEST]}' if words else ''}"
             yield Finding("FIX", name, text)
 
         try:

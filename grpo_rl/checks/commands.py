@@ -20,7 +20,7 @@ FOLDER = "hydra.run.dir="
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
-    """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
+    """Checks line by line whether a model can be trained here, with remedies: whether it is scored exactly, its chat
     template, memory, the engine, sampler against trainer. Takes the overrides of `grpo-rl train` for one process.
     Exit code 1: there is something to do.
     """
@@ -42,7 +42,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -56,13 +56,13 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
     words += [finding.override for finding in found if finding.override and has_prompt]
     loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
-    said = "" if loaded else ", as far as can be told without weights"
-    print(f"\nOK{said}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
+    caveat = "" if loaded else ", as far as can be checked without weights"
+    print(f"\nOK{caveat}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Checks within two minutes what a run with these overrides will need, from cheap to dear: versions, limits,
+    """Checks within two minutes what a run with these overrides will need, cheapest first: versions, limits,
     folder, loggers, disk, devices, model, memory, data, rewards, the processes' sums, and on the model itself a push of
     changed weights and sampler against trainer. Each line is OK, a note, FIX with what to do, or SKIP with the reason;
     what hangs is named. With --ray every node is there, responds and is checked; the config too, where overrides are

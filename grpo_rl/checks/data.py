@@ -17,7 +17,7 @@ from grpo_rl.settings.schema import Settings
 ROWS = 4
 """Rows whose responses are scored."""
 GARBAGE = "qwrt zxcv ~~ <<>> 000 \\boxed{ ####"
-"""A response that answers nothing, and is no easy text to parse."""
+"""A garbage response, and one that is hard to parse."""
 MANY_PASSES = 20
 
 _environments: dict[str, LLMEnv] = {}
@@ -51,13 +51,13 @@ def rewards(case: Case) -> Iterator[Finding]:
 def _rewards(settings: Settings, env: LLMEnv) -> Finding:
     deadline = env.guard.deadline_s
     guard = env.guard.apart()  # has no limit of failures
-    guard.tell = lambda _: None  # a line of the report tells
+    guard.tell = lambda _: None  # shown as a line of the report
     count = settings.env.repeats if env.task.scores_group else 1
     responses = []
     for index in range(min(ROWS, len(env.task.rows))):
         row = env.task.rows[index]
-        said = env.task.demonstration(row)
-        gold = said if said and isinstance(said, str) else env.task.gold(row)
+        demonstration = env.task.demonstration(row)
+        gold = demonstration if demonstration and isinstance(demonstration, str) else env.task.gold(row)
         responses += [(index, kind, text) for kind, text in (("garbage", GARBAGE), ("gold", gold)) if text is not None]
     totals: dict[str, list[float]] = {"gold": [], "garbage": []}
     slowest = 0.0

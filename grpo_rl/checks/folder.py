@@ -49,7 +49,7 @@ def run_folder(case: Case) -> Iterator[Finding]:
         raise ValueError(f"{place} can't be written ({error.strerror}); set hydra.run.dir") from error
     text = f"{folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
     if lock.warning:
-        text = f"{folder}: its file system has no locks; see to it that no other process writes there"
+        text = f"{folder}: its file system has no locks; make sure that no other process writes there"
     yield Finding("note" if lock.warning else "OK", "run folder", text)
 
 

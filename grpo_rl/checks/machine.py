@@ -52,8 +52,8 @@ def packages(case: Case) -> Iterator[Finding]:
     if wrong:
         yield Finding("FIX", "packages", f"{', '.join(wrong.values())}: pip install {' '.join(wrong)}")
     else:
-        told = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
-        yield Finding("OK", "packages", f"{len(versions)} within setup.py's ranges: {told}")
+        shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
+        yield Finding("OK", "packages", f"{len(versions)} within setup.py's ranges: {shown}")
 
 
 def engine(case: Case) -> Iterator[Finding]:

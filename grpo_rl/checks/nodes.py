@@ -46,17 +46,17 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
         if isinstance(answer, Exception):
             found.append(Finding("FIX", "node", f"{node.name}: {one_line(answer)}"))
             continue
-        packages, sees, its_own = answer
+        packages, sees_file, findings_there = answer
         other, expected = first = first or (node.name, packages)
         if different := [p for p in PACKAGES if packages[p] != expected[p]]:
-            said = ", ".join(f"{p} {packages[p]}, and {other} {expected[p]}" for p in different)
-            raise ValueError(f"{node.name} has {said}; all nodes need the same environment")
-        if not sees:
+            differences = ", ".join(f"{p} {packages[p]}, and {other} {expected[p]}" for p in different)
+            raise ValueError(f"{node.name} has {differences}; all nodes need the same environment")
+        if not sees_file:
             raise ValueError(
                 f"{node.name} can't see {folder}, where the run writes; choose a hydra.run.dir on a file system that "
                 "all nodes share"
             )
-        found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in its_own]
+        found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in findings_there]
     left = min(SUM_S, max(1.0, end - time.monotonic()))
     return [*found, *_clocks(alive, left), _sum(alive, left)]
 
@@ -69,7 +69,7 @@ def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Fin
 
 
 def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:
-    """The findings on the nodes' clocks, all of which are asked at the same time."""
+    """The findings on the nodes' clocks, all of which are read at the same time."""
     began = time.time()
     answers = on_nodes(alive, time.time, [()] * len(alive), deadline_s)
     unsure = (time.time() - began) / 2

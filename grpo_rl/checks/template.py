@@ -11,8 +11,8 @@ from grpo_rl.checks.check import Finding
 from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
 from grpo_rl.envs.task import Messages
 
-SAID = "The sum is 5."
-THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{SAID}"
+REPLY = "The sum is 5."
+THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{REPLY}"
 TEXTS = (
     "2 + 3 = 5\n\n#### 5",
     "<think>2 and 3</think><answer>5</answer>",
@@ -36,8 +36,8 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """
     added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
     if not ids or max(ids - added, default=0) >= embedded:
-        told = f"it has ids up to {max(ids)}" if ids else "it is empty"
-        text = f"{told}, and the model embeds {embedded}: they are not of the same model; fetch both again"
+        problem = f"it has ids up to {max(ids)}" if ids else "it is empty"
+        text = f"{problem}, and the model embeds {embedded}: they are not of the same model; fetch both again"
         yield Finding("FIX", "tokenizer", text)
         return
     if beyond := sorted(token for token in ids & added if token >= embedded):
@@ -58,18 +58,18 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
 def _roles(tokenizer: PreTrainedTokenizerBase) -> Finding:
     question: Messages = [{"role": "user", "content": "2 + 3?"}]
     encode_prompts(tokenizer, [question])
-    told, override = [], ""
+    notes, override = [], ""
     try:
         encode_prompts(tokenizer, [[{"role": "system", "content": "Add."}, *question]])
     except ValueError:
         override = "env.system_prompt=null"
-        told.append(f"no system role: {override}")
+        notes.append(f"no system role: {override}")
     try:
         templated(tokenizer, [*question, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": "5"}])
     except ValueError:
-        told.append("no tool role: in tasks with tools env.tool_role=user")
-    if told:
-        return Finding("note", "chat template", "; ".join(told), override)
+        notes.append("no tool role: in tasks with tools env.tool_role=user")
+    if notes:
+        return Finding("note", "chat template", "; ".join(notes), override)
     return Finding("OK", "chat template", "there, with system and tool roles")
 
 
@@ -97,11 +97,11 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> F
 
 
 def _tail(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a response, as the model was taught."""
+    """The ids that end a response, as the model was trained."""
     if not tokenizer.chat_template:
         return _ids(tokenizer, str(tokenizer.eos_token)) if tokenizer.eos_token else []
-    text = templated(tokenizer, _conversation(SAID)[:2], tokenize=False)
-    text = text[text.rindex(SAID) + len(SAID) :] if SAID in text else ""
+    text = templated(tokenizer, _conversation(REPLY)[:2], tokenize=False)
+    text = text[text.rindex(REPLY) + len(REPLY) :] if REPLY in text else ""
     return _ids(tokenizer, text)
 
 
@@ -111,7 +111,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     about = "several turns"
     try:
         encode_reply(tokenizer, [{"role": "user", "content": "3 + 4?"}])
-        changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
+        changed, thoughts = _first_change(tokenizer, _conversation(REPLY)), _conversation(THOUGHT)
         hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
     except ValueError as error:
         yield Finding("note", about, str(error))
@@ -129,9 +129,9 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         yield Finding("OK", about, "ids of earlier messages stay as they are")
 
 
-def _conversation(said: str) -> Messages:
+def _conversation(reply: str) -> Messages:
     questions = ({"role": "user", "content": question} for question in ("2 + 3?", "3 + 2?", "1 + 4?"))
-    return [message for question in questions for message in (question, {"role": "assistant", "content": said})]
+    return [message for question in questions for message in (question, {"role": "assistant", "content": reply})]
 
 
 def _first_change(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> int | None:

@@ -51,7 +51,7 @@ REWARD_PARTS = ("reward_parts",)
 """Prefix of the named reward parts, [1] float32 each, inside the step's result. Written by ``LLMEnv.step``."""
 
 MEASURES = ("measures",)
-"""Prefix of the numbers logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
+"""Prefix of the numbers logged next to the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
 
 ADVANTAGE = "advantage"
 """[1, 1] float32: the response's advantage, one for all its tokens. Written and read like ``TOKENS_FULL``."""

@@ -247,7 +247,7 @@ RULES: dict[str, Rule] = {
         and not h.falls(ALIKE) and any(h.values(REWARD, EARLY)),
         "in {now:.0%} of the groups all responses earn the same",
         "a higher train.max_resamples, such as 5|a higher env.repeats|a higher policy.entropy_coef, such as 0.001"
-        "|a reward that tells responses apart (env.reward, env.rewards)|rows of another difficulty (env.path)"
+        "|a reward that distinguishes responses (env.reward, env.rewards)|rows of another difficulty (env.path)"
         "|a tenth of optimizer.lr, if it came at once",
         "all-rewards-are-equal-and-nothing-is-learned",
         ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"), EARLY,

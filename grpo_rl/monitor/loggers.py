@@ -26,7 +26,7 @@ REST = 20
 
 
 class MetricsLogger(Protocol):
-    """A place that metrics and responses go to, beside the run folder's own files; `docs/loggers.md` has an example.
+    """A place that metrics and responses go to, next to the run folder's own files; `docs/loggers.md` has an example.
 
     Args:
         run_dir: the run folder, which exists.
@@ -77,7 +77,7 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
     """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
 
     Raises:
-        ValueError: says which, and what to do.
+        ValueError: names the logger, and the remedy.
     """
     names = logger_names(backend)
     for name in names:
@@ -199,7 +199,7 @@ def sent(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def _described(error: Exception) -> str:
-    """The error for people; libraries' messages may have the address and the key that they were given."""
+    """The error's text for logs; libraries' messages may have the address and the key that they were given."""
     return f"{type(error).__name__}: {masked_text(str(error))}"
 
 

@@ -120,7 +120,7 @@ def _columns(table: pa.Table) -> dict[str, Any]:
 
 def _group(known: dict[str, Any], tokens: dict[str, Any]) -> Group:
     computed = tokens if len(tokens["token_id"]) else {}
-    # Written together; without entropies the column only repeats what the trainer said in the optimizer step.
+    # Written together; without entropies the column only repeats the trainer's values of the optimizer step.
     old = computed if computed.get("old_entropy") is not None else {}
     listed: dict[str, Any] = {name: known[name] for name in OF_RESPONSES}
     return Group(

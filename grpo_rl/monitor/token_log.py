@@ -1,6 +1,6 @@
 """The log of tokens, ``tokens.parquet`` (`grpo_rl.monitor.step_parts`): where each came from, and what became of it.
 
-Of each step there are a few groups, for people who look at the run; with ``train.lineage=true`` there are all, a row
+Of each step there are a few groups, for the report; with ``train.lineage=true`` there are all, a row
 for each token and epoch with what the loss made of it, and a step can be read back and replayed.
 """
 

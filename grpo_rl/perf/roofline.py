@@ -1,10 +1,10 @@
 r"""Roofline of a step: what it would take at this machine's measured best, the floor behind ``limit_fraction``.
 
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
-memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
+memory. It leaves out what should be small in comparison (element-wise work, the optimizer, rewards), and counts every
 response token in full, though a response's last one need not be fed back: with responses of a few dozen tokens,
 the fraction is below 1 even where nothing is wasted. Of a mixture's experts those count that a token visits; decoding
-reads at least as many. What adapters add to products and reads is left out, being small beside the weights
+reads at least as many. What adapters add to products and reads is left out, being small next to the weights
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
@@ -37,7 +37,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> int | None:
-    """The number of experts that a token visits, as the config says; None: it doesn't, or has none."""
+    """The number of experts that a token visits, by its config; None: not given there, or no experts."""
     return next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
 
 
@@ -68,7 +68,7 @@ class ModelSizes:
         """The sizes of a transformers model, in the dtype it has now.
 
         Args:
-            pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
+            pushes_adapters: they alone travel, after a base that went with the first push; else they are merged.
         """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyrefly: ignore[missing-attribute]
         base = [p for name, p in model.named_parameters() if ".lora_" not in name]
@@ -131,7 +131,7 @@ def floors_s(
     Args:
         skip_zero_advantage: zero-variance groups are not trained on.
         mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
-        inference_devices: devices that sample side by side, each as fast as ``rates`` says.
+        inference_devices: devices that sample side by side, each as fast as ``rates``.
         alike: responses may begin alike; False: they are not compared.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;

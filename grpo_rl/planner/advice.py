@@ -58,7 +58,7 @@ def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
 def _overlapped(scenario: Scenario) -> Iterator[Plan]:
     """Plans of every split of all devices into trainers and engines.
 
-    A reference shares the trainers' devices, or has one of its own beside a single trainer.
+    A reference shares the trainers' devices, or has one of its own next to a single trainer.
     """
     count, ref_model = scenario.cluster.count, scenario.settings.ref_model
     ref = ref_model.num_devices or len(ref_model.devices or ())

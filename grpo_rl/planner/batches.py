@@ -145,7 +145,7 @@ def assumed_group(prompt: int, response: int, size: int, number: int = 0, refere
     """A group of these lengths and of nothing else; one number stands for all its tokens.
 
     Args:
-        number: an id that tells it from other groups, its prompt included.
+        number: an id that distinguishes it from other groups, its prompt included.
         reference: the reference has scored it.
     """
 

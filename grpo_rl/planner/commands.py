@@ -25,7 +25,7 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Says what fits on each device of a cluster, the largest micro-batch and context, the expected time of a step, and
+    """Shows what fits on a cluster, by device, the largest micro-batch and context, the expected time of a step, and
     how to divide the devices. Takes the overrides of `grpo-rl train`; needs a model's config.json and no weights.
     cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or cluster=here, which measures this
     machine (the default). mode=async where there are several devices, unless it is given. Exit code 1: it does not fit,
@@ -56,14 +56,14 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
 
 def _refuse_sft(mode: str | None) -> None:
     if mode == "sft":
-        raise ValueError("mode=sft samples nothing, and a plan is of sampling beside training; leave it out")
+        raise ValueError("mode=sft samples nothing, and a plan is of sampling and training; leave it out")
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     here = where.startswith("here")
     if not cfg.mode and (not here or has_no_gpu()):
         cfg.mode = "async" if not here and Cluster.parse(where).count > 1 else "sync"
-    if cfg.mode:  # wrong words before the imports; GPUs here need torch
+    if cfg.mode:  # usage errors before the imports; GPUs here need torch
         Settings.read(cfg)
     cfg.train_model.dtype = cfg.train_model.dtype or (default_dtype(cfg.ray.address) if here else "bfloat16")
     cluster = Cluster.parse(where, cfg.train_model.dtype)

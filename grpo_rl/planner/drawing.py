@@ -58,17 +58,17 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
     body.add_column(width=COLUMNS - 11)
 
     def row(
-        heading: str, says: str, settings: str, error: IndivisibleBatchError | None = None, drawn: Text | None = None
+        heading: str, text: str, settings: str, error: IndivisibleBatchError | None = None, drawn: Text | None = None
     ) -> None:
-        said = Text(f"{error.what}. Use {error.remedy}.", style="bold red") if error else Text(says)
-        body.add_row(heading, Group(said, Text(settings, style="dim"), *([drawn] if drawn else [])))
+        line = Text(f"{error.what}. Use {error.remedy}.", style="bold red") if error else Text(text)
+        body.add_row(heading, Group(line, Text(settings, style="dim"), *([drawn] if drawn else [])))
         body.add_row()
 
-    says = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
+    text = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
     resamples = f" train.max_resamples={plan.max_resamples}" * bool(plan.max_resamples)
     row(
         "1 Sample",
-        says,
+        text,
         f"env.num_envs={plan.prompts} env.repeats={plan.group_size}{resamples}",
         None,
         _responses(plan),
@@ -176,7 +176,7 @@ def _micro_batches(plan: BatchPlan) -> Text:
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.response_tokens)
     legend = (
         f"\n█ a prompt of {plan.prompt_tokens:,} tokens, computed once, ░ and its {plan.group_size} responses of "
-        f"{plan.response_tokens:,}: {sum(loads):,} tokens a step; with the prompt beside each response, {apart:,}"
+        f"{plan.response_tokens:,}: {sum(loads):,} tokens a step; with the prompt before each response, {apart:,}"
     )
     return picture.append(legend, "dim")
 

@@ -196,7 +196,7 @@ class Shape:
         A norm keeps its input in fp32, the normalised numbers and its output, which is the next products' input; the
         attention queries, keys, values, its output (on CUDA laid out twice) and a log-sum-exp a head; the MLP both
         factors, the activation and their product. Fused kernels keep a norm's input and output, and make the MLP's
-        activation again. Each expert of a token keeps its input and output beside what an MLP does, which is never
+        activation again. Each expert of a token keeps its input and output on top of what an MLP does, which is never
         fused, four places in the order of tokens and of experts (int64) and two weights; a router its probabilities.
         """
         w, queries, keys = self.itemsize, self.sizes.attention, self.kv_heads * self.head_dim
@@ -240,7 +240,7 @@ class Footprint:
 def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]:
     """Bytes that a training device holds from its first step on, gradients included.
 
-    On one device there are weights and, beside them, fp32 masters. Sharded by FSDP2 the masters are the parameters:
+    On one device there are weights and fp32 masters. Sharded by FSDP2 the masters are the parameters:
     weights in the dtype that is computed in exist only while they are gathered. Gradients and moments have the dtype of
     what is stepped.
     """
@@ -326,7 +326,7 @@ def logits_tile(shape: Shape, tokens: int, kind: Kind) -> float:
 
 
 def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dict[str, float]:
-    """Bytes that a reference on a device of its own needs beside its weights."""
+    """Bytes that a reference on a device of its own needs in addition to its weights."""
     w, hidden = shape.itemsize, shape.sizes.hidden
     # The widest place of a layer: the stream, a norm in fp32, and three vectors of the MLP.
     # Of each expert its input, both factors, activation and product; or its input, output, and that weighted, twice.

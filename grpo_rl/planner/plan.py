@@ -1,8 +1,8 @@
 """Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase.
 
 Seconds are the floors of `grpo_rl.perf.roofline`, at the rates that a device reaches. What travels between devices is
-counted beside them: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
-the ranks of one engine tell each other is taken to be in the share.
+counted in addition: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
+the ranks of one engine exchange is taken to be in the share.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: phases in turns, or sampling beside all others.
+        """Seconds of a step: phases in turns, or sampling in parallel with all others.
 
         On a device that does both at the same time each phase slows the other down: the sum is planned there, too.
         """
@@ -167,7 +167,7 @@ def make_plan(scenario: Scenario) -> Plan:
     ref = len(devices.ref) if scenario.has_reference and devices.ref != devices.train else 0
     if ref and ranks > 1:
         raise ValueError(
-            f"ref_model asks for devices of its own beside {ranks} that train, each of which scores the reference "
+            f"ref_model asks for devices of its own next to {ranks} that train, each of which scores the reference "
             "itself; leave ref_model.num_devices and ref_model.devices null, or train on one"
         )
     return plan_layout(scenario, Layout(ranks, ref, len(devices.inference), size, devices.colocated))
@@ -212,7 +212,7 @@ def train_s(
 ) -> float:
     """Seconds of all optimizer steps of a collection, at this share of the devices' rates.
 
-    The rank with most groups is waited for. Gathering and reducing weights runs beside the computation: what takes
+    The rank with most groups is waited for. Gathering and reducing weights overlaps the computation: what takes
     longer counts. Every number of the optimizer's state is read and written once a step.
     """
     groups = batches.assumed_groups(math.ceil(batches.batch_groups / ranks))
@@ -251,7 +251,7 @@ def sample_s(
 
     An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
     token, of a mixture the experts that the wave's responses visit together if each chooses by itself. Keys and values
-    are read beside that, as attention's kernels do nothing else.
+    are read on top of that, as attention's kernels do nothing else.
     """
     groups = math.ceil(batches.prompts / engines)
     responses = groups * batches.group_size

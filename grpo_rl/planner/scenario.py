@@ -36,7 +36,7 @@ class Scenario:
     """A config on a cluster, with assumed lengths and rates.
 
     Args:
-        settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
+        settings: the run's; by ``mode`` sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
         train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.
@@ -173,7 +173,7 @@ def config_source(name: str) -> str:
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         check_class(folder)
         return str(folder)
-    for offline in (True, False):  # what is here is not asked of the network
+    for offline in (True, False):  # a local file needs no network
         with contextlib.suppress(OSError, ValueError):
             if offline or not why_no_hub():
                 AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)

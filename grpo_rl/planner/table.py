@@ -76,17 +76,17 @@ def _line(label: str, text: str) -> Text:
 def _devices(plan: Plan) -> str:
     layout, ranks = plan.layout, plan.layout.train
     how = f" ({'fsdp' if plan.scenario.shards(ranks) > 1 else 'ddp'})" if ranks > 1 else ""
-    said = f"train {ranks}{how}, "
+    text = f"train {ranks}{how}, "
     if plan.scenario.has_reference:
-        said += f"reference {layout.ref}, " if layout.ref else "reference beside it, "
-    said += f"inference {'on the same' if layout.colocated else layout.inference}, "
-    said += f"{layout.engines} engine" + "s" * (layout.engines > 1)
-    said += f" of {layout.engine_size}" * (layout.engine_size > 1)
-    said += f"; {plan.scenario.settings.mode}"
+        text += f"reference {layout.ref}, " if layout.ref else "reference next to it, "
+    text += f"inference {'on the same' if layout.colocated else layout.inference}, "
+    text += f"{layout.engines} engine" + "s" * (layout.engines > 1)
+    text += f" of {layout.engine_size}" * (layout.engine_size > 1)
+    text += f"; {plan.scenario.settings.mode}"
     if plan.shared:
         share = plan.scenario.settings.inference_model.gpu_memory_utilization
-        said += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
-    return said
+        text += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
+    return text
 
 
 def _memory(plan: Plan) -> Table:
@@ -103,14 +103,14 @@ def _memory(plan: Plan) -> Table:
 def _room(plan: Plan) -> list[Text]:
     scenario, settings, train = plan.scenario, plan.scenario.settings, plan.roles[0]
     tokens, longest = scenario.micro_batch_tokens(plan.layout.train), scenario.longest_group
-    said = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
-    said += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
+    text = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
+    text += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
     if longest > settings.train.micro_batch_tokens and not scenario.batches.accumulation:
-        said += f" (a group at its longest has {longest:,}, and is never split)"
+        text += f" (a group at its longest has {longest:,}, and is never split)"
     context = settings.inference_model.max_model_len
     responses = min(plan.engine.tokens // context, plan.engine.sequences)
     engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
-    return [_line("Room", said), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
+    return [_line("Room", text), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
 
 
 def _best(plan: Plan) -> str:

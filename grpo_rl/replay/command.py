@@ -37,8 +37,8 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    loss_config(overrides)  # wrong words before the imports
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    loss_config(overrides)  # usage errors before the imports
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.monitor.stored_tokens import read_step
     from grpo_rl.replay.replay import replay
 
@@ -55,7 +55,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_imports(config: Mapping[str, Any], given: Sequence[str]) -> None:
-    """Refuses to import what a run names, which may be a stranger's, unless the command line names it too."""
+    """Refuses to import what a run names, which may be untrusted, unless the command line names it too."""
     for key in ("env.dataset", "loss.surrogate", "loss.kl"):
         if is_name(name := select(config, key)) and name not in given:
             raise ValueError(f"the run's {key} is {name}, whose module would be imported; allow it by --imports {name}")

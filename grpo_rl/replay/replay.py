@@ -132,7 +132,7 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
 
 
 class _StoredPolicy(TrainPolicy):
-    """A policy that repeats what the trainer said of groups when it trained on them."""
+    """A policy that repeats the trainer's values of groups from when it trained on them."""
 
     def __init__(self, update: StoredUpdate) -> None:
         self._update = update
@@ -145,7 +145,7 @@ class _StoredPolicy(TrainPolicy):
 
 
 def _with_old_log_probs(stored: StoredStep) -> list[Group]:
-    """The groups, each trained on once: what the trainer said then is also what it said before."""
+    """The groups, each trained on once: the trainer's values in training are also those before it."""
     scored = {i: values for update in stored.updates for i, values in update.scored.items()}
     return [
         group.with_old_log_probs(*scored[group.group_id])

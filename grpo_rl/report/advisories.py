@@ -1,4 +1,4 @@
-"""Advisories on the page: what the run says about itself, each with what to do."""
+"""Advisories on the page: the run's diagnostics, each with a remedy."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("--output writes a file, and --serve and --demo none; leave one out")
     if missing := [run for run in options.runs if not run.is_dir()]:
         raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.report import compare, demo, page
     from grpo_rl.report.files import REPORT
 

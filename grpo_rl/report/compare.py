@@ -23,7 +23,7 @@ SAME_FOR_A_PAIR = ("env.", "evaluate.")
 OF_TOKENS = ("model.name", "model.chat_template")
 """Settings that decide what a token is: nats a token compare where these are the same, too."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
-"""Settings that say nothing of what a run does."""
+"""Settings that do not affect a run's results."""
 
 
 def run_folders(given: Sequence[Path]) -> list[Path]:
@@ -181,7 +181,7 @@ def build(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
-    """The runs in the order of a setting's values, for each setting that differs; None where one says no more."""
+    """The runs in the order of a setting's values, for each setting that differs; None where one adds nothing."""
     gains, panels = compared(runs), []
     known = [i for i, run in enumerate(gains) if "gain" in run]
     for key, values in differences(runs).items():

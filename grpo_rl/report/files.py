@@ -1,4 +1,4 @@
-"""The files of a run folder that its page is made of, beside those that have a reader in ``monitor``."""
+"""The files of a run folder that its page is made of, other than those that have a reader in ``monitor``."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def turns(text: str, ends: Sequence[int]) -> list[str]:
 
 
 def _shorten(groups: Sequence[dict[str, Any]]) -> None:
-    """Cuts texts, in place, so that all together stay in bounds; ``cut`` says by how many characters."""
+    """Cuts texts, in place, so that all together stay in bounds; ``cut`` has the number of characters cut."""
     responses = [response for group in groups for response in group["responses"]]
     most_of_prompt = min(LONGEST_PROMPT, fitting([group["prompt"] for group in groups], BYTES // 3))
     most = min(LONGEST, fitting([response["text"] for response in responses], BYTES - BYTES // 3))

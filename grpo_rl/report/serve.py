@@ -58,7 +58,7 @@ class LivePage:
 def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
     """A server of the page on loopback; ``port`` 0 takes a free one.
 
-    It knows two addresses, ``/`` and ``/data.json``, and reads no file by a name that a reader gives.
+    It has two addresses, ``/`` and ``/data.json``, and reads no file by a name that a reader gives.
 
     Raises:
         ValueError: the port is taken.
@@ -104,7 +104,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            pass  # a line for each look of each reader helps no one
+            pass  # no log line for each request of each reader
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True

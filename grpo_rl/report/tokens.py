@@ -33,7 +33,7 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         ValueError: ``tokens.parquet`` can't be read; names the part.
     """
     steps = StepParts(run_dir / TOKENS_FOLDER).steps()
-    # Steps are alike, so that the newest one says how many there is room for; the bound below holds in any case.
+    # Steps are alike, so that the newest one shows how many fit; the bound below holds in any case.
     rows = len(shown_tokens(run_dir, steps[-1], [])) if steps else 0
     if not rows:
         return None  # with train.lineage=true and logger.token_groups=0 there are tokens without a text

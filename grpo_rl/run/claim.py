@@ -73,7 +73,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any
     is_run = _is_run(place)
     if not is_run and place.resolve() != own.resolve():
         return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
-    with _or_let_go(_locked(folder)) as lock:
+    with _released_on_error(_locked(folder)) as lock:
         return _in_folder(folder, lock, is_run, frequency)
 
 
@@ -114,7 +114,7 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 
 def trained(folder: Path) -> bool:
-    """Tells whether a run took a step there, or ended."""
+    """True if a run took a step there, or ended."""
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
@@ -126,7 +126,7 @@ def _new(own: Path, place: Path | None = None) -> Claim:
     Args:
         place: the checkpoint of elsewhere that it begins from.
     """
-    with _or_let_go(_locked(own)) as lock:
+    with _released_on_error(_locked(own)) as lock:
         again = (own / METRICS_FILE).exists() and not trained(own)
     notes = [f"The run in {own} had trained nothing, and begins again"] * again
     return Claim(own, lock, place, again=again, notes=notes)
@@ -139,7 +139,7 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
         ValueError: the folder holds another run.
     """
     claimed = _new(own, place)
-    with _or_let_go(claimed.lock):
+    with _released_on_error(claimed.lock):
         refuse_other_run(own, place)
         return _in_folder(own, claimed.lock, True, frequency) if _began_at(own, place) else claimed
 
@@ -244,7 +244,7 @@ def _runs(outputs: Path) -> list[Path]:
 
 
 def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
-    """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
+    """The difference of a stored run's config, in words; None if none matters, or it was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
@@ -268,7 +268,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 @contextmanager
-def _or_let_go(lock: FolderLock) -> Iterator[FolderLock]:
+def _released_on_error(lock: FolderLock) -> Iterator[FolderLock]:
     """Releases the lock if the block raises an error."""
     try:
         yield lock
@@ -278,7 +278,7 @@ def _or_let_go(lock: FolderLock) -> Iterator[FolderLock]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
+    """True if the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

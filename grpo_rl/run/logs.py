@@ -68,7 +68,7 @@ class RunLogs:
         if rank_zero:
             self.loggers = open_loggers(logger, folder, config, self.note)
         self.last_words: list[str] = []
-        """Lines that are shown when all else is closed, unless an error ends the run."""
+        """The exit message: lines shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()

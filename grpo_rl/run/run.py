@@ -121,7 +121,7 @@ class Run(Generic[P]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if is_out_of_memory(error) and not isinstance(error, EngineDeadError | OutOfMemoryError):
             # Beyond what begins again with less at a time, as in the optimizer's own step.
-            error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md says what takes less")
+            error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md has ways to use less")
         if not self._training:
             if isinstance(error, NAMED_CAUSES):
                 raise SystemExit(f"Stopped before the first step: {error}") from error
@@ -225,7 +225,7 @@ class Run(Generic[P]):
             self.logs.note(f"Warning. {warning}")
 
     def locate_nonfinite(self) -> str:
-        """Says in a sentence where the optimizer step's loss or gradient is not finite first."""
+        """A sentence on where the optimizer step's loss or gradient is first not finite."""
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:
@@ -329,7 +329,7 @@ class Run(Generic[P]):
         """
         self.folder.check_place(self.step)
         path: Path | None = self.save_checkpoint()
-        self.folder.settle()  # whoever finds the run finished finds its checkpoint
+        self.folder.settle()  # a finished run has its checkpoint
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
@@ -339,7 +339,7 @@ class Run(Generic[P]):
             self.logs.progress.update(self.step, metrics)
         summary, kept = self._summary(), self.options.train.keep_final_checkpoint
         end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
-        if not kept:  # until now: whoever kills the run here finds it finished, or resumes it
+        if not kept:  # until now: a run killed here is finished, or can be resumed
             self.folder.remove_checkpoints()
         return summary
 

@@ -74,7 +74,7 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
 def keep_best(folder: Path, step: int, parts: CommonParts, adapters: str) -> None:
     """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
 
-    ``best.json`` beside its weights has its step, so that no kill leaves the one without the other.
+    ``best.json`` next to its weights has its step, so that no kill leaves the one without the other.
     """
     step_file = {BEST: json.dumps({"step": step}) + "\n"}
     export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers, step_file)

@@ -1,4 +1,4 @@
-"""The device plan: which GPUs train, score the reference and sample, or an error that says what does not fit."""
+"""The device plan: which GPUs train, score the reference and sample, or an error with what does not fit."""
 
 from __future__ import annotations
 

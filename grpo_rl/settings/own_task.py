@@ -14,11 +14,11 @@ from grpo_rl.settings.declaration import REQUIRED, Section, Setting, plain
 from grpo_rl.settings.tasks import TASKS
 
 TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
-"""Names that the environment uses itself, beside the settings that all tasks share."""
+"""Names that the environment uses itself, in addition to the settings that all tasks share."""
 
 
 def task_section(dataset: str) -> type[Section]:
-    """The settings of ``env.dataset``: those of one of the project's tasks, or those that the user's class tells.
+    """The settings of ``env.dataset``: those of one of the project's tasks, or those of the user's class.
 
     Raises:
         ValueError: there is no such class, or it is no task, or a setting has a name that is taken.

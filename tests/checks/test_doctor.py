@@ -71,7 +71,7 @@ def test_quick_reads_no_weights(look, tmp_path, tiny_run):
     assert {"model", "weights"} & to_fix(look(f"model.name={copy}")).keys()
 
 
-def test_a_package_of_another_version_is_told(look, monkeypatch):
+def test_a_package_of_another_version_is_reported(look, monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.12.1" if name == "torch" else real(name))
     lines = look(only=OF_MACHINE)
@@ -79,7 +79,7 @@ def test_a_package_of_another_version_is_told(look, monkeypatch):
     assert to_fix(lines)["packages"] == "torch is 2.12.1: pip install 'torch==2.13.*'"
 
 
-def test_a_push_that_loses_a_tensor_is_told(look, monkeypatch):
+def test_a_push_that_loses_a_tensor_is_reported(look, monkeypatch):
     class Dropping(TransformersEngine):
         def update_weights(self, weights, version):
             lost = "model.layers.1.mlp.up_proj.weight"
@@ -98,7 +98,7 @@ def slow(completions, **_):
 """
 
 
-def test_a_scorer_that_is_late_is_told(tmp_path, tiny_run, monkeypatch):
+def test_a_scorer_that_is_late_is_reported(tmp_path, tiny_run, monkeypatch):
     (tmp_path / "scorers_of_doctor.py").write_text(SCORERS)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(6)))
@@ -113,7 +113,7 @@ def test_a_scorer_that_is_late_is_told(tmp_path, tiny_run, monkeypatch):
     assert re.search("ran out of time on row 0: .* raise env.score_timeout_s", to_fix(lines)["rewards"])
 
 
-def test_too_little_memory_is_told(look, monkeypatch):
+def test_too_little_memory_is_reported(look, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: (2**20, "the container's limit is 1.0"))
     lines = look(quick=True)
     assert list(to_fix(lines)) == ["memory"]
@@ -218,7 +218,7 @@ def test_rows_are_compared_with_steps_and_all_checkpoints_are_counted(look):
     assert kind == "note" and "see each 67 times; " in text and "That often" in text
 
 
-def test_limits_of_files_and_shared_memory_are_told(look, monkeypatch):
+def test_limits_of_files_and_shared_memory_are_reported(look, monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 10**6))
     monkeypatch.setattr(machine.os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 0, 0, 2**14) + (0,) * 5))
     told = to_fix(look("inference_model.engine=vllm", only=["open files", "shared memory"], mode="async"))
@@ -288,7 +288,7 @@ def fails(case):
 
 
 @pytest.mark.nightly
-def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkeypatch):
+def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_reported(tmp_path, monkeypatch):
     (tmp_path / "planted_checks.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
     checks = {name: ("planted_checks", ()) for name in ("fine", "hangs", "dies", "fails", "last")}
@@ -298,7 +298,7 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
     assert told == [("OK", "fine"), *(("FIX", name) for name in ("hangs", "dies", "fails")), ("OK", "fine")]
     first, hangs, dies, fails, last = (finding.text for finding in found)
     assert hangs.startswith("no result within 10 s, at planted_checks.py:9 (hangs); if it is only slow, --deadline-s")
-    assert "exit code 3" in dies and "last words: last words" in dies
+    assert "exit code 3" in dies and "last output: last words" in dies
     assert fails == "KeyError: 'key'"
     for pid in {first, last}:
         assert not Path(f"/proc/{pid}").exists()

@@ -245,7 +245,7 @@ class OwnParser:
         return (None if text == "none" else text), calls.get(text, [])
 
 
-def test_a_turn_that_a_parser_of_ones_own_fails_at_is_text_and_the_first_failure_is_told(tokenizer):
+def test_a_turn_that_a_parser_of_ones_own_fails_at_is_text_and_the_first_failure_is_reported(tokenizer):
     env, told = LLMEnv(Spelling(), tokenizer, 2, 2, tool_parser=OwnParser, max_failed_fraction=0.0), []
     env.guard.tell = told.append
     texts = ["boom", "none", "odd", "named"]

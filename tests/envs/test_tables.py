@@ -59,7 +59,7 @@ def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
+def test_unused_columns_are_left_out(tmp_path, ending):
     path = tmp_path / f"rows{ending}"
     data = table(TABLE)
     data.to_json(str(path)) if ending == ".jsonl" else data.to_parquet(str(path))

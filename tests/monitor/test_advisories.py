@@ -221,7 +221,7 @@ SICK = {
 
 
 @pytest.mark.parametrize("trouble", SICK)
-def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
+def test_a_planted_trouble_is_reported_alone_with_its_step_and_its_setting(trouble):
     rows, changed, since, setting = SICK[trouble]
     (advisory,) = advisories_of(rows, facts(**changed))
     assert advisory.name == re.split("[ ,]", trouble)[0] and advisory.until is None
@@ -328,7 +328,7 @@ def test_an_advisory_ends_with_the_last_step_that_showed_it():
     assert str(advisory).startswith(f"Since step {advisory.since} until step {advisory.until}: ")
 
 
-def test_an_advisory_that_comes_back_goes_on_and_is_told_once():
+def test_an_advisory_that_comes_back_goes_on_and_is_reported_once():
     rows = plant(1, 20, steps=90, response__truncated_fraction=noisy(0.9))
     for row in rows[60:]:
         row["response/truncated_fraction"] = 0.9

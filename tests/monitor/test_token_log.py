@@ -98,7 +98,7 @@ def test_each_reason_for_no_gradient_is_named(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_path):
+def test_a_group_that_was_not_scored_has_null_in_the_trainers_columns(tmp_path):
     rows = log_step(tmp_path, [group_of(0, [2, 1], [1, -1]), group_of(1, [1, 1], [0, 0])])
     skipped = rows[rows["group_id"] == 1]
     trainers = ["log_prob", "entropy", "advantage", "ratio", "correction", "weight", "clipped"]

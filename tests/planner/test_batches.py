@@ -35,7 +35,7 @@ def plan_of(*overrides, **lengths):
     return plan_batches(config(*overrides), **lengths)
 
 
-def test_the_default_config_is_told_in_its_numbers():
+def test_the_default_config_is_reported_in_its_numbers():
     # 4 prompts x 8 responses; a group is 128 + 8 x 256 = 2176 tokens, so 8192 hold three of the step's four groups, and
     # balanced micro-batches hold two each. 100,000 / 32 = 3125.
     plan = plan_of()
@@ -48,7 +48,7 @@ def test_the_default_config_is_told_in_its_numbers():
         "1 optimizer step of 32 responses (4 groups)",
         "about 2 micro-batches a step; a prompt is computed once",
         "3,125 collections, 3,125 optimizer steps, 100,000 responses",
-        "8,704 tokens a step; with the prompt beside each response, 12,288",
+        "8,704 tokens a step; with the prompt before each response, 12,288",
         "sample 32 → step 1 → push weights",
     ):
         assert sentence in text

@@ -248,7 +248,7 @@ def test_with_one_trainer_alone_sampling_and_training_take_turns(model):
     assert not plan.refused and plan.step_s == sum(plan.seconds.values())
 
 
-def test_a_reference_on_a_device_of_its_own_is_planned_beside_one_trainer(model):
+def test_a_reference_on_a_device_of_its_own_is_planned_next_to_one_trainer(model):
     device = "16xMine,memory_gib=4000,tflops=900,memory_gb_s=3000,link_gb_s=400,network_gb_s=50"
     own = scenario_of(model, device, "policy.kl_coef=0.1", "ref_model.num_devices=1")
     plan = make_plan(with_devices(own)[0])
@@ -312,7 +312,7 @@ def test_a_slow_network_is_what_training_waits_for(model):
     assert plan.seconds["train"] == pytest.approx(2 * 8 * PARAMETERS * 31 / 32 / 1e9 + state)
 
 
-def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
+def test_what_lacks_memory_is_reported_with_settings_that_were_tried(model):
     overrides = ["train_model.gradient_checkpointing=false", "inference_model.gpu_memory_utilization=0.9"]
     plan = make_plan(scenario_of(model, "64xH100", *split(40, 24, 8), *overrides))
     assert set(plan.missing) == {"train"}

@@ -236,7 +236,7 @@ def test_a_factor_on_the_logits_is_found_whatever_its_name():
     assert TrainPolicy(model).logit_factor == pytest.approx(12 / model.config.hidden_size)
 
 
-def test_chunked_attention_is_told_from_a_window():
+def test_chunked_attention_is_distinguished_from_a_window():
     model = small("Llama4ForCausalLM", intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=6,
                   layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])  # fmt: skip
     assert [call.mask for call in trial_calls(model).attention] == [Chunks(6), Band(None)]

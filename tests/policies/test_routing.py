@@ -133,7 +133,7 @@ def test_replaying_a_models_own_choice_changes_nothing_and_another_changes_somet
     torch.testing.assert_close(reference.score([with_routes(group)])[0], before, rtol=0, atol=0)
 
 
-def test_groups_without_routes_beside_others_are_left_to_the_router():
+def test_groups_without_routes_next_to_others_are_left_to_the_router():
     model = use_shared_prefix(tiny("Qwen3Moe"), router_replay=True)
     policy = TrainPolicy(model)
     plain, given = (random_group(prompt=4, lengths=[3, 5], vocab=VOCAB, seed=seed) for seed in range(2))

@@ -217,7 +217,7 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
         (["optimizer.lr=1"], "optimizer.lr has no part in the loss"),
     ],
 )
-def test_what_cannot_be_replayed_is_told_in_one_line(plain, overrides, message, capsys):
+def test_what_cannot_be_replayed_is_reported_in_one_line(plain, overrides, message, capsys):
     assert main(["replay", str(plain), "1", *overrides]) == 2
     assert message in capsys.readouterr().err
     assert main(["replay", str(plain), "9"]) == 2

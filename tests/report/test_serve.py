@@ -88,7 +88,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
                 assert half.recv(1) == b""
 
 
-def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
+def test_damage_is_reported_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:

@@ -83,7 +83,7 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
         ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_it_must_be(overrides, message):
+def test_a_wrong_value_is_reported_with_what_it_must_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(config(*overrides.split()))
 

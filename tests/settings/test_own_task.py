@@ -157,11 +157,11 @@ def test_held_out_rows_are_a_split_of_the_same_folder(folder, tokenizer):
     given = settings("env.columns={word: noun}", "env.eval_split=validation", "evaluate.rows=2", path="both")
     env = make_env(given, tokenizer)
     assert env.task.rows[0] == {"word": "train 1"} and eval_rows(given, env)[1] == {"word": "dev 2"}
-    with pytest.raises(ValueError, match="needs env.eval_path beside env.path=both, or env.eval_split"):
+    with pytest.raises(ValueError, match="needs env.eval_path next to env.path=both, or env.eval_split"):
         eval_rows(settings("env.columns={word: noun}", "evaluate.rows=2", path="both"), env)
 
 
-def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_class(folder, tokenizer):
+def test_a_task_of_ones_own_is_evaluated_next_to_another_under_the_name_of_its_class(folder, tokenizer):
     tasks = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl}, {task: 'own_tasks:Made', rows: 3}]"
     given = settings("evaluate.rows=2", tasks)
     echo, made = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
@@ -187,7 +187,7 @@ def started(monkeypatch, *words):
     return got
 
 
-def test_settings_of_the_task_in_a_config_file_give_way_to_the_command_line_and_a_wrong_one_is_told_with_the_file(
+def test_settings_of_the_task_in_a_config_file_give_way_to_the_command_line_and_a_wrong_one_is_reported_with_the_file(
     folder, monkeypatch
 ):
     (folder / "conf").mkdir()

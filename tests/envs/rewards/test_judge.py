@@ -246,7 +246,7 @@ def test_a_budget_of_tokens_needs_an_endpoint_that_counts_them(server, budget):
     for usage in (None, {"prompt_tokens": int("9" * 400), "completion_tokens": True}):
         server.usage = usage
         (error,) = ask(make(server, **budget), "42")
-        assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
+        assert f"reports no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
         judged = make(server, input_price=1.0)
         assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
 
