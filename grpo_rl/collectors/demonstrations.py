@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.collectors.base import Sampled
+from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.data.group import Group
 from grpo_rl.envs.demonstrations import Demonstrations
 
 
-class DemonstrationCollector:
+class DemonstrationCollector(Collector):
     """The `Collector` of SFT: the rows of each optimizer step in turn, every row once an epoch.
 
     Args:
