@@ -272,7 +272,7 @@ def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> 
     with contextlib.ExitStack() as stack:
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(fleet.close()))
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
         collect(1)
         return measured(decoder, lambda: collect(work.collections))
 

@@ -130,7 +130,7 @@ def build_run(
         own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
         collector = BroadcastCollector(own, weights, folder.collected) if ranks else own
         assert collector
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
 
         parts = Parts(
             env=env,

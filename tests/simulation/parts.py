@@ -95,7 +95,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
             collected,
             drops_zero_variance=setup.drops_zero_variance,
         )
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
         policy, optimizer = cast(Any, SimpleNamespace(model=model)), cast(Any, Optimizer(model))
         yield (
             Parts(
