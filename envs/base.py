@@ -33,8 +33,6 @@ __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
 ]  # fmt: skip
 
-_NO = torch.tensor([False])
-
 
 class LLMEnv(EnvBase):
     """A batch of ``num_envs`` prompts with ``repeats`` responses each; the responses to one prompt are adjacent.
@@ -220,15 +218,6 @@ class LLMEnv(EnvBase):
                 )
         return text, []
 
-    def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Ids that go behind a sampled response: the end of its turn, the reply, the beginning of the next turn.
-
-        Args:
-            last: the response's last id.
-            calls: ``tool_calls`` of the response.
-        """
-        return encode_reply(self.tokenizer, reply, last, calls)
-
     def query(self, row: int) -> str:
         """The question of a row, for people and logs."""
         return self.task.prompt(self.task.rows[row])[-1]["content"]
@@ -303,7 +292,7 @@ class LLMEnv(EnvBase):
                     keys.TOKENS_PROMPT: prompt.ids,
                     keys.GROUP_ID: torch.tensor([prompt.group_id]),
                     keys.ROW: torch.tensor([prompt.row]),
-                    **{name: _NO.clone() for name in (keys.FAILED, *DONE)},
+                    **{name: torch.tensor([False]) for name in (keys.FAILED, *DONE)},
                 }
             )
             # Shallow copies: the rows of a group share their tensors, and each gets a place for its own response.
@@ -314,7 +303,7 @@ class LLMEnv(EnvBase):
         return lazy_stack(self.step_rows(list(tensordict.unbind(0))))
 
     def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """What each row's step leads to: ``step`` without the stacking of rows, and what TorchRL does around it."""
+        """What each row's step leads to: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
         open_rows = [i for i, row in enumerate(rows) if not row[keys.HISTORY].over]
         texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])
@@ -322,7 +311,7 @@ class LLMEnv(EnvBase):
         for i, text in zip(open_rows, texts, strict=True):
             before = rows[i][keys.HISTORY]
             dialogs[i] = before.said(*self.read_turn(text, before.row))
-        cut = {i for i in open_rows if bool(rows[i].get(keys.TRUNCATED, False))}
+        cut = {i for i, row in enumerate(rows) if bool(row.get(keys.TRUNCATED if i in dialogs else "truncated", False))}
         # A turn that was cut has no end: a reply would go into the middle of a sentence.
         asked = [i for i in open_rows if i not in cut and dialogs[i].turns < dialogs[i].max_turns]
         prompts: dict[int, Tensor] = {}
@@ -343,7 +332,7 @@ class LLMEnv(EnvBase):
         if reply is None:
             return None
         response = row[keys.TOKENS_RESPONSE]
-        ids = self.encode_reply(reply, int(response[-1]) if len(response) else -1, dialog.calls)
+        ids = encode_reply(self.tokenizer, reply, int(response[-1]) if len(response) else None, dialog.calls)
         # What was sampled is never tokenised again.
         return reply, torch.cat([row[keys.TOKENS_PROMPT], response, torch.tensor(ids, dtype=torch.long)])
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -29,11 +30,11 @@ from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.prompts import Prompt
 from grpo_rl.envs.rows import DONE
-from grpo_rl.envs.task import Messages, Reward, Task
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 GOLD = "gold"
 WHOLE = "own"
-"""The part of the reward of an environment that names none: all of it."""
+"""The only part of the reward of an environment that names no parts."""
 
 
 class Asked(dict):
@@ -43,11 +44,11 @@ class Asked(dict):
         return {keys.QUERY: "", GOLD: None}  # asked before a resume
 
     def __len__(self) -> int:
-        return max(1, super().__len__())
+        return max(1, super().__len__())  # a task without rows is refused
 
 
 class OwnTask(Task):
-    """In the place of a task, where an environment scores by itself: for people and logs."""
+    """Stands in for a task where an environment scores by itself: queries and gold answers for logs."""
 
     def __init__(self, reward_parts: Sequence[str]) -> None:
         self.rows: Any = Asked()
@@ -59,7 +60,7 @@ class OwnTask(Task):
 
     @override
     def score(self, row: dict, response: str) -> Reward:
-        raise NotImplementedError
+        raise Unjudgeable("the environment scores by itself")
 
     @override
     def gold(self, row: dict) -> str | None:
@@ -75,8 +76,8 @@ class OwnPrompts:
         self._env, self._rows, self._repeats, self._asked = env, rows, repeats, asked
         self._ready: deque[Prompt] = deque()
         self._next = 0
-        self.begun: dict[int, list[TensorDictBase]] = {}
-        """The rows of each group whose prompt was given and that has not begun."""
+        self.begun: WeakKeyDictionary[Prompt, list[TensorDictBase]] = WeakKeyDictionary()
+        """The rows of each prompt, while it is in use: a group whose engine is lost begins again."""
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts."""
@@ -86,23 +87,23 @@ class OwnPrompts:
                 first = rows[at]
                 query = str(first[keys.QUERY]) if keys.QUERY in first.keys() else ""
                 self._asked[self._next] = {keys.QUERY: query, GOLD: first[GOLD] if GOLD in first.keys() else None}
-                self.begun[self._next] = rows[at : at + self._repeats]
                 self._ready.append(Prompt(self._next, self._next, query, first[keys.TOKENS_PROMPT]))
+                self.begun[self._ready[-1]] = rows[at : at + self._repeats]
                 self._next += 1
         return [self._ready.popleft() for _ in range(count)]
 
     def check(self) -> None:
-        """Prompts come one after the other, so none is looked at before its time."""
+        """Checks nothing: the environment has yet to make its prompts."""
 
     def note(self, row: int, results: Sequence[object]) -> None:
-        """There is no curriculum."""
+        """Does nothing: there is no curriculum."""
 
     def start_epoch(self, seed: int, _: int) -> None:
-        """Has the environment begin anew."""
+        """Seeds the environment."""
         self._env.set_seed(seed)
 
     def state(self) -> dict[str, int]:
-        """The number of the next group; what else an environment remembers is in its own state."""
+        """The number of the next group; the environment's own state is stored next to it."""
         return {"next_group_id": self._next}
 
     def restore(self, state: dict[str, int]) -> None:
@@ -131,8 +132,8 @@ class OwnEnv(LLMEnv):
         rows = []
         for prompt in self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts:
             plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-argument-type]
-            # A group that was in flight when its run was stopped has its prompt alone.
-            group = self._prompts.begun.pop(prompt.group_id, None) or [plain] * (repeats or self.repeats)
+            # A checkpoint keeps the prompt alone of a group in flight.
+            group = self._prompts.begun.get(prompt) or [plain] * (repeats or self.repeats)
             ids = {keys.GROUP_ID: torch.tensor([prompt.group_id]), keys.ROW: torch.tensor([prompt.row])}
             flags = {name: torch.tensor([False]) for name in (keys.FAILED, *DONE)}
             rows += [row.copy().update(ids | flags) for row in group]

@@ -117,13 +117,17 @@ class OwnEnvSpec(TaskSpec):
     ) -> LLMEnv:
         from grpo_rl.envs.own_env import OwnEnv
 
+        if split != "train":
+            _no_rows()
         own, shared = self.parted(settings)
+        if unused := [name for name in ("rewards", "mcp", "curriculum") if shared.get(name)]:
+            raise ValueError(f"env.{unused[0]} is for tasks; an environment of your own gives its rewards itself")
         made: Any = self.task(num_envs, repeats, tokenizer, seed=shared.get("seed", 0), **own)
         return OwnEnv(made, num_envs, repeats, tokenizer)
 
 
-def _no_rows(_: object, split: str) -> Sequence[dict]:
-    raise ValueError(f"an environment of one's own has no rows to read, {split}; set evaluate.rows=0 and no env.path")
+def _no_rows(*_: object) -> Sequence[dict]:
+    raise ValueError("an environment of your own has no rows to evaluate or imitate; set evaluate.rows=0")
 
 
 TASKS = {
@@ -146,7 +150,7 @@ def task_spec(name: str) -> TaskSpec:
     """The task and the loader of ``env.dataset=name``, one of :data:`TASKS` or ``package.module:Class``.
 
     Raises:
-        ValueError: there is no such class, or it is no task.
+        ValueError: there is no such class, or it is neither a task nor an environment.
 
     >>> task_spec("gsm8k").load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'

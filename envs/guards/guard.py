@@ -186,7 +186,7 @@ class ScoreGuard:
         return results
 
     def replies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The result of each call or its exception, all made at the same time; a thread that is late is left behind."""
+        """The result or exception of each call, all made at the same time; a late thread is left behind."""
         results: list[Any] = [TimeoutError(f"no reply within {self.deadline_s:g} s")] * len(calls)
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         for i, call in enumerate(calls):
@@ -260,12 +260,12 @@ class ScoreGuard:
 
 
 _idle: deque[queue.SimpleQueue[Any]] = deque()
-"""What threads wait for that have nothing to do."""
+"""A queue of each idle thread, from which it takes its next call."""
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 def in_thread(function: Callable[..., object], *arguments: object) -> None:
-    """Calls the function in a thread that does not keep the process from ending; it is used again afterwards."""
+    """Calls the function in a thread that does not keep the process from ending; idle threads are reused."""
     try:
         calls = _idle.pop()
     except IndexError:

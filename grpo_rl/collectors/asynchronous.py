@@ -241,7 +241,10 @@ class AsyncCollector(Collector):
 
     @contextmanager
     def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[Callable[[], None]]:
-        """Notes when the engine samples the group, also if it does not get to the end; gives what notes a response."""
+        """Notes when the engine samples the group, also if it does not get to the end.
+
+        Yields a function to call at the end of each response; without a call, the context's end counts.
+        """
         begun_s, version, ended_s = time.perf_counter(), self.staleness.version, None
 
         def ended() -> None:

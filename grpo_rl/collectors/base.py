@@ -39,10 +39,11 @@ class Collector(Protocol):
     sample_s: float
     """Seconds spent waiting for the last collection."""
 
-    weights: WeightSync | None = None
-
     sampled: list[Group]
     """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
+
+    weights: WeightSync | None = None
+    """What :meth:`update_policy_weights_` pushes."""
 
     def collect(self) -> list[Group]:
         """The groups of the next step, of ``env.repeats`` responses each; none where all are sampled."""

@@ -17,8 +17,9 @@ Sample = Callable[[Sequence[int], int, Sampling], Awaitable[Samples]]
 """Samples so many responses to a prompt, on an engine that is awaited."""
 
 WRITTEN = [keys.TOKENS_RESPONSE, keys.LOG_PROBS_RESPONSE, keys.VERSIONS, keys.TRUNCATED, keys.MAX_TOKENS]
-"""What a policy writes into each row; :data:`IF_THERE_ARE_ANY` beside it."""
-IF_THERE_ARE_ANY = [keys.KEPT_IDS, keys.KEPT_COUNTS, keys.ROUTES_FULL]
+"""Entries that a policy writes into each row."""
+OPTIONAL = [keys.KEPT_IDS, keys.KEPT_COUNTS, keys.ROUTES_FULL]
+"""Entries that it writes as well where its engine records them."""
 
 
 class EnginePolicy(TensorDictModuleBase):

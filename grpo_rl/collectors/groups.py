@@ -131,12 +131,12 @@ def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | N
 
 
 def verdict_of(end: TensorDictBase) -> Any:
-    """What the scorer found, of a row that is done: a reward or a failure; None in an environment of another make."""
+    """The scorer's reward or failure of a row that is done; None in an environment that is no `LLMEnv`."""
     return None if end.get(keys.HISTORY, None) is None else end[keys.HISTORY].verdict
 
 
 def _parts(end: TensorDictBase, verdict: Reward | None) -> dict[str, float]:
-    """The parts of a reward, of those that apply to the response."""
+    """The parts of the reward that apply to the response."""
     parts = end.get(keys.REWARD_PARTS, None)
     if parts is None:
         return {}

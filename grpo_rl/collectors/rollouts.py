@@ -17,7 +17,7 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
-from grpo_rl.collectors.engine_policy import IF_THERE_ARE_ANY, WRITTEN, EnginePolicy, turn_sampling, write
+from grpo_rl.collectors.engine_policy import OPTIONAL, WRITTEN, EnginePolicy, turn_sampling, write
 from grpo_rl.collectors.groups import verdict_of
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv
@@ -30,10 +30,10 @@ Step = Callable[[EnvBase, Sequence[TensorDictBase]], Awaitable[list[TensorDictBa
 
 
 def step(env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-    """The rows with what the environment made of their responses under ``next``."""
+    """The rows, with what their step led to under ``next``."""
     if isinstance(env, LLMEnv):
         after = env.step_rows(rows)
-    else:  # `EnvBase.step` takes the whole batch of the environment alone, and adds nothing to this but checks
+    else:  # a transformed one, whose `step` takes nothing but the whole batch
         after = list(env._step(lazy_stack(list(rows))).unbind(0))
     for row, led_to in zip(rows, after, strict=True):
         row.set("next", led_to)
@@ -48,11 +48,11 @@ def is_done(row: TensorDictBase) -> bool:
 def following(row: TensorDictBase) -> TensorDictBase:
     """The row of the next step: what the step led to, and what no step changes."""
     after = row["next"]
-    return after if keys.GROUP_ID in after.keys() else row.exclude("next", *WRITTEN, *IF_THERE_ARE_ANY).update(after)
+    return after if keys.GROUP_ID in after.keys() else row.exclude("next", *WRITTEN, *OPTIONAL).update(after)
 
 
 def note(env: EnvBase, rollouts: Sequence[Rollout]) -> None:
-    """Tells the environment of the rewards of a whole group, for its curriculum."""
+    """Passes the rewards of a whole group to the environment's curriculum."""
     verdicts = [verdict_of(rollout[-1]["next"]) for rollout in rollouts]
     if verdicts and verdicts[0] is not None:
         env.note(int(rollouts[0][0][keys.ROW]), verdicts)
@@ -83,12 +83,7 @@ def _advance(ready: dict[int, TensorDictBase], rollouts: list[Rollout], stepped:
             ready[i] = following(row)
 
 
-async def play(
-    env: EnvBase,
-    rows: Sequence[TensorDictBase],
-    respond: Callable[[Sequence[TensorDictBase]], Awaitable[None]],
-    step: Step,
-) -> list[Rollout]:
+async def play(env: EnvBase, rows: Sequence[TensorDictBase], respond: Respond, step: Step) -> list[Rollout]:
     """The rollouts of rows that go on together: those of one group, or a single one.
 
     Args:
@@ -132,7 +127,7 @@ def at_own_pace(rows: Iterable[TensorDictBase]) -> list[list[TensorDictBase]]:
 
 
 def takes_turns(row: TensorDictBase) -> bool:
-    """True if the policy may have several turns in a conversation of ours."""
+    """True if the policy may have several turns in a conversation of an `LLMEnv`."""
     return row.get(keys.HISTORY, None) is not None and row[keys.HISTORY].max_turns > 1
 
 

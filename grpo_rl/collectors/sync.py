@@ -29,7 +29,7 @@ class SyncCollector(Collector):
 
     Args:
         env: environment that gives prompts and scores responses.
-        policy: samples, as `EnginePolicy` does; any that writes what `grpo_rl.data.keys` says of the policy.
+        policy: an `EnginePolicy`, or any other that writes the policy's entries of `grpo_rl.data.keys`.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         collected: responses sampled before, when a run is resumed.
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
@@ -64,7 +64,7 @@ class SyncCollector(Collector):
     def collect(self) -> list[Group]:
         """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
 
-        None once ``total_dialog_turns`` responses are sampled.
+        No group once ``total_dialog_turns`` responses are sampled.
 
         Raises:
             ScoreError: no group was left up to ``total_dialog_turns``.
