@@ -121,11 +121,19 @@ def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
     return env, AgentGroups(env, settings_of(agent, task, limits, max_sessions), SAMPLING, 200)
 
 
+@contextlib.contextmanager
+def collecting(collector):
+    try:
+        yield collector
+    finally:
+        collector.shutdown()
+
+
 def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None, max_sessions=256):
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    with closing(
+    with collecting(
         SyncCollector(env, EnginePolicy(engine, SAMPLING), total, agents=SteppedGroups(groups, engine))
     ) as collector:
         return collector.collect(), env, engine, collector
@@ -257,7 +265,7 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    with closing(
+    with collecting(
         SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
     ) as collector:
         collector.collect()
@@ -400,7 +408,7 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
     engine, task = Engine(tokenizer), Length([{}])
     env, groups = groups_of(tokenizer, Scripted(script), task)
-    with closing(
+    with collecting(
         SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
     ) as collector:
         before = collector.collect()
