@@ -9,8 +9,10 @@ It is made as ``Class(num_envs, repeats, tokenizer, seed=…, …)``; its furthe
   has them. Where a conversation goes on, it writes the next ``("tokens", "prompt")``, which begins with the ids of
   prompt and response.
 
-One that is not locked to its batch (``self._batch_locked = False``) steps the rows of any one group, as conversations
-and asynchronous runs need. Its ``get_extra_state``, as JSON, is in checkpoints.
+One that is not locked to its batch (``batch_size=[]`` and ``self._batch_locked = False``) steps the rows of any one
+group, as conversations and asynchronous runs need. An asynchronous run calls ``reset`` and ``step`` from two threads,
+and a group that was in flight when it stopped begins with ``query`` and prompt alone. The environment's
+``get_extra_state``, as JSON, is in checkpoints.
 """
 
 from __future__ import annotations
@@ -102,13 +104,16 @@ class OwnPrompts:
         """Seeds the environment."""
         self._env.set_seed(seed)
 
-    def state(self) -> dict[str, int]:
-        """The number of the next group; the environment's own state is stored next to it."""
-        return {"next_group_id": self._next}
+    def state(self) -> dict[str, Any]:
+        """The number of the next group, and the environment's own state, if it has any."""
+        has_state = type(self._env).get_extra_state is not torch.nn.Module.get_extra_state
+        return {"next_group_id": self._next, "env": self._env.get_extra_state() if has_state else None}
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Goes on with the number of the next group."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state`."""
         self._next = state["next_group_id"]
+        if state["env"] is not None:
+            self._env.set_extra_state(state["env"])
 
 
 class OwnEnv(LLMEnv):
@@ -122,7 +127,8 @@ class OwnEnv(LLMEnv):
     def __init__(self, env: EnvBase, num_envs: int, repeats: int, tokenizer: PreTrainedTokenizerBase) -> None:
         parts = env.output_spec["full_reward_spec"].get(keys.REWARD_PARTS[0], None)
         super().__init__(OwnTask([WHOLE] if parts is None else list(parts.keys())), tokenizer, num_envs, repeats)
-        self.env, self._names_parts = env, parts is not None
+        self._names_parts = parts is not None
+        self.__dict__["env"] = env  # no submodule: a model that it scores with is not in checkpoints
         self._prompts: Any = OwnPrompts(env, num_envs * repeats, repeats, self.task.rows)
 
     @override
@@ -142,11 +148,11 @@ class OwnEnv(LLMEnv):
     @override
     def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         batch = lazy_stack(list(rows))
-        if self.env.batch_locked and batch.batch_size != self.env.batch_size:
+        if (self.env.batch_locked or self.env.batch_size) and batch.batch_size != self.env.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__} is locked to its batch of {self.env.batch_size.numel()} rows, and "
-                f"{len(rows)} are to be stepped, as in conversations and with mode=async; set self._batch_locked = "
-                "False in it"
+                f"{len(rows)} are to be stepped, as in conversations and with mode=async; give it batch_size=[], and "
+                "set self._batch_locked = False"
             )
         after = list(self.env.step(batch)["next"].unbind(0))
         for led_to in () if self._names_parts else after:
