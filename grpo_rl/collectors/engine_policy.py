@@ -25,8 +25,8 @@ OPTIONAL = [keys.KEPT_IDS, keys.KEPT_COUNTS, keys.ROUTES_FULL]
 class EnginePolicy(TensorDictModuleBase):
     """Samples a response for each row: for ``env.rollout``, TorchRL's collectors and ours.
 
-    Rows of one group with one prompt are sampled in one call, so the engine computes the prompt once. A row that is
-    done gets an empty response.
+    All rows that have as many tokens left are sampled in one call. If each prompt is that of as many rows of its group,
+    the engine computes it once. A row that is done gets an empty response.
 
     Args:
         engine: in this process, or a fleet that looks like one engine.
@@ -54,14 +54,17 @@ class EnginePolicy(TensorDictModuleBase):
         is_done = [bool(row.get("done", False)) for row in rows]
         for row in (row for row, done in zip(rows, is_done, strict=True) if done):
             write([row], _NOTHING, self.engine.max_model_len)
-        calls: dict[tuple[int, Sampling], list[tuple[tuple[int, ...], list[TensorDictBase]]]] = {}
-        for (_, prompt), members in by_prompt(row for row, done in zip(rows, is_done, strict=True) if not done).items():
-            sampling = turn_sampling(len(prompt), self.sampling, self.engine.max_model_len)
-            calls.setdefault((len(members), sampling), []).append((prompt, members))
-        for (size, sampling), asked in calls.items():
-            for (_, members), samples in zip(
-                asked, self.engine.generate([prompt for prompt, _ in asked], size, sampling), strict=True
-            ):
+        calls: dict[Sampling, list[TensorDictBase]] = {}
+        for row in (row for row, done in zip(rows, is_done, strict=True) if not done):
+            sampling = turn_sampling(len(row[keys.TOKENS_PROMPT]), self.sampling, self.engine.max_model_len)
+            calls.setdefault(sampling, []).append(row)
+        for sampling, asked in calls.items():
+            groups = list(by_prompt(asked).values())
+            if len({len(members) for members in groups}) > 1:  # one call all the same: responses depend on their batch
+                groups = [[row] for row in asked]
+            prompts = [members[0][keys.TOKENS_PROMPT].tolist() for members in groups]
+            sampled = self.engine.generate(prompts, len(groups[0]), sampling)
+            for members, samples in zip(groups, sampled, strict=True):
                 write(members, samples, self.engine.max_model_len)
         return lazy_stack(rows)
 
