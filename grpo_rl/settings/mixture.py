@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
+from grpo_rl.envs.own import is_env, own_class
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
@@ -83,6 +84,8 @@ def entries(settings: Sections) -> dict[str, Entry]:
                 f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
         check_names([dataset], where, [task for task in TASKS if task not in ALONE])
+        if is_name(dataset) and is_env(own_class(dataset)):
+            raise ValueError(f"{where}: an environment of your own is no task of a mixture; set env.dataset={dataset}")
         if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = select(env, "rewards.model", {})
