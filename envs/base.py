@@ -170,11 +170,11 @@ class LLMEnv(EnvBase):
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counts that the environment has beside the rewards, over the whole run."""
+        """Counts of the task and the curriculum over the whole run."""
         return self.task.counts() | (self._prompts.curriculum.metrics() if self._prompts.curriculum else {})
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
-        """Takes notice of the rewards of a group of training, which a curriculum counts."""
+        """Passes the rewards of a training group to the curriculum, if there is one."""
         self._prompts.note(row, results)
 
     def turns_of(self, row: dict) -> int:
@@ -199,7 +199,7 @@ class LLMEnv(EnvBase):
         return self.tokenizer.batch_decode([ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
 
     def read_turn(self, text: str, row: dict) -> tuple[str, list[dict[str, Any]]]:
-        """What a turn of the policy says, and its calls as OpenAI's ``tool_calls``, where the task has tools.
+        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
 
         Args:
             row: that the conversation is about; a mixture has its task read the turn.

@@ -34,10 +34,10 @@ class Dialog:
     Args:
         messages: the prompt's, then the policy's and the task's.
         row: of the data, which the conversation is about; ``where`` names it in messages.
-        max_turns: of the policy.
-        turns: that it has had.
+        max_turns: most turns of the policy.
+        turns: those so far.
         over: nothing follows.
-        verdict: the reward, or why there is none, once it was scored.
+        verdict: the reward, or the failure in its place, once the conversation was scored.
         prompt_messages: number of the prompt's messages; all of them where none is given.
     """
 
@@ -63,7 +63,7 @@ class Dialog:
         """The conversation with another turn of the policy.
 
         Args:
-            text: what it said beside its calls.
+            text: of the turn, without its calls.
             calls: ``tool_calls`` in OpenAI's form. An id of the parser's own is replaced by the call's number, in the
                 form that every chat template takes: parsers draw theirs, and a resumed run would read other ones.
         """

@@ -32,7 +32,7 @@ def own_class(name: str) -> type:
 
 
 def is_env(found: type) -> bool:
-    """True for a TorchRL environment's class; a task's is told apart without an import of TorchRL."""
+    """True for a class that derives from TorchRL's EnvBase; found by name, as a task needs no import of TorchRL."""
     return not issubclass(found, Task) and any(base.__qualname__ == "EnvBase" for base in found.__mro__)
 
 

@@ -24,7 +24,7 @@ def row_specs(
 ) -> tuple[StackedComposite, StackedComposite, Composite, Composite]:
     """The specs of observations, actions, rewards and ends, by the keys of `grpo_rl.data.keys`.
 
-    Rows differ in length, so that those of tokens are stacked lazily: one dense spec would ask to stack them.
+    Rows differ in length, so specs with tokens are stacked lazily: one dense spec would ask to stack the rows.
     """
     number, flag = Unbounded((1,), dtype=torch.long), Categorical(2, (rows, 1), dtype=torch.bool)
     observation = {

@@ -204,7 +204,7 @@ class AsyncCollector(Collector):
         return group
 
     async def _rollouts(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        """The rollouts of a group, on one engine, which holds what was said in its cache."""
+        """The rewarded group of a prompt, sampled on one engine, whose cache holds the turns before."""
         env, name = self._env, f"group-{prompt.group_id}-{self._scheduler.resampled}"
         together = at_own_pace(env.reset(prompts=[prompt], repeats=self._group_size).unbind(0))
         stepping = self._step_in_turn if len(together) == 1 else step_in_thread
@@ -228,7 +228,7 @@ class AsyncCollector(Collector):
         return group_of_rollouts(rollouts)
 
     async def _sessions(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        """The sessions of a group, on one engine, which holds what was said in its cache."""
+        """The group of sessions about a prompt, on one engine, whose cache holds the turns before."""
         agents, call = self._agents, itertools.count()
         assert agents is not None
 
