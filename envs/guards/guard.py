@@ -159,12 +159,12 @@ class ScoreGuard:
 
     def _results(self, method: str, calls: Sequence[tuple], where: str) -> list[Any]:
         """The result of each call of the task, or the exception that it raised."""
-        with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
-            if self._processes:
-                # Processes start with the first call, and again after one that was killed.
-                with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
-                    arguments = [(method, *arguments) for arguments in calls]
-                    return self._processes.map(arguments, on_result=lambda _: wait.again())
+        if self._processes:
+            # Processes start with the first call, and again after one that was killed.
+            with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
+                arguments = [(method, *arguments) for arguments in calls]
+                return self._processes.map(arguments, on_result=lambda _: wait.again())
+        with self._turn:  # one call at a time, though conversations end by themselves and a run may evaluate meanwhile
             self._task.ready(self.deadline_s)
             return self._in_thread(getattr(self._task, method), calls, where)
 
