@@ -146,9 +146,6 @@ def test_our_groups_go_through_torchrls_buffer_and_come_back(tokenizer):
 
 def test_a_prompt_that_does_not_begin_with_what_was_sampled_is_refused(tokenizer):
     class Rewrites(LLMEnv):
-        def encode_reply(self, reply, last, calls=()):
-            return [1]
-
         def step_rows(self, rows):
             after = super().step_rows(rows)
             for row in after:
