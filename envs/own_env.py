@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from grpo_rl.data import keys
-from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.base import Failure, LLMEnv
 from grpo_rl.envs.prompts import Prompt
 from grpo_rl.envs.rows import DONE
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
@@ -122,11 +122,20 @@ class OwnEnv(LLMEnv):
     Args:
         env: see the module.
         num_envs, repeats, tokenizer: those that it was made with.
+        max_failed_fraction: share of all responses, beyond which rows with ``failed`` stop the run.
     """
 
-    def __init__(self, env: EnvBase, num_envs: int, repeats: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        max_failed_fraction: float = 0.1,
+    ) -> None:
         parts = env.output_spec["full_reward_spec"].get(keys.REWARD_PARTS[0], None)
-        super().__init__(OwnTask([WHOLE] if parts is None else list(parts.keys())), tokenizer, num_envs, repeats)
+        task = OwnTask([WHOLE] if parts is None else list(parts.keys()))
+        super().__init__(task, tokenizer, num_envs, repeats, max_failed_fraction=max_failed_fraction)
         self._names_parts = parts is not None
         self.__dict__["env"] = env  # no submodule: a model that it scores with is not in checkpoints
         self._prompts: Any = OwnPrompts(env, num_envs * repeats, repeats, self.task.rows)
@@ -157,4 +166,7 @@ class OwnEnv(LLMEnv):
         after = list(self.env.step(batch)["next"].unbind(0))
         for led_to in () if self._names_parts else after:
             led_to[(*keys.REWARD_PARTS, WHOLE)] = led_to["reward"]
+        ended = [led_to for led_to in after if bool(led_to["done"].all())]
+        failure = Failure("unjudgeable", f"{type(self.env).__name__} has set {keys.FAILED}")
+        self.guard.record([failure if bool(row.get(keys.FAILED, False)) else Reward({}) for row in ended])
         return after

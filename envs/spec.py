@@ -123,7 +123,7 @@ class OwnEnvSpec(TaskSpec):
         if unused := [name for name in ("rewards", "mcp", "curriculum") if shared.get(name)]:
             raise ValueError(f"env.{unused[0]} is for tasks; an environment of your own gives its rewards itself")
         made: Any = self.task(num_envs, repeats, tokenizer, seed=shared.get("seed", 0), **own)
-        return OwnEnv(made, num_envs, repeats, tokenizer)
+        return OwnEnv(made, num_envs, repeats, tokenizer, shared.get("max_failed_fraction", 0.1))
 
 
 def _no_rows(*_: object) -> Sequence[dict]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl.envs import Compose, TransformedEnv
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.programs import Function, Program
@@ -52,6 +53,12 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
     return env
 
 
+def with_transforms(env: LLMEnv, names: Sequence[str]) -> LLMEnv:
+    """The environment in the transforms of ``env.transforms``, the last one outermost."""
+    made = [object_by_name(name, f"env.transforms[{i}]")() for i, name in enumerate(names)]
+    return TransformedEnv(env, Compose(*made)) if made else env  # pyrefly: ignore[bad-return]
+
+
 def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any) -> LLMEnv:
     return task_spec(settings.env.dataset)(
         tokenizer=tokenizer,
@@ -64,7 +71,7 @@ def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any)
 
 def _own(settings: Settings) -> dict[str, Any]:
     """The settings of the task and of the environment."""
-    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    own = {name: settings.env[name] for name in settings.env if name not in (*OF_DATA, "transforms")}
     return own | {"tool_parser": tool_parser_of(settings)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env, with_transforms
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -88,6 +88,7 @@ def build_run(
         env = make_env(settings, tokenizer)
         rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
         agent = make_agent(settings, tokenizer)
+        transformed = with_transforms(env, settings.env.transforms)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
@@ -127,7 +128,7 @@ def build_run(
             engine = NullTransport(getattr(torch, derived.dtype(settings)), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
-        own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
+        own = make_collector(transformed, engine, weights, folder.collected, agent) if folder.rank_zero else None
         collector = BroadcastCollector(own, weights, folder.collected) if ranks else own
         assert collector
         stack.callback(collector.shutdown)
@@ -149,7 +150,7 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
+        held_out = HeldOut(transformed, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from torchrl.envs import EnvBase
 from typing_extensions import override
 
 from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.base import Collector, Sampled
+from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.engine_policy import act
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
@@ -133,7 +132,7 @@ class AsyncCollector(Collector):
                 for version, prompt, group in self._scheduler.open()
             ]
             return {
-                "env": json.dumps(self._env.state_dict()),
+                **env_state(self._env),
                 "trained": self.staleness.trained,
                 "dropped": dict(self.staleness.dropped),
                 "resampled": self._scheduler.resampled,
@@ -149,7 +148,7 @@ class AsyncCollector(Collector):
         """Goes on from :meth:`state_dict`: groups that were in flight are sampled again."""
 
         async def restore() -> None:
-            self._env.load_state_dict(json.loads(state["env"]))
+            restore_env(self._env, state)
             self.staleness.trained, self.staleness.dropped = state["trained"], Counter(state["dropped"])
             self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
             self._scheduler.resampled = state["resampled"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,8 @@ from typing_extensions import override
 from grpo_rl.data.group import Group
 
 if TYPE_CHECKING:
+    from torchrl.envs import EnvBase
+
     from grpo_rl.weights.push import WeightSync
 
 
@@ -82,6 +85,19 @@ class Collector(Protocol):
     def shutdown(self) -> None:
         """Ends the sampling that is under way; the engines stay alive."""
         ...
+
+
+def env_state(env: EnvBase) -> dict[str, Any]:
+    """The data position and the counts of an environment as JSON, and the state of the transforms around it, if any."""
+    inner = getattr(env, "base_env", env)
+    return {"env": json.dumps(inner.state_dict())} | ({} if inner is env else {"transforms": dict(env.state_dict())})
+
+
+def restore_env(env: EnvBase, state: Mapping[str, Any]) -> None:
+    """Goes on from :func:`env_state`; transforms that were added since then begin anew."""
+    getattr(env, "base_env", env).load_state_dict(json.loads(state["env"]))
+    if "transforms" in state:
+        env.load_state_dict(state["transforms"])
 
 
 class BroadcastCollector(Collector):

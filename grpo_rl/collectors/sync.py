@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.collectors.agents import SteppedGroups
-from grpo_rl.collectors.base import Collector, Sampled
+from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollouts import Policy, note, play_all
 from grpo_rl.data.group import Group
@@ -88,12 +87,12 @@ class SyncCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, data position included, for a checkpoint."""
-        state = {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
+        state = env_state(self._env) | {"left_out": [self.dropped_groups, self.filtered_groups]}
         return state | ({"agents": self._agents.groups.state()} if self._agents else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state_dict`; the constructor got how much was collected."""
-        self._env.load_state_dict(json.loads(state["env"]))
+        restore_env(self._env, state)
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:
             self._agents.groups.restore(state["agents"])

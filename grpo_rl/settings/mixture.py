@@ -24,9 +24,9 @@ TAKEN = ("error", "timeout", "invalid", "unjudgeable", "groups")
 """Names that no task of a mixture can have: ``failed/error`` counts errors."""
 ALONE = (MIXTURE, "agent")
 """Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
-OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
+OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "transforms", "mixture")
 """Settings that a single task of a mixture can't have."""
-OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
+OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum", "transforms")
 """Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
 EPISODES = ("openenv", "verifiers")
 """Tasks that reward the steps of an episode, which an agent's session is not."""
@@ -165,5 +165,7 @@ def check_agent(settings: Sections) -> None:
         raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
     if scorer is None and not settings.env.path:
         raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
+    if settings.env.transforms:
+        raise ValueError("env.transforms are for environments; an agent's sessions have their own; leave it out")
     if settings.env.curriculum:
         raise ValueError("env.curriculum counts the rewards of responses, not of an agent's sessions; leave it out")

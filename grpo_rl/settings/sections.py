@@ -74,6 +74,10 @@ class Env(Section):
     mcp: tuple[object, ...] = setting(
         (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
     )
+    transforms: tuple[str, ...] = setting(
+        (),
+        "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)",
+    )
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings, as plain values; as a mapping a section has them next to its own."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torchrl.collectors import Collector
@@ -17,8 +19,12 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import run_script
 
 SAMPLING = Sampling(max_new_tokens=8)
+SOTA = Path(__file__).parents[2] / "sota"
+ASYNC = ["inference_model.engine=vllm", "train.optim_batch_size=16"]
 FIELDS = ("prompt_ids", "response_ids", "log_probs", "versions", "trainable", "offsets", "rewards", "truncated")
 
 
@@ -132,6 +138,49 @@ def test_a_transform_that_rewrites_prompts_changes_what_the_policy_reads_and_wha
     assert all(prompt[0] == 7 for prompt in seen)
     wholes = [[*group.prompt_ids.tolist(), *ids.tolist()] for group in groups for ids in group.responses]
     assert all(any(whole[: len(prompt)] == prompt for whole in wholes) for prompt in seen)
+
+
+class Numbered(Transform):
+    """Adds one more to the reward with each step."""
+
+    def __init__(self):
+        super().__init__(in_keys=["reward"], out_keys=["reward"])
+        self.register_buffer("steps", torch.tensor(0.0))
+
+    def _step(self, tensordict, next_tensordict):
+        self.steps += 1
+        for row in next_tensordict.unbind(0):
+            row["reward"] = row["reward"] + self.steps
+        return next_tensordict
+
+
+def test_a_collector_goes_on_with_the_data_position_and_the_state_of_transforms(tokenizer):
+    def collector():
+        return SyncCollector(TransformedEnv(env_of(OneTurn(), tokenizer), Numbered()), policy_for(tokenizer), 60)
+
+    whole, stopped, resumed = collector(), collector(), collector()
+    whole.collect()
+    stopped.collect()
+    resumed.load_state_dict(stopped.state_dict())
+    after = resumed.collect()
+    assert all(map(same, whole.collect(), after))
+    assert all(torch.equal(group.rewards, group.reward_parts["letters"] + 2.5) for group in after)
+
+
+def doubled():
+    """A transform that doubles rewards, for runs."""
+    return RewardScaling(loc=0.0, scale=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo.py", pytest.param("grpo_async.py", marks=pytest.mark.nightly)])
+def test_a_run_trains_on_the_rewards_of_its_transforms(tiny_run, tmp_path, monkeypatch, script):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    words = [*tiny_run, "env.transforms=[test_torchrl_parts:doubled]"]
+    folder = run_script(SOTA / script, [*words, *(ASYNC if script == "grpo_async.py" else ())], tmp_path / "run")
+    for row in read_metrics(folder / "metrics.jsonl"):
+        parts = [row[f"reward/{part}"] for part in ("correctness", "reasoning_format", "answer_format")]
+        assert row["reward/mean"] == pytest.approx(2 * sum(parts))
 
 
 def test_our_groups_go_through_torchrls_buffer_and_come_back(tokenizer):

@@ -20,6 +20,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script
 
 SOTA = Path(__file__).parents[2] / "sota"
+ASYNC = ["inference_model.engine=vllm", "train.optim_batch_size=16"]
 MODULE = '''
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
@@ -120,7 +121,7 @@ def test_it_trains_in_turns(module, tiny_run, tmp_path, turns):
 @pytest.mark.nightly
 def test_it_trains_while_it_samples(module, tiny_run, tmp_path):
     pytest.importorskip("ray")
-    folder = run_script(SOTA / "grpo_async.py", [*words(module, tiny_run), "env.turns=2"], tmp_path / "run")
+    folder = run_script(SOTA / "grpo_async.py", [*words(module, tiny_run), *ASYNC, "env.turns=2"], tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows and all("reward/share" in row for row in rows)
 
