@@ -114,7 +114,6 @@ class LLMEnv(EnvBase):
         kept = Curriculum(bounds, task) if bounds else None
         prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed, kept)
         super().__init__(batch_size=[num_envs * repeats])
-        self._batch_locked = False  # any rows can be stepped
         self.task, self.tokenizer, self._prompts = task, tokenizer, prompts
         self.num_envs, self.repeats, self.max_prompt_tokens = num_envs, repeats, max_prompt_tokens
         self.max_turns = max_turns if plays_turns(task) else 1

@@ -93,7 +93,7 @@ TASKS = {
     "math": lambda: Math([{"problem": "1 + 1?", "answer": "2"}, {"problem": "2 + 3?", "answer": "5"}]),
     "countdown": lambda: Countdown([{"numbers": [1, 2], "target": 3}, {"numbers": [4, 2], "target": 8}]),
     "ifeval": lambda: IFEval(
-        [{"prompt": text, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for text in "ab"]
+        [{"key": 1, "prompt": text, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for text in "ab"]
     ),
     "search_qa": lambda: SearchQA(
         [{"question": text, "answer": "Steventon", "documents": ["Emma"]} for text in "ab"], SearchIndex(PAPERS)

@@ -52,7 +52,7 @@ class Letters(EnvBase):
         rows = []
         for row in tensordict.unbind(0):
             ids, turn = row["tokens", "response"], row["turn"] + 1
-            text = self.tokenizer.decode(ids)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
             share = torch.tensor([text.count(self.letter) / max(1, len(text))])
             whole = torch.cat([row["tokens", "prompt"], ids, torch.tensor(self.tokenizer("more")["input_ids"])])
             done = turn == self.turns
@@ -90,7 +90,13 @@ def test_its_groups_are_complete_and_its_rewards_theirs(module, tiny_run, tokeni
     config = compose_config("grpo_gsm8k", [*words(module, tiny_run), f"env.turns={turns}", "env.num_envs=2"])
     env = make_env(Settings.read(config), tokenizer)
     end = tokenizer.eos_token_id
-    engine = ScriptedEngine(lambda prompt, g: [*tokenizer("e" * g + "x")["input_ids"], end])
+
+    def says(prompt, g):
+        """A letter more in each response of a group; later turns repeat the first."""
+        first, x, _ = tokenizer.decode(prompt, skip_special_tokens=True).partition(".")[2].partition("x")
+        return [*tokenizer("e" * (len(first) if x else g) + "x")["input_ids"], end]
+
+    engine = ScriptedEngine(says)
     collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=20)), 1000)
     for first in (0, 2):
         groups = collector.collect()
