@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
