@@ -23,7 +23,7 @@ from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
-from grpo_rl.envs.rows import DONE, led_to, row_specs
+from grpo_rl.envs.rows import DONE, dialog_of, led_to, row_specs
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
@@ -120,7 +120,8 @@ class LLMEnv(EnvBase):
         self.guard = ScoreGuard(task, score_timeout_s, max_failed_fraction)
         self._reading = threading.Lock()
         specs = row_specs(num_envs * repeats, len(tokenizer), task.reward_parts)
-        self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs  # pyrefly: ignore[bad-assignment]
+        for name, spec in zip(("observation_spec", "action_spec", "reward_spec", "done_spec"), specs, strict=True):
+            setattr(self, name, spec)
 
     @cached_property
     def held_out_guard(self) -> ScoreGuard:
@@ -305,11 +306,11 @@ class LLMEnv(EnvBase):
     def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """What each row's step leads to: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
-        open_rows = [i for i, row in enumerate(rows) if not row[keys.HISTORY].over]
+        open_rows = [i for i, row in enumerate(rows) if not dialog_of(row).over]
         texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])
         dialogs: dict[int, Dialog] = {}
         for i, text in zip(open_rows, texts, strict=True):
-            before = rows[i][keys.HISTORY]
+            before = dialog_of(rows[i])
             dialogs[i] = before.said(*self.read_turn(text, before.row))
         cut = {i for i, row in enumerate(rows) if bool(row.get(keys.TRUNCATED if i in dialogs else "truncated", False))}
         # A turn that was cut has no end: a reply would go into the middle of a sentence.

@@ -17,6 +17,7 @@ and a group that was in flight when it stopped begins with ``query`` and prompt 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -125,6 +126,8 @@ class OwnEnv(LLMEnv):
         max_failed_fraction: share of all responses, beyond which rows with ``failed`` stop the run.
     """
 
+    env: EnvBase
+
     def __init__(
         self,
         env: EnvBase,
@@ -146,7 +149,7 @@ class OwnEnv(LLMEnv):
     ) -> TensorDictBase:
         rows = []
         for prompt in self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts:
-            plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-argument-type]
+            plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-assignment]
             # A checkpoint keeps the prompt alone of a group in flight.
             group = self._prompts.begun.get(prompt) or [plain] * (repeats or self.repeats)
             ids = {keys.GROUP_ID: torch.tensor([prompt.group_id]), keys.ROW: torch.tensor([prompt.row])}
@@ -159,7 +162,7 @@ class OwnEnv(LLMEnv):
         batch = lazy_stack(list(rows))
         if (self.env.batch_locked or self.env.batch_size) and batch.batch_size != self.env.batch_size:
             raise ValueError(
-                f"{type(self.env).__name__} is locked to its batch of {self.env.batch_size.numel()} rows, and "
+                f"{type(self.env).__name__} is locked to its batch of {math.prod(self.env.batch_size)} rows, and "
                 f"{len(rows)} are to be stepped, as in conversations and with mode=async; give it batch_size=[], and "
                 "set self._batch_locked = False"
             )

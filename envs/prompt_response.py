@@ -141,7 +141,7 @@ class PromptResponse(GroupTask):
         if not rows:
             return []
         away = self._named()
-        results = dict(zip(away, self._called_away(away, rows, responses), strict=True)) if away else {}
+        results = dict(zip(away, self._called_in_process(away, rows, responses), strict=True)) if away else {}
         here = [function for function, _ in self._functions if function.where not in results]
         batch = self._batch(here, rows, responses)
         results |= {function.where: function(batch, len(rows)) for function in here}

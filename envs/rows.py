@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
@@ -16,6 +17,16 @@ from grpo_rl.envs.guards.guard import Failure
 from grpo_rl.envs.task import Reward
 
 DONE = ("done", "terminated", "truncated")
+
+
+def dialog_of(row: TensorDictBase) -> Dialog:
+    """The conversation of a row of an `LLMEnv`."""
+    return cast(Dialog, row[keys.HISTORY])
+
+
+def next_of(row: TensorDictBase) -> TensorDictBase:
+    """What the step of a row led to."""
+    return cast(TensorDictBase, row["next"])
 
 
 def row_specs(
@@ -60,9 +71,9 @@ def led_to(
         cut: rows whose conversation met a limit before the policy was done.
         prompts: of the next turns, of the rows that go on.
     """
-    after = []
+    after: list[TensorDictBase] = []
     for i, row in enumerate(rows):
-        dialog = dialogs.get(i, row[keys.HISTORY])
+        dialog = dialogs.get(i) or dialog_of(row)
         verdict = dialog.verdict if i in dialogs else None  # a conversation that was over had its reward
         reward, failed = verdict if isinstance(verdict, Reward) else None, isinstance(dialog.verdict, Failure)
         total = reward.total if reward else math.nan if failed and verdict else 0.0
@@ -71,7 +82,7 @@ def led_to(
         after.append(
             TensorDict(
                 {
-                    keys.HISTORY: NonTensorData(dialog),  # pyrefly: ignore[bad-assignment]
+                    keys.HISTORY: NonTensorData(dialog),
                     keys.TOKENS_PROMPT[0]: {keys.TOKENS_PROMPT[1]: prompts.get(i, row[keys.TOKENS_PROMPT])},
                     keys.REWARD[-1]: torch.tensor([total]),
                     keys.REWARD_PARTS[0]: parts,

@@ -15,6 +15,7 @@ from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples
 from grpo_rl.envs.base import Failure, Prompt, Reward
+from grpo_rl.envs.rows import dialog_of, next_of
 
 
 def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
@@ -105,16 +106,16 @@ class Trajectory:
                     )
                 made.read(whole[len(before) :])
         last = rollout[-1]
-        made.truncated = bool(last.get(keys.TRUNCATED, False)) or bool(last["next"].get("truncated", False))
+        made.truncated = bool(last.get(keys.TRUNCATED, False)) or bool(next_of(last).get("truncated", False))
         return made
 
 
 def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | None:
     """The group of all rows of one prompt, with their rewards; None where fewer than two have one."""
-    rollouts = [rollout for rollout in rollouts if not bool(rollout[-1]["next"].get(keys.FAILED, False))]
+    rollouts = [rollout for rollout in rollouts if not bool(next_of(rollout[-1]).get(keys.FAILED, False))]
     if len(rollouts) < 2:
         return None
-    first, ends = rollouts[0][0], [rollout[-1]["next"] for rollout in rollouts]
+    first, ends = rollouts[0][0], [next_of(rollout[-1]) for rollout in rollouts]
     group = group_of_trajectories(
         int(first[keys.GROUP_ID]),
         int(first[keys.ROW]),
@@ -132,7 +133,7 @@ def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | N
 
 def verdict_of(end: TensorDictBase) -> Any:
     """The scorer's reward or failure of a row that is done; None in an environment that is no `LLMEnv`."""
-    return None if end.get(keys.HISTORY, None) is None else end[keys.HISTORY].verdict
+    return None if end.get(keys.HISTORY, None) is None else dialog_of(end).verdict
 
 
 def _parts(end: TensorDictBase, verdict: Reward | None) -> dict[str, float]:

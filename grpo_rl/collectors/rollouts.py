@@ -22,6 +22,7 @@ from grpo_rl.collectors.groups import verdict_of
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.guards.guard import in_thread, outcome
+from grpo_rl.envs.rows import dialog_of, next_of
 
 Rollout = list[TensorDictBase]
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -47,13 +48,13 @@ def is_done(row: TensorDictBase) -> bool:
 
 def following(row: TensorDictBase) -> TensorDictBase:
     """The row of the next step: what the step led to, and what no step changes."""
-    after = row["next"]
+    after = next_of(row)
     return after if keys.GROUP_ID in after.keys() else row.exclude("next", *WRITTEN, *OPTIONAL).update(after)
 
 
-def note(env: EnvBase, rollouts: Sequence[Rollout]) -> None:
+def note(env: LLMEnv, rollouts: Sequence[Rollout]) -> None:
     """Passes the rewards of a whole group to the environment's curriculum."""
-    verdicts = [verdict_of(rollout[-1]["next"]) for rollout in rollouts]
+    verdicts = [verdict_of(next_of(rollout[-1])) for rollout in rollouts]
     if verdicts and verdicts[0] is not None:
         env.note(int(rollouts[0][0][keys.ROW]), verdicts)
 
@@ -128,7 +129,7 @@ def at_own_pace(rows: Iterable[TensorDictBase]) -> list[list[TensorDictBase]]:
 
 def takes_turns(row: TensorDictBase) -> bool:
     """True if the policy may have several turns in a conversation of an `LLMEnv`."""
-    return row.get(keys.HISTORY, None) is not None and row[keys.HISTORY].max_turns > 1
+    return row.get(keys.HISTORY, None) is not None and dialog_of(row).max_turns > 1
 
 
 async def gathered(work: Iterable[Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:

@@ -19,6 +19,7 @@ from grpo_rl.collectors.rollouts import play_all
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampler, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.rows import dialog_of, next_of
 from grpo_rl.envs.task import last_said
 
 
@@ -174,7 +175,7 @@ def evaluate(
     with draws:
         asked = list(env.reset(rows=rows, repeats=samples).unbind(0))
         rollouts, _ = play_all(env, EnginePolicy(engine, sampling), asked)
-    dialogs = [rollout[-1]["next", keys.HISTORY] for rollout in rollouts]
+    dialogs = [dialog_of(next_of(rollout[-1])) for rollout in rollouts]
     return judged(
         env.task,
         [dialog.verdict for dialog in dialogs],
