@@ -309,7 +309,7 @@ def test_a_process_that_cant_be_started_is_named_by_each_check(tmp_path, monkeyp
     with child_process(20.0) as run:
         found = list(all_findings(dict.fromkeys(("a", "b"), ("planted_checks", ())), Case(None, tmp_path), run))
     assert [(finding.kind, finding.about) for finding in found] == [("FIX", "a"), ("FIX", "b")]
-    assert "exit code 3; its last words: no room" in found[0].text
+    assert "exit code 3; its last output: no room" in found[0].text
 
 
 @pytest.mark.nightly
