@@ -63,13 +63,7 @@ def make_agent_task(
     max_session_tokens: int = 100_000,
     max_sessions: int = 256,
 ) -> Task:
-    """The scorer's task of these rows, or :class:`Told`.
-
-    Args:
-        scorer: one of the values of ``env.dataset``.
-        scorer_settings: its own.
-
-    The others are read by what plays the sessions (`grpo_rl.collectors.agents`).
+    """The scorer's task of these rows, or :class:`Told`; what plays the sessions reads the other settings.
 
     Raises:
         ValueError: the scorer rewards the steps of an episode.

@@ -53,15 +53,9 @@ class Calculator(ToolTask):
     >>> task.reply(row, messages) is None, task.score_dialog(row, messages).parts
     (True, {'correctness': 2.0, 'tool_use': 0.5, 'answer_format': 0.5})
 
-    Args:
-        rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
-        correctness: paid where the last message answers, and its number equals the gold number, see
-            :func:`~grpo_rl.envs.gsm8k.is_right`.
-        tool_use: paid where an expression with an operation was calculated, and a later message of the policy has its
-            result, as a number.
-        answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.
-        form, tool_role, system_prompt: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
-        examples: ``question``, ``call`` and ``answer`` of solved problems, shown as earlier turns.
+    Rows have ``question`` and ``answer``; the gold number is what follows ``####`` in the answer. ``tool_use`` is paid
+    where an expression with an operation was calculated, and a later message of the policy has its result, as a number.
+    Settings: `grpo_rl.settings.tasks.Calculator`.
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a key, or a row's answer has no number.
@@ -142,12 +136,8 @@ def _numbers(text: str) -> set[str]:
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    """Problems with ``question`` and ``answer``.
-
-    Args:
-        path: ``arithmetic`` for :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out;
-            otherwise as :func:`grpo_rl.envs.gsm8k.load_rows` takes it: a file, a shipped set, or None for the hub's.
-        split: ``train`` or ``test``; a file is one split.
+    """Problems of :func:`grpo_rl.envs.gsm8k.load_rows`, or by the path ``arithmetic`` of
+    :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out.
 
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'

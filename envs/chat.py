@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.tables import EXTRA_FIELDS
+from grpo_rl.envs.tables import EXTRA_FIELDS, is_message
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
@@ -106,8 +106,7 @@ def _written(message: Mapping[str, Any]) -> str:
 
 
 def _check_reply(reply: Any) -> None:
-    whole = isinstance(reply, list) and reply and all(isinstance(message, dict) for message in reply)
-    if not whole or not all(isinstance(message.get(key), str) for message in reply for key in ("role", "content")):
+    if not isinstance(reply, list) or not reply or not all(map(is_message, reply)):
         raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 

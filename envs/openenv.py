@@ -33,10 +33,8 @@ class OpenEnv(Episodes[Any]):
 
     Source: https://github.com/meta-pytorch/OpenEnv, protocol of openenv 0.10.
 
-    Args:
-        rows: arguments of the server's ``reset``, such as ``seed``.
-        url: the server, ``http://127.0.0.1:8000``; no other address is contacted, and redirects are not followed.
-        system_prompt: the first message; None or an empty text leaves it out.
+    Rows are arguments of the server's ``reset``, such as ``seed``. No other address than ``url`` is contacted, and
+    redirects are not followed. Settings: `grpo_rl.settings.tasks.OpenEnv`.
 
     Raises:
         ValueError: the address is none, or no one answers there.
@@ -158,12 +156,7 @@ def _observation(data: Mapping[str, Any]) -> str:
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", episodes: int = 1000) -> Sequence[dict]:
-    """Arguments of ``reset``.
-
-    Args:
-        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None makes seeds.
-        split: ``train`` or ``test``, which has other seeds; a file is one split.
-        episodes: how many seeds; a tenth as many are held out.
+    """Arguments of ``reset``, of :func:`grpo_rl.envs.tables.load_rows`; without a path seeds, others in each split.
 
     >>> load_rows(episodes=2), load_rows(split="test", episodes=20)
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000000}, {'seed': 1000000001}])

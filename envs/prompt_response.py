@@ -55,16 +55,9 @@ class PromptResponse(GroupTask):
     The chat template gets all other keys of the messages, such as ``tool_calls`` and ``reasoning_content``,
     and the JSON schemas in a row's ``tools``.
 
-    Args:
-        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
-            where there is no such column, the messages in ``messages``. Of messages, an assistant's last one is no part
-            of the prompt: it is the demonstration.
-        reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
-            weight. Functions themselves are taken too. The parts of the reward bear these names, without the module.
-            None where all rewards are added ones, as in ``env.rewards``.
-        prompt_column: of the rows.
-        completion_column: of the rows, the data's own response; None where there is none.
-        system_prompt: the first message, for prompts that have none of their own.
+    A row's prompt is a text, a list of texts (joined by spaces), or chat messages with role and content; where there is
+    no such column, the messages in ``messages``. Of messages, an assistant's last one is no part of the prompt: it is
+    the demonstration. Settings: `grpo_rl.settings.tasks.PromptResponse`; ``reward`` may be functions themselves, too.
 
     A function that is named is called in a process of its own, which keeps what the function keeps, and is killed where
     a call takes too long or freezes; then another one is started. A function itself, as from one's own script, is

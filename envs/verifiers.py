@@ -308,15 +308,7 @@ def load_rows(
     episodes: int | None = None,
     held_out: float = 0.1,
 ) -> Sequence[dict]:
-    """The tasks of a taskset, as plain values.
-
-    Args:
-        path: None; the data is the taskset's.
-        split: ``train``, or ``test`` for those held out, which come last.
-        name: the taskset, as verifiers finds it: an installed package, or one that comes with it.
-        taskset: its settings, those of ``--env.taskset``.
-        episodes: how many tasks are taken; None takes all.
-        held_out: share of them that is held out.
+    """The tasks of a taskset, as plain values; those held out come last. Settings: `grpo_rl.settings.tasks.Verifiers`.
 
     Raises:
         ValueError: a path is given; verifiers or the taskset can't be loaded; it has no end, or too few tasks; it needs

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from typing_extensions import override
+
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
@@ -20,6 +22,11 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
 CORRECTNESS = ("accuracy", "correctness")
 """Reward parts that are above 0 for right responses, where a reward names none."""
+
+
+def _of_task(name: str) -> Callable[..., Any]:
+    """A method that is the inner task's own."""
+    return lambda self, given: getattr(self.task, name)(given)
 
 
 class WithRewards(GroupTask):
@@ -91,30 +98,16 @@ class WithRewards(GroupTask):
         for made in self._made:
             made.place(device)
 
-    def prompt(self, row: dict) -> Messages:
-        """The task's prompt."""
-        return self.task.prompt(row)
-
-    def tools_of(self, row: dict) -> Sequence[Any]:
-        """The task's tools."""
-        return self.task.tools_of(row)
-
-    def gold(self, row: dict) -> str | None:
-        """The task's gold answer."""
-        return self.task.gold(row)
-
-    def is_right(self, reward: Reward) -> bool | None:
-        """The task's own verdict."""
-        return self.task.is_right(reward)
+    prompt: Any = _of_task("prompt")
+    tools_of: Any = _of_task("tools_of")
+    gold: Any = _of_task("gold")
+    is_right: Any = _of_task("is_right")
+    final_answers: Any = _of_task("final_answers")
 
     @property
     def tells_right(self) -> bool:
         """True if the task itself judges which responses are right."""
         return self.task.tells_right
-
-    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
-        """The task's own extraction."""
-        return self.task.final_answers(responses)
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each response; neighbours with the same row are the responses to one prompt.
@@ -216,8 +209,8 @@ class WithRewards(GroupTask):
 class WithRewardsInTurns(WithRewards):
     """A task of several turns with rewards added; these judge the policy's last message."""
 
+    @override
     def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """The task's reply."""
         return self.task.reply(row, messages)
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:

@@ -62,24 +62,7 @@ class Judge:
     Counts are of the run, over resumes.
     The judges of a mixture's tasks that have the same settings share one budget.
 
-    Args:
-        url: of the endpoint, up to and with ``/v1``.
-        model: the judge's name there.
-        rubric: what a response is graded by, in words.
-        low: lowest score; it gives 0.
-        high: highest score; it gives 1.
-        auth_variable: name of the environment variable with the endpoint's key; None: no key is sent.
-        reference: whether the judge sees the row's gold answer, where there is one.
-        structured: whether JSON of the verdict's schema is requested, which most enforce.
-        max_tokens: of the judge's reply.
-        concurrency: requests at the same time.
-        retries: further tries of a request that failed for now.
-        deadline_s: seconds of one try; no try begins at the end of the scorer's deadline.
-        budget_calls: requests of the run, repeated ones included, after which it has no judge; None: any number.
-        budget_tokens: tokens of requests and replies, likewise; the endpoint has to give its ``usage``.
-        budget_cost: their price, likewise.
-        when_spent: ``stop`` ends the run where a budget is used up; ``drop`` goes on without this part of the reward.
-        input_price: of a million tokens of requests, in any currency; ``output_price`` of replies.
+    The score ``low`` gives 0, ``high`` 1. docs/judges.md has the other settings.
 
     Raises:
         ValueError: a setting makes no sense.

@@ -174,11 +174,11 @@ def _found(path: str | Path | None, name: str) -> Iterator[Document]:
         yield from (_document(title, text, name) for title, text in titles.items())
         return
     for split in ("train",) if path else HUB_SPLITS.values():
-        for where, row, _ in tables.load_rows(name, split).placed():
+        for row in tables.load_rows(name, split):
             if "title" in row and "text" in row:
-                yield _document(row["title"], row["text"], where)
+                yield _document(row["title"], row["text"], row.where)
             else:
-                yield from _context(row, where)
+                yield from _context(row, row.where)
 
 
 def _titled(file: Path) -> dict | None:

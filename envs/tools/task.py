@@ -14,8 +14,6 @@ from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, 
 from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
 from grpo_rl.envs.tools.schemas import read_arguments
 
-FORMS = ("line", "json", "function")
-ROLES = ("tool", "user")
 LIMITS = Limits(calls=MAX_CALLS)
 EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 
@@ -23,18 +21,8 @@ EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 class ToolTask(Task):
     """A task of several turns: the policy's calls are run and replied to, until it states an answer.
 
-    Args:
-        rows: with a ``question``.
-        tool: what the policy can call.
-        weights: of the reward's parts.
-        form: how the prompt writes a call, see `grpo_rl.envs.tools.calls`; both forms are read. With ``function`` the
-            chat template shows the tool, and calls are in the model's own format.
-        tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where a call stands; None or an empty text leaves it out.
-        examples: ``question``, ``call``, ``result`` and ``answer`` of answered questions, shown as earlier turns.
-
-    Raises:
-        ValueError: a setting makes no sense, or an example lacks a key.
+    Both forms of `grpo_rl.envs.tools.calls` are read, whichever the prompt shows. Rows have a ``question``, examples
+    ``question``, ``call``, ``result`` and ``answer``. Settings: `grpo_rl.settings.tasks.Calculator`.
     """
 
     def __init__(
@@ -47,13 +35,9 @@ class ToolTask(Task):
         system_prompt: str | None,
         examples: Sequence[Mapping[str, str]],
     ) -> None:
-        if form not in FORMS:
-            raise ValueError(f"env.form={form}; a call is written as {' or '.join(FORMS)}")
         self._is_function = form == "function"
         if self._is_function and tool_role != "tool":
             raise ValueError(f"env.tool_role={tool_role} with env.form=function: results of functions come as tool")
-        if tool_role not in ROLES:
-            raise ValueError(f"env.tool_role={tool_role}; results come in the role {' or '.join(ROLES)}")
         check_weights(weights)
         self.rows, self._tool, self._weights, self.reply_role = rows, tool, weights, tool_role
         self.tools = (tool.schema,) if self._is_function else ()
