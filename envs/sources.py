@@ -16,6 +16,7 @@ from typing import Any
 
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Endings of compressed files of text, behind that of their format, and what opens them."""
+_FORMATS = ".jsonl, .json, .csv, .parquet"
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -110,22 +111,27 @@ def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Row]:
     ending = _ending(file)
     if ending is None:
         raise ValueError(
-            f"{file} is no file that ends in .jsonl, .json, .csv, .parquet, no folder or pattern of such files, and no "
-            "hub name (owner/name)"
+            f"{file} is no file that ends in {_FORMATS}, no folder or pattern of such files, and no hub name "
+            "(owner/name)"
         )
     if ending in ("jsonl", "json"):
         return _of_json(file, choose)
-    # Imported here: it takes a second, which other files need not pay.
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
     options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)} if ending == "csv" else {}
-    try:
-        data = load_dataset(ending, data_files=glob.escape(str(file)), split="train", **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"{file} can't be read: {error.__cause__ or error}") from error
+    data = _loaded(str(file), "", ending, data_files=glob.escape(str(file)), split="train", **options)
     return _of_table(data, str(file), choose)
+
+
+def _loaded(what: str, remedy: str, *named: str | None, **options: Any) -> Any:
+    """The table that `datasets` reads; it takes a second to import, which other files need not pay."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+    from httpx2 import HTTPError  # what huggingface_hub raises
+
+    try:
+        return load_dataset(*named, **options)
+    except (DatasetsError, HTTPError, OSError, ValueError) as error:
+        raise ValueError(f"{what} can't be read: {error.__cause__ or error}{remedy}") from error
 
 
 def _of_json(file: Path, choose: Choose) -> list[Row]:
@@ -174,7 +180,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
         try:
             by_split = load_dataset_builder(str(folder.absolute()), source.subset).config.data_files or {}
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder} can't be read: {error}; env.subset chooses a configuration") from error
+            raise ValueError(f"{folder} can't be read: {error}; it needs files of one format, {_FORMATS}") from error
     # One split alone is read for any, as a file is, unless a setting names another.
     if split not in by_split and not (source.split or source.subset) and len(by_split) == 1:
         (split,) = by_split
@@ -190,23 +196,16 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
 
 def _of_hub(source: Source, split: str, choose: Choose) -> list[Row]:
     """The rows of a split of a data set of the hub, or of its cache."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-    from httpx2 import HTTPError  # what huggingface_hub raises
-
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
-    path = str(source.path).removeprefix(HUB_PREFIX)
-    name, _, subset = path.partition(":")
+    name, _, subset = str(source.path).removeprefix(HUB_PREFIX).partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
-    try:
-        data = load_dataset(name, source.subset or subset or None, split=split, revision=source.revision)
-    except (ConnectionError, DatasetsError, HTTPError, ValueError) as error:
-        # A ValueError names the splits and configurations that there are.
-        raise ValueError(
-            f"{path} can't be had from the hub, split {split} ({error}); env.subset, env.split and env.eval_split "
-            "choose others; with a copy of it, set env.path=FILE.jsonl (and env.eval_path for the held-out rows)"
-        ) from error
+    remedy = (
+        "; env.subset, env.split and env.eval_split choose others; with a copy of it, set env.path=FILE.jsonl (and "
+        "env.eval_path for the held-out rows)"
+    )
+    what = f"{name}, split {split}, of the hub"
+    data = _loaded(what, remedy, name, source.subset or subset or None, split=split, revision=source.revision)
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
     if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):

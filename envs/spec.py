@@ -64,8 +64,7 @@ class TaskSpec:
             num_envs: prompts in flight.
             repeats: responses to each, the group size G.
             tokenizer: of the policy.
-            path: see the task's ``load_rows``.
-            split: see the task's ``load_rows``.
+            path, split: see the task's ``load_rows``.
             settings: those of :class:`~grpo_rl.envs.base.LLMEnv`, such as ``seed``; all others are the task's, with
                 its weights in ``reward``, as in the config's ``env``.
         """

@@ -67,7 +67,7 @@ def load_rows(
     rows = [_renamed(row, source.columns) for row in read(source, split, choose, theirs)]
     if not rows:
         raise ValueError(f"{source.path} has no rows")
-    return [_asked_in_text(row, *chat) for row in rows] if chat else rows
+    return [row.now(asked_in_chat(row, row.where, *chat, tools=False)) for row in rows] if chat else rows
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
@@ -80,18 +80,8 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     return row.now(kept | {ours: row[theirs] for ours, theirs in names.items()})
 
 
-def _asked_in_text(row: Row, column: str, gold: str | None) -> Row:
-    """:func:`asked_in_chat`, of a task that shows no tools of a row."""
-    asked = asked_in_chat(row, row.where, column, gold)
-    if isinstance(asked.get(column), list) and row.get(TOOLS):
-        raise ValueError(
-            f"{row.where} has tools, which this task would leave out; env.dataset=prompt_response takes them"
-        )
-    return row.now(asked)
-
-
-def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -> dict:
-    """The row; if its prompt is chat messages, under ``column``.
+def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None, tools: bool = True) -> dict:
+    """The row; if its prompt is chat messages, under ``column``; ``tools``: whether the task shows those of a row.
 
     They stand in ``column`` itself, or where that is missing in one of :data:`CHAT`. If the last one is the
     assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
@@ -106,6 +96,8 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     there = column if column in row else next((name for name in CHAT if name in row), None)
     if there is None or not isinstance(row[there], list):
         return row
+    if row.get(TOOLS) and not tools:
+        raise ValueError(f"{where} has tools, which this task would leave out; env.dataset=prompt_response takes them")
     where = f"{where}: {there}" if where else there
     messages = read_messages(row[there], where)
     last = messages.pop() if messages[-1]["role"] == "assistant" else None

@@ -144,14 +144,7 @@ class _Exchange:
 
 
 class _PolicyAgent:
-    """The agent of an environment that the policy plays: a chat without tools.
-
-    Args:
-        name: its field in the environment's config.
-        spec: its config.
-        episode: gets its trace.
-        exchange: leads to the policy.
-    """
+    """The agent of an environment that the policy plays: a chat without tools, whose trace the episode gets."""
 
     trainable = True
 

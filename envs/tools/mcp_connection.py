@@ -21,8 +21,6 @@ class Connection:
 
     Args:
         target: a URL, or the parameters of a command as the client of MCP takes them.
-        loop: that it lives on.
-        stderr_tail: is given the last bytes that the process writes to stderr.
     """
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, stderr_tail: bytearray) -> None:
