@@ -78,12 +78,8 @@ def make_agent_task(
     return task
 
 
-def _load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    return load_rows(path, split, reader="env.dataset=agent")
-
-
 def _spec(scorer: str | None) -> TaskSpec:
-    return task_spec(scorer) if scorer else TaskSpec(Told, _load_rows)
+    return task_spec(scorer) if scorer else TaskSpec(Told, load_rows)
 
 
 @dataclass(frozen=True)
@@ -99,4 +95,4 @@ class AgentSpec(TaskSpec):
         return _spec(settings["scorer"]).holds_out(path, settings["scorer_settings"])
 
 
-AgentEnv = AgentSpec(make_agent_task, _load_rows, takes_reward=True)
+AgentEnv = AgentSpec(make_agent_task, load_rows, takes_reward=True)

@@ -33,13 +33,9 @@ def taskset_of(name: str) -> tuple[type, type]:
     spec = task_spec(name)
 
     class Row(vf.TaskData):
-        """One row of the task's."""
-
         row: dict[str, Any]
 
     class Config(vf.TasksetConfig):
-        """The source of the rows, and the task's settings."""
-
         path: str | None = None
         split: str = "train"
         settings: dict[str, Any] = {}
@@ -51,8 +47,6 @@ def taskset_of(name: str) -> tuple[type, type]:
         return spec.make_task(config.path, config.split, **config.settings)
 
     class Rows(vf.Taskset[RowTask, Config]):
-        """The rows of the task."""
-
         def load(self) -> Any:
             task = made(self.config)
             for row in task.rows:

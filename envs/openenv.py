@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -108,15 +109,12 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 def _schema(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-    try:
+    with closing(kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)) as connection:
         connection.request("GET", f"{parts.path}/schema")
         answer = connection.getresponse()
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}")
         return json.loads(answer.read(MAX_BYTES))
-    finally:
-        connection.close()
 
 
 def _connected(url: str) -> Any:

@@ -50,7 +50,7 @@ def load_own_rows(
     """The rows of a task at ``path``: by its own ``load_rows(path, split)``, else as those of any data set."""
     source, own = Source.of(path), getattr(task, "load_rows", None)
     if own is None:
-        return load_rows(source, split, reader=name)
+        return load_rows(source, split)
     source.refuse(f"{name}, which has a load_rows of its own", "subset", "revision", "columns")
     return own(source.path, source.split or split)
 

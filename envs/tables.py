@@ -29,7 +29,6 @@ def load_rows(
     *,
     chat: tuple[str, str | None] | None = None,
     hub: str | None = None,
-    reader: str = "prompt_response",
 ) -> list[Row]:
     """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
@@ -39,7 +38,6 @@ def load_rows(
         columns: which to read, as far as they are there; None reads all. Of CSV they are read as texts.
         chat: the columns of prompts and gold answers, where chat messages may stand; see :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
-        reader: the task, for messages.
 
     Raises:
         ValueError: there is no such data, it can't be read or is empty, or a column to be renamed is not there.
@@ -51,7 +49,7 @@ def load_rows(
     source = Source.of(path)
     if source.path is None and hub is None:
         raise ValueError(
-            f"{reader} has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
+            "the task has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
             "pattern of such files, or to a hub name such as trl-lib/tldr"
         )
     source = replace(source, path=source.path or hub)

@@ -146,7 +146,7 @@ def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
     env = make_env(made, tokenizer)
     assert [row["word"] for row in env.task.rows] == ["train 0", "train 1", "train 2"]
     assert [row["word"] for row in eval_rows(made, env)] == ["test 0", "test 1"]
-    with pytest.raises(ValueError, match="own_tasks:Echo has no data of its own; set env.path to"):
+    with pytest.raises(ValueError, match="has no data of its own; set env.path to"):
         make_env(settings(path=None), tokenizer)
 
 
