@@ -4,11 +4,9 @@ import pytest
 
 from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
-from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
-from grpo_rl.envs.math import Math
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -84,14 +82,6 @@ def test_examples_are_earlier_turns():
         {"role": "user", "content": "What is 50 - 8?"},
     ]
     assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
-
-
-def test_a_number_in_an_example_is_its_text():
-    """As YAML reads `answer: 2`; a chat template fails at a content that is no text."""
-    numbers = {"question": 1, "problem": 1, "answer": 2, "solution": 2, "response": 2, "call": 2}
-    for make in (GSM8K, Math, Calculator, Countdown):
-        task = make([], examples=[{**numbers, "numbers": [1, 1], "target": 2}])
-        assert all(isinstance(message["content"], str) for message in task._before)
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def _followed(text: str) -> Any:
 
 
 def _instruction_row(text: str) -> Any:
-    from grpo_rl.envs.ifeval.verdicts import check
+    from grpo_rl.envs.ifeval.verdicts import parse, verdicts
 
     try:
         row = json.loads(text)
@@ -263,7 +263,7 @@ def _instruction_row(text: str) -> Any:
     ids, arguments = (row.get(key) if isinstance(row, dict) else None for key in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list):
         return None
-    return check(ids, arguments, "A response.", prompt="A prompt.")
+    return verdicts(parse(ids, arguments, "a row"), "A response.")
 
 
 # ---- chat templates, which come with a model ----
