@@ -42,7 +42,7 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
             text = json.dumps(json.loads(text))
         if not isinstance(read_yaml(text), dict):
             raise ValueError("it holds no fields such as `learning_rate: 1e-6`")
-        fields = OmegaConf.to_container(OmegaConf.create(text))  # which reads 1e-6 as a number
+        fields: Any = OmegaConf.to_container(OmegaConf.create(text))  # which reads 1e-6 as a number
     except (SyntaxError, ValueError, RecursionError, MemoryError, *OF_COMPOSING) as error:
         raise ValueError(f"{path} can't be read: {error or 'it is nested too deep'}") from None
     return {str(name): value for name, value in fields.items()}, []
