@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.text_log import TextLog
-from grpo_rl.monitor.token_log import TokenLog, TokenPieces
+from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.settings.sections import Logger
 
 
@@ -54,8 +55,7 @@ class RunLogs:
         self.sampling = SamplingLog(folder) if tokenizer and rank_zero else None
         self.tokens: TokenLog | None = None
         if tokenizer and rank_zero and (logger.token_groups or loss):
-            pieces = TokenPieces(tokenizer) if logger.token_groups else lambda ids: []
-            self.tokens = TokenLog(folder, config, logger.token_groups, pieces, loss)
+            self.tokens = TokenLog(folder, config, logger.token_groups, partial(token_pieces, tokenizer), loss)
         self.advisories = Advisories(config)
         self._advises = True
         record = TextLog(folder).write if rank_zero else lambda _: None
@@ -126,21 +126,6 @@ class RunLogs:
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
 
     def log_sampled(self, step: int, sampled: Sequence[Any], zero: float) -> None:
-        """Logs when engines sampled.
-
-        Args:
-            sampled: as `grpo_rl.collectors.base.Sampled`.
-            zero: the run's clock, less ``time.perf_counter()``.
-        """
+        """Logs when engines sampled (see `grpo_rl.monitor.sampling_log.SamplingLog.write`)."""
         if self.sampling:
-            rows = [
-                {
-                    "engine": group.engine,
-                    "group_id": group.group_id,
-                    "policy_version": group.version,
-                    "begun_s": zero + group.begun_s,
-                    "ended_s": zero + group.ended_s,
-                }
-                for group in sampled
-            ]
-            self.sampling.write(step, rows)
+            self.sampling.write(step, sampled, zero)

@@ -229,14 +229,12 @@ class Run(Generic[P]):
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:
-        """Adds an optimizer step's result to the record, the mismatch check and the log of tokens."""
+        """Adds an optimizer step's result to the record and the mismatch check."""
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
             self._diagnosis.mismatch.weights_moved()
         self.record.add_result(result)
-        if self.logs.tokens:
-            self.logs.tokens.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
