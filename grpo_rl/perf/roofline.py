@@ -107,6 +107,14 @@ class ModelSizes:
 
         return sum(n * (up_to(end, w) - up_to(start, w)) for w, n in Counter(self.windows).items())
 
+    def forward_flops(self, start: int, end: int, predicted: int = 0) -> int:
+        """Operations on the tokens of a sequence from position ``start`` up to ``end``, so many of them with the head.
+
+        They are $2N + 2HV$ a token, without the head $2N$, and $4AK$.
+        """
+        trunk = 2 * self.trunk * (end - start) + 4 * self.attention * self.keys_seen(start, end)
+        return trunk + 2 * self.hidden * self.vocab * predicted
+
 
 def floors_s(
     groups: Sequence[Group],
@@ -117,7 +125,6 @@ def floors_s(
     skip_zero_advantage: bool = False,
     mask_truncated: bool = False,
     inference_devices: int = 1,
-    alike: bool = True,
 ) -> dict[str, float]:
     r"""The least seconds of each phase of the step that samples these groups and trains on them.
 
@@ -132,7 +139,6 @@ def floors_s(
         skip_zero_advantage: zero-variance groups are not trained on.
         mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
         inference_devices: devices that sample side by side, each as fast as ``rates``.
-        alike: responses may begin alike; False: they are not compared.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
     2·140·5 = 1400 for the responses take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
@@ -144,32 +150,19 @@ def floors_s(
     {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
     """
 
-    def prompt(length: int) -> int:
-        return 2 * sizes.trunk * length + 4 * sizes.attention * sizes.keys_seen(0, length)
-
-    def responses(passed: Sequence[Group]) -> int:
-        ends = ((p, p + n) for group in passed for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
-        keys = sum(sizes.keys_seen(start, end) for start, end in ends)
-        tokens = sum(len(group.response_ids) for group in passed)
-        return 2 * (sizes.trunk + sizes.hidden * sizes.vocab) * tokens + 4 * sizes.attention * keys
-
-    def prompts(passed: Sequence[Group]) -> int:
-        branches = prefix_tree([group.prompt_ids.numpy() for group in passed])
-        return sum(prompt(branch.stop) - prompt(branch.start) for branch in branches)
-
     def forward(passed: Sequence[Group]) -> int:
-        if not alike:
-            return prompts(passed) + responses(passed)
         sequences = [np.concatenate([group.prompt_ids, ids]) for group in passed for ids in group.responses]
         lengths = [len(group.prompt_ids) for group in passed for _ in range(group.size)]
         total = 0
         for branch in (b for b in prefix_tree(sequences) if b.stop):
             predicted = max(0, branch.stop - max(branch.start, min(lengths[member] for member in branch.members)))
-            total += prompt(branch.stop) - prompt(branch.start) + 2 * sizes.hidden * sizes.vocab * predicted
+            total += sizes.forward_flops(branch.start, branch.stop, predicted)
         return total
 
-    prefill = prompts(groups)
-    decode = responses(groups)
+    branches = prefix_tree([group.prompt_ids.numpy() for group in groups])
+    prefill = sum(sizes.forward_flops(branch.start, branch.stop) for branch in branches)
+    ends = ((p, n) for group in groups for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
+    decode = sum(sizes.forward_flops(start, start + length, length) for start, length in ends)
     longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
@@ -19,7 +18,6 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
     """
     parser.usage = "grpo-rl batches [options] [overrides ...]"
     _add_lengths(parser, "assumed length of a prompt")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture there")
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
     parser.set_defaults(run_command=_batches)
 
@@ -67,13 +65,10 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches
-    from grpo_rl.planner.drawing import picture, svg
+    from grpo_rl.planner.drawing import picture
 
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
-    title = _title("batches", options, overrides)
-    Console(highlight=False).print(picture(plan, title))
-    if options.svg:
-        options.svg.write_text(svg(plan, title))
+    Console(highlight=False).print(picture(plan, _title("batches", options, overrides)))
     return int(bool(plan.errors))
 
 
@@ -105,9 +100,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
-    plan = make_plan(scenario)
+    plan, best = make_plan(scenario), None if chosen else best_overlapped(scenario)
     title = _title("plan", options, overrides)
-    console = Console(highlight=False)
-    best = None if chosen else best_overlapped(scenario)
-    console.print(plan_view(plan, title, remedies(plan), best, chosen))
+    Console(highlight=False).print(plan_view(plan, title, remedies(plan), best, chosen))
     return int(not plan.fits or bool(plan.refused))

@@ -30,9 +30,7 @@ def plan_view(
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
     model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
-    how = "at once" if scenario.overlaps else "in turns"
-    if plan.shared:
-        how = "at once on one device, at most"
+    how = "at once on one device, at most" if plan.shared else "at once" if scenario.overlaps else "in turns"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         Text(),
@@ -48,7 +46,10 @@ def plan_view(
         _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
     if best is not None:
-        parts.append(_line("", f"best at once: {_best(best)}"))
+        share = best.scenario.settings.inference_model.gpu_memory_utilization
+        split = f"train {best.layout.train}, inference {best.layout.inference}, engines of {best.layout.engine_size}"
+        text = f"{_seconds(best.step_s)} a step with {split} in {share:.0%} of the memory ({phases(best.seconds)})"
+        parts.append(_line("", f"best at once: {text}"))
     parts.append(Text())
     for role in plan.roles:
         if role.missing_gib:
@@ -111,13 +112,6 @@ def _room(plan: Plan) -> list[Text]:
     responses = min(plan.engine.tokens // context, plan.engine.sequences)
     engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
     return [_line("Room", text), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
-
-
-def _best(plan: Plan) -> str:
-    share = plan.scenario.settings.inference_model.gpu_memory_utilization
-    engines = f"engines of {plan.layout.engine_size} in {share:.0%} of the memory"
-    split = f"train {plan.layout.train}, inference {plan.layout.inference}"
-    return f"{_seconds(plan.step_s)} a step with {split}, {engines} ({phases(plan.seconds)})"
 
 
 def phases(seconds: Mapping[str, float]) -> str:

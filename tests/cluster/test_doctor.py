@@ -36,7 +36,7 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
     assert "first (" in out and "second (" in out and ": 2 CPUs, 0 GPUs" in out and "All 2 nodes answer" in out
     assert folder.is_dir() and not list(folder.iterdir())
     for node in ("first", "second"):
-        for about in ("python", "packages", "open files", "shared memory", "run folder", "leftovers"):
+        for about in ("python", "packages", "open files", "shared memory", "run folder"):
             assert re.search(f"^OK +{about} +{node}: ", out, re.MULTILINE), (node, about)
         assert re.search(f"^OK +clock +{node}: within .* s of this machine's", out, re.MULTILINE)
     assert re.search("^OK +collectives +2 processes summed a tensor in ", out, re.MULTILINE)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import xml.etree.ElementTree as ET
 
 import pytest
 from rich.console import Console
 
+from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.planner.batches import plan_batches
-from grpo_rl.planner.drawing import COLUMNS, picture, svg
+from grpo_rl.planner.batches import equal_micro_batches, plan_batches
+from grpo_rl.planner.drawing import COLUMNS, picture
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.divisibility import IndivisibleBatchError, indivisible_batches
 from grpo_rl.settings.schema import Settings
@@ -99,6 +99,14 @@ def test_the_plan_is_what_the_buffer_hands_out():
     assert {sum(group.size for group in batch) for batch in batches} == {plan.batch_responses}
 
 
+@pytest.mark.parametrize("count", [None, 1, 3, 9])
+def test_micro_batches_of_equal_groups_are_those_of_a_run(count):
+    groups = [random_group(prompt=3, lengths=[4, 4], group_id=i, seed=i) for i in range(7)]
+    for budget in (5, 11, 23, 40, 100):
+        split = micro_batches(groups, budget, count and min(count, 7))
+        assert equal_micro_batches(7, 11, budget, count) == tuple(len(groups) for groups in split)
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, "40 x 3", "1 x 500"])
 def test_every_config_and_size_is_drawn_within_eighty_columns(name):
     of_ones_own = {
@@ -112,7 +120,6 @@ def test_every_config_and_size_is_drawn_within_eighty_columns(name):
     lines = drawn(plan).splitlines()
     assert not plan.errors and len(lines) < 60
     assert max(map(len, lines)) <= COLUMNS < 80
-    ET.fromstring(svg(plan, name))
 
 
 WRONG = {

@@ -81,7 +81,7 @@ TABLE = [
 OF_COMMANDS = [
     (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
-    (["plan", "cluster=8xH10"], "cluster=8xH10: H10 is none of A100-40GB, "),
+    (["plan", "cluster=8xH10"], "cluster=8xH10: known devices are A100-40GB, "),
     (["eval", "/no/such", "tasks=[gsm8k]"], "unknown model '/no/such': there is no such folder, and it is no hub name"),
     (["export", "/no/such.pt", "out"], "there is no checkpoint /no/such.pt; a run's are its checkpoints/checkpoint_*"),
     (["eval", "m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k?"),
