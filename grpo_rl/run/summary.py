@@ -96,7 +96,7 @@ def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path | None
 
 
 def _write(logs: RunLogs, summary: dict[str, object]) -> Path | None:
-    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised]
+    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised.values()]
     write_summary(logs.folder, summary)
     return try_write_report(logs.folder, logs.note)
 
