@@ -16,11 +16,11 @@ from typing import Any
 from grpo_rl.distributed.liveness import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_evaluation, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, refuse_other_run, set_logs_aside
 from grpo_rl.run.status import is_finished
-from grpo_rl.run.summary import read_evaluation, try_write_report, write_overrides
+from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole

@@ -27,8 +27,9 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts
+from grpo_rl.report.files import read_evaluation
 from grpo_rl.run.folder import Room, RunFolder
-from grpo_rl.run.summary import read_evaluation, write_evaluation
+from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.lock import FolderLock
 from grpo_rl.testing import run_script, without_clocks
