@@ -18,8 +18,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
 from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_evaluation, read_summary
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import Claim, claim, refuse_other_run, set_logs_aside
-from grpo_rl.run.status import is_finished
+from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside
 from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
@@ -60,7 +59,8 @@ class Room:
 
     def __str__(self) -> str:
         model = "the exported model" if self.models == 1 else f"{self.models} exported models"
-        return f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
+        plural = "s" * (self.checkpoints > 1)
+        return f"{self.checkpoints} checkpoint{plural} and {model} take about {self.needed / 2**30:.1f} GiB"
 
 
 class RunFolder:

@@ -58,10 +58,8 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     if isinstance(value, list | tuple):
         # What follows an option in a list of arguments is its value.
         options = [f".{item}" if re.fullmatch(r"--?[A-Za-z][\w.-]*", str(item)) else "" for item in value]
-        before = ["", *options[:-1]]
-        return [
-            masked(v, key if own else key + of, told_apart) for v, own, of in zip(value, options, before, strict=True)
-        ]
+        given = zip(value, options, ["", *options], strict=False)
+        return [masked(item, key if own else key + before, told_apart) for item, own, before in given]
     if _SECRET.search(key):
         nothing = value is None or isinstance(value, bool) or value == "" or str(value).startswith(MASK)
         return value if nothing or _is_count(key, str(value)) else MASK + _digits(key, value) * told_apart

@@ -65,11 +65,8 @@ def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would
     for row in rows:
         (tmp_path / METRICS_FILE).write_text(f"{json.dumps(row)}\n" + "[" * 5000 + "\n")
         code, said = ask(tmp_path, capsys)
-        assert (
-            said.startswith("Perhaps alive, as process 1 on n1 since api_key=***: ")
-            and code == 0
-            and said.isprintable()
-        )
+        assert said.startswith("Perhaps alive, as process 1 on n1 since api_key=*** ") and said.isprintable()
+        assert code == 0
 
 
 def test_a_live_run_is_alive_and_the_waits_that_were_late_are_shown(run, live, capsys):
