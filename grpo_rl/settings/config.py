@@ -70,8 +70,8 @@ def leaving_nothing() -> Iterator[None]:
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            written = {path.name for path in folder.iterdir() if path.stat().st_size}
-            unused = written <= {log, ".lock", "config.yaml", "overrides.yaml"}
+            names = {path.name for path in folder.iterdir() if path.name != "metrics.jsonl" or path.stat().st_size}
+            unused = names <= {log, ".lock", "config.yaml", "overrides.yaml"}
             if unused and os.environ.get("RANK", "0") == "0":
                 for handler in logging.getLogger().handlers[:]:
                     if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
