@@ -28,7 +28,6 @@ from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
-from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -276,7 +275,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
     """Checks that a task fulfils the contract that environments, collectors, buffers and losses rely on.
 
     A tiny random model and a scripted engine run it on CPU in seconds: specs, determinism under a seed, complete
-    groups, masks, unchanged token ids, and the path through the buffer to a gradient.
+    groups, masks, unchanged token ids, and the path through a buffer's form to a gradient.
 
     Args:
         task: any, with at least two rows.
@@ -342,13 +341,9 @@ def _check_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
     for group, same in zip(groups, back, strict=True):
         assert torch.equal(group.response_ids, same.response_ids) and torch.equal(group.trainable, same.trainable)
         assert torch.equal(group.rewards, same.rewards)
-    buffer = GroupBuffer(len(groups), len(groups))
-    buffer.extend(AdvantageEstimator()(groups))
     loss = GRPOLoss()
-    for batch in buffer.batches():
-        for tokens in scored_micro_batches(policy, batch, MicroBatching(4096)):
-            losses = loss(tokens)
-            losses["loss"].backward()
+    for tokens in scored_micro_batches(policy, AdvantageEstimator()(back), MicroBatching(4096)):
+        loss(tokens)["loss"].backward()
     gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
     differ = any((group.rewards != group.rewards[0]).any() for group in groups)

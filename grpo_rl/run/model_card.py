@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +77,6 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         + f", config {summary.get('config_hash')}; "
         + ", ".join(f"{key} {value}" for key, value in summary.get("versions", {}).items() if key != "grpo_rl"),
     ]
-    if summary.get("command"):
-        lines += ["", "```bash", _without_paths(str(summary["command"])), "```"]
     return f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -129,36 +125,3 @@ def base_license(name: str) -> str | None:
         return None
     found = head.get("license") if isinstance(head, dict) else None
     return found if isinstance(found, str) else None
-
-
-LOCAL = re.compile(r"(^|[\s,:=\[\]{}()'\"])(~|\.{0,2}/(?!$|\s)|\.\.$|file://|[A-Za-z]:\\\\)")
-"""The beginning of a path of this machine, by itself or inside a list or a mapping."""
-PLACES = re.compile(r"(^|[._-])(path|dir|folder|file|files|out|resume|store|cache)$")
-"""Keys whose values are places, also relative ones."""
-
-
-def _without_paths(command: str) -> str:
-    """The command without the places of this machine: settings with one are left out, a local model keeps its name.
-
-    >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k env.path=~/a=b.jsonl")
-    'python sota/grpo.py model.name=m env.dataset=gsm8k'
-    """
-    kept: list[str] = []
-    for word in shlex.split(command):
-        key, equals, value = word.partition("=")
-        path = Path(word)
-        if not equals and path.suffix == ".py":
-            kept.append(f"sota/{path.name}" if path.parent.name == "sota" else path.name)
-        elif key.lstrip("+~") == "model.name" and not on_hub(value):
-            kept.append(f"{key}={Path(value).name}")
-        elif _names_a_place(key.lstrip("+~"), value) if equals else LOCAL.search(word):
-            if not equals and kept and kept[-1].startswith("-"):
-                kept.pop()  # the option whose argument it is
-        else:
-            kept.append(word)
-    return shlex.join(kept)
-
-
-def _names_a_place(key: str, value: str) -> bool:
-    local = bool(LOCAL.search(value)) or ("/" in value and bool(PLACES.search(key)) and not value.startswith("hf:"))
-    return local or key.startswith("hydra.")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import http.client
 import io
 import json
@@ -108,7 +109,7 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
         return {"summary": str(len(built))}
 
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    live = serve.LivePage(build, str)
+    live = serve.LivePage(build, str, lambda: clock[0])
     live.page()
     clock[0] += 56.0  # 3 s are 5 % of 60 s: the next begins 57 s after this one's end
     live.page()
@@ -118,11 +119,22 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
     assert len(built) == 2
 
 
+def test_a_page_is_built_once_for_each_change(tmp_path, make_run, at_once):
+    make_run(tmp_path, steps=1)
+    built = []
+    live = serve.LivePage(lambda: built.append(1) or {"summary": "1"}, str, lambda: serve.state_of([tmp_path]))
+    for changes in range(1, 3):
+        live.page()
+        live.page()
+        assert len(built) == changes
+        MetricsLog(tmp_path).log(1 + changes, {"reward/mean": 0.5})
+
+
 @pytest.mark.parametrize(
     ("holder", "running"),
     [
         ({}, False),
-        ({"pid": os.getppid(), "host": socket.gethostname()}, True),
+        ({"pid": os.getppid(), "host": socket.gethostname()}, None),  # file systems may have no locks
         ({"pid": os.getpid(), "host": socket.gethostname()}, False),  # the run itself, which writes its page at its end
         ({"pid": 2**22 + 1, "host": socket.gethostname()}, False),  # above the greatest id of a process
         ({"pid": 1, "host": "elsewhere"}, None),
@@ -132,6 +144,9 @@ def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
     assert is_running(tmp_path) is False
     (tmp_path / ".lock").write_text(json.dumps(holder))
     assert is_running(tmp_path) is running
+    with (tmp_path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_running(tmp_path) is (holder.get("pid") != os.getpid())
 
 
 @pytest.mark.slow
@@ -148,7 +163,6 @@ def test_the_command_serves_the_recorded_run_until_ctrl_c(monkeypatch, capsys):
         found["changes"] = changes(port, {})
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("grpo_rl.report.command._has_display", lambda: False)
     reader = threading.Thread(target=read_and_interrupt)
     reader.start()
     assert cli.main(["report", "--demo"]) == 0
