@@ -25,9 +25,9 @@ from grpo_rl.monitor.phases import start_phase
 from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_written
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import CommonParts
 from grpo_rl.run.run import Run
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.derived import dtype
