@@ -17,7 +17,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from grpo_rl.monitor.metrics import step_seconds
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 
 ALIKE, CUT, LENGTH = "reward/zero_std_fraction", "response/truncated_fraction", "response/mean_length"
 REPEATED, GAP, REWARD = "response/repetition", "mismatch/mean", "reward/mean"

@@ -12,8 +12,8 @@ from grpo_rl.report import charts, headline
 from grpo_rl.report.configuration import written
 from grpo_rl.report.files import CONFIG, is_running, read_config, read_evaluation, read_rows, read_summary
 from grpo_rl.report.page import Section
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
+from grpo_rl.storage.yaml_text import flat
 
 UNSET = "unset"
 SAME_FOR_A_PAIR = ("env.", "evaluate.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,6 @@ from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.sampling_log import SamplingLog
-from grpo_rl.monitor.text_log import TextLog
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.settings.sections import Logger
 
@@ -57,7 +59,7 @@ class RunLogs:
         if tokenizer and rank_zero and (logger.token_groups or loss):
             self.tokens = TokenLog(folder, config, logger.token_groups, partial(token_pieces, tokenizer), loss)
         self.advisories, self._advises = Advisories(config, read_metrics(folder) if resumes else ()), True
-        record = TextLog(folder).write if rank_zero else lambda _: None
+        record = partial(_log_line, _log_of(folder)) if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
@@ -119,3 +121,18 @@ class RunLogs:
         """Logs when engines sampled (see `grpo_rl.monitor.sampling_log.SamplingLog.write`)."""
         if self.sampling:
             self.sampling.write(step, sampled, zero)
+
+
+def _log_of(folder: Path) -> Path:
+    """The log in the run's folder, by the name of Hydra's own; a resumed run goes on in that of its folder."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    return folder.absolute() / (Path(handlers[0].baseFilename).name if handlers else "grpo.log")
+
+
+def _log_line(path: Path, text: str) -> None:
+    """Appends a line as Hydra writes it; not through its handlers, which print it in the terminal again."""
+    now = datetime.now()
+    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+    # A full disk is named by the files that matter.
+    with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(f"[{stamp}][grpo_rl.run][INFO] - {text}\n")

@@ -21,8 +21,8 @@ from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
 from grpo_rl.settings.tasks import TASKS
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
+from grpo_rl.storage.yaml_text import flat
 
 ABSENT = object()
 UNSET = "???"

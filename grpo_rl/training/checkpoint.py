@@ -25,8 +25,8 @@ from grpo_rl.distributed.sharded_checkpoint import (
 )
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder
+from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import logged
 from grpo_rl.training.logged import LOGS, step_of
 

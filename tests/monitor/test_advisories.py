@@ -16,7 +16,7 @@ from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories,
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings.sections import Logger
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8

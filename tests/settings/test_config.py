@@ -23,7 +23,7 @@ from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 from grpo_rl.settings.tasks import GSM8K, TASKS
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
