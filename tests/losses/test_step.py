@@ -21,8 +21,9 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model, to_fp64
+from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
+from tests.helpers import to_fp64
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
 LOSS_SETTINGS = (

@@ -19,7 +19,8 @@ from transformers import (
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s
 from grpo_rl.policies.lora import LoRA, add_adapters
-from grpo_rl.testing import forked_groups, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import forked_groups
 
 SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())
 UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)

@@ -16,7 +16,8 @@ from grpo_rl.policies.probe import Band, Chunks, trial_calls
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import forked_groups, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import forked_groups
 from tests.policies.test_exactness import RAGGED, VOCAB, fp64_model, groups_of
 
 SIZES = dict(

@@ -14,7 +14,8 @@ from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.packing import ROUTES, pack
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.routing import check_replay
-from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.testing import random_group
+from tests.helpers import KeepFp64, to_fp64
 
 VOCAB, LAYERS, EXPERTS, CHOSEN = 32, 3, 4, 2
 SIZES = dict(

@@ -16,10 +16,11 @@ from loop_control import LoopControl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
-from grpo_rl.testing import left_if_killed, save_tiny_model
+from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync, merged_weights
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from tests.engines.test_contract import expected_log_probs
+from tests.helpers import left_if_killed
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
