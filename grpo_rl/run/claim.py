@@ -14,7 +14,7 @@ from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.report.files import CONFIG, SUMMARY, began_from
-from grpo_rl.run.status import is_finished
+from grpo_rl.run.model_files import is_finished
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.storage.yaml_text import read_yaml

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from grpo_rl.run.model_files import MODEL
+from grpo_rl.run.model_files import is_finished, read_json
 from grpo_rl.storage.lock import LOCK, described, holder_of
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-"""Files of a run that modules which import torch name, too."""
+METRICS = "metrics.jsonl"
+"""A file of a run that modules which import torch name, too."""
 TAIL_BYTES = 1 << 16
 
 
@@ -69,12 +67,6 @@ def _last_waits(folder: Path) -> str:
     return f"\n\n{path.read_text(errors='replace').partition(STACKS)[0]}\n\nStacks are in {path}"
 
 
-def is_finished(folder: Path) -> bool:
-    """True if the folder's run is finished: summary and model are written; the report may be missing."""
-    summary = _json((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
-    return bool(summary.get("finished")) and (folder / MODEL).is_dir()
-
-
 def _last_step(path: Path) -> tuple[int, float] | None:
     """The last step in ``metrics.jsonl`` and the seconds since it was logged; None where there is none."""
     if not path.exists():
@@ -83,16 +75,8 @@ def _last_step(path: Path) -> tuple[int, float] | None:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]  # what follows the last line is torn
     for line in reversed(lines):
-        row = _json(line)
+        row = read_json(line)
         if isinstance(row.get("step"), int):
             at = row["time"] if isinstance(row.get("time"), float) else path.stat().st_mtime
             return row["step"], max(0.0, time.time() - at)
     return None
-
-
-def _json(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
