@@ -16,11 +16,20 @@ from typing import Any
 from grpo_rl.distributed.liveness import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, REPORT, SUMMARY, read_evaluation, read_summary
+from grpo_rl.report.files import (
+    BEGAN_FROM,
+    CONFIG,
+    EVALUATION,
+    OVERRIDES,
+    REPORT,
+    SUMMARY,
+    read_evaluation,
+    read_summary,
+)
 from grpo_rl.run.background import Background
-from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside
+from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
 from grpo_rl.run.summary import try_write_report, write_overrides
-from grpo_rl.settings.config import RunIsOver
+from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole
 from grpo_rl.training import checkpoint, logged
@@ -106,19 +115,21 @@ class RunFolder:
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again = False
         self._claimed: Claim | None = None
+        self._is_new = False
+        """True once a new run of one process has its first files here, which a refused start removes."""
         self._saved: tuple[int, Path] | None = None
         self._stack, self._writer = ExitStack(), Background()
         try:
             self._open(resume, room)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._leave(type(error))
             raise
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close()
+        self._leave(kind)
         try:
             self.settle()
         except OSError as error:
@@ -126,6 +137,15 @@ class RunFolder:
                 raise
             # The error that ends the run is reported by itself; this one is logged, too, and does not replace it.
             print(f"The last checkpoint could not be written: {error}", file=sys.stderr, flush=True)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Closes; a start that was refused takes with it what it has written into the folder of a new run."""
+        if kind and issubclass(kind, REFUSED) and self._is_new and not trained(self.path):
+            metrics = self.path / METRICS_FILE
+            if not (metrics.exists() and metrics.stat().st_size):  # no evaluation either
+                for name in (CONFIG, OVERRIDES, BEGAN_FROM, METRICS_FILE):
+                    (self.path / name).unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         """Unlocks the folder, once a checkpoint that is being written is written."""
@@ -319,6 +339,7 @@ class RunFolder:
         if self._again:
             set_logs_aside(self.path)
         if self.rank_zero:
+            self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
             write_whole(self.path / CONFIG, self._config_text)
             write_overrides(self.path)
         if not self.resumes:

@@ -64,8 +64,7 @@ def leaving_nothing() -> Iterator[None]:
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            names = {path.name for path in folder.iterdir() if path.name != "metrics.jsonl" or path.stat().st_size}
-            if os.environ.get("RANK", "0") == "0" and names <= {log, ".lock", "config.yaml", "overrides.yaml"}:
+            if os.environ.get("RANK", "0") == "0" and {path.name for path in folder.iterdir()} <= {log, ".lock"}:
                 (folder / log).unlink(missing_ok=True)
                 if not fixed_folder():  # else another start may wait for its lock
                     shutil.rmtree(folder)

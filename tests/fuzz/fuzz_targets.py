@@ -384,7 +384,8 @@ def _completions(text: str, folder: Path) -> Path:
     (run / "completions.parquet").mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     text = text.encode("utf-8", "replace").decode()
-    row = {"group_id": 0, "prompt": text, "response": text, "gold": text, "step": 1, "reward": 1.0, "advantage": 0.5}
+    row = {"step": 1, "group_id": 0, "row": 0, "prompt": text, "completion": text, "answer": text, "reward": 1.0}
+    row |= {"advantage": 0.5, "tokens": 1, "truncated": False, "policy_version": 0}
     pq.write_table(pa.Table.from_pylist([row] * 2), run / "completions.parquet" / "part-00000001.parquet")
     return run
 
