@@ -402,7 +402,7 @@ def _page_of_responses(run: Path) -> str:
 
     data = page.build(page.SECTIONS, run)
     written = pq.read_metadata(run / "completions.parquet" / "part-00000001.parquet").num_rows
-    shown = json.loads(data["responses"]).get("shown_responses")
+    shown = sum(len(group["responses"]) for group in json.loads(data["responses"]).get("groups", ()))
     assert shown == written, f"{shown} of {written} responses are shown: {data['responses'][:200]}"
     return page.assemble(page.SECTIONS, data)
 
