@@ -13,6 +13,7 @@ from grpo_rl.monitor.progress import duration
 from grpo_rl.policies.model_folder import is_hub_name, local_folder
 from grpo_rl.run.model_files import CARD
 from grpo_rl.run.origin import repository
+from grpo_rl.settings.imitation import is_read
 from grpo_rl.storage.yaml_text import read_yaml
 
 SHOWN = {
@@ -24,12 +25,6 @@ SHOWN = {
     "sampling": ("temperature", "top_p", "max_new_tokens"),
 }
 """The settings that the card names; all of them are in the run folder's ``config.yaml``."""
-SHOWN_OF_SFT = {
-    "optimizer": SHOWN["optimizer"],
-    "train": ("epochs", "optim_batch_size", "seed"),
-    "sampling": ("max_new_tokens",),
-}
-"""Those that it names of SFT."""
 
 
 def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -51,7 +46,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         datasets=[data] if data else None,
         tags=[*(["sft", "grpo_rl"] if sft else ["grpo", "grpo_rl", "reinforcement-learning"]), env["dataset"]],
     )
-    shown = SHOWN_OF_SFT if sft else SHOWN
+    shown = [(part, key) for part, keys in SHOWN.items() for key in keys if not sft or is_read(f"{part}.{key}")]
     added = "".join(f", plus `{key}`" for key in env.get("rewards", {}))
     taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
     name = base if on_hub(base) else Path(base).name
@@ -68,7 +63,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "",
         "| setting | value |",
         "| --- | --- |",
-        *(f"| `{part}.{key}` | {config[part][key]} |" for part, keys in shown.items() for key in keys),
+        *(f"| `{part}.{key}` | {config[part][key]} |" for part, key in shown),
         "",
         "## Made by",
         "",
