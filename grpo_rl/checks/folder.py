@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_rl.checks.check import Case, Finding
 from grpo_rl.run import claim
-from grpo_rl.storage.lock import FolderLock, in_use
+from grpo_rl.run.lock import FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training.checkpoint import checkpoints
 

@@ -48,7 +48,7 @@ def disk(case: Case) -> Iterator[Finding]:
     if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
         room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
     free, lacking = shutil.disk_usage(place_of(folder)).free, room.lacking(folder)
-    text = f"{free / 2**30:,.1f} GiB are free at {place_of(folder)}, and {room}"
+    text = f"{free / 2**30:,.1f} GiB are free at {place_of(folder)}, and {room.described(lacking)}"
     if free < lacking:
         raise ValueError(f"{text}; free some space, set hydra.run.dir, or keep fewer (train.keep_checkpoints)")
     yield Finding("OK", "disk", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -13,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import psutil
+
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
-from grpo_rl.storage.lock import holder_of
 from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.yaml_text import read_yaml
 
@@ -24,6 +26,8 @@ EVALUATION = "evaluation.json"
 REPORT = "report.html"
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 """Files of the config and the overrides that a run was started with."""
+LOCK = ".lock"
+"""The file that a running process writes its name into, and empties when it ends in order."""
 BEGAN_FROM = ".began_from"
 """The file that names the checkpoint of elsewhere that a run began from, and its step."""
 
@@ -123,12 +127,18 @@ def subject(config: dict[str, Any]) -> str:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """True if another process works in the folder; None if that can't be seen, as on another host.
+    """True if another process works in the folder; None if it is on another host, where that can't be seen.
 
     A run that writes its own page still holds the lock, and is at its end: the page is the last thing it writes.
+    The lock itself is not touched: trying it could refuse a run that starts at this moment.
     """
-    alive, holder = holder_of(run_dir)
-    return False if holder.get("pid") == os.getpid() else alive
+    try:
+        holder = json.loads((run_dir / LOCK).read_bytes())
+        if holder["host"] != socket.gethostname():
+            return None
+        return holder["pid"] != os.getpid() and holder["pid"] in psutil.pids()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False  # there is none, or it is of another program
 
 
 @cache  # one look into the packages' metadata takes longer than the rest of a small page

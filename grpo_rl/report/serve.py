@@ -26,9 +26,12 @@ MOST_OF_TIME = 0.05
 
 def state_of(runs: Sequence[Path]) -> object:
     """A value that changes with the files of the runs, and with whether they go on."""
-    files = [path for run in runs for path in sorted(run.iterdir()) if path.suffix != ".tmp"]
-    stats = [path.stat() for path in files]
-    return [is_running(run) for run in runs], files, [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+    found: list[object] = [is_running(run) for run in runs]
+    for path in (path for run in runs for path in sorted(run.iterdir()) if path.suffix != ".tmp"):
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            stat = path.lstat()
+            found.append((path, stat.st_mtime_ns, stat.st_size))
+    return found
 
 
 class LivePage:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
-from grpo_rl.report.files import CONFIG, SUMMARY, began_from
-from grpo_rl.run.model_files import is_finished
+from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
+from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
+from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
@@ -45,9 +45,7 @@ class Claim:
     notes: list[str] = field(default_factory=list)
 
 
-def claim(
-    own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any], frequency: int, stack: ExitStack
-) -> Claim:
+def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any], frequency: int) -> Claim:
     """Locks the folder that a run writes to, and returns how the run starts there.
 
     ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint, or is finished and keeps none;
@@ -59,36 +57,24 @@ def claim(
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
         config: the config of the run that starts.
         frequency: steps between its checkpoints; 0: none before the end.
-        stack: releases the lock when it is closed.
 
     Raises:
         ValueError: the folder is in use by another process, can't be written, or lost its checkpoints; with the remedy.
     """
-    notes: list[str] = []
     if resume == "auto":
-        resume, notes = _newest(outputs, config)
-    place, folder = (Path(resume).absolute(), folder_of(own, resume)) if resume else (None, own)
-    try:
-        lock = FolderLock(folder)
-    except OSError as error:
-        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-    stack.callback(lock.close)
-    claimed = Claim(folder, lock, place, notes=notes)
-    if place and _is_checkpoint(place):
+        return _newest(own, outputs, config)
+    if resume is None:
+        return _new(own)
+    place, folder = Path(resume).absolute(), folder_of(own, resume)
+    if _is_checkpoint(place):
         if place.is_relative_to(folder.absolute() / CHECKPOINTS):
-            claimed.inside = True
-            return claimed
-        refuse_other_run(own, place)
-        if _began_at(own, place):  # the same command again goes on with it
-            return _in_folder(claimed, True, frequency)
-    elif place:
-        is_run = _is_run(place)
-        # Where neither holds, `checkpoint.restore` refuses the place.
-        return _in_folder(claimed, is_run, frequency) if is_run or place.resolve() == own.resolve() else claimed
-    if (own / METRICS_FILE).exists() and not trained(own):  # any other run is refused by `grpo_rl.run.folder`
-        claimed.again = True
-        notes.append(f"The run in {own} had trained nothing, and begins again")
-    return claimed
+            return Claim(folder, _locked(folder), place, inside=True)
+        return _from_elsewhere(own, place, frequency)
+    is_run = _is_run(place)
+    if not is_run and place.resolve() != own.resolve():
+        return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
+    with _released_on_error(_locked(folder)) as lock:
+        return _in_folder(folder, lock, is_run, frequency)
 
 
 def folder_of(own: Path, resume: str) -> Path:
@@ -132,29 +118,72 @@ def trained(folder: Path) -> bool:
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
-def _in_folder(claimed: Claim, is_run: bool, frequency: int) -> Claim:
-    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all."""
-    place = claimed.folder
+def _new(own: Path, place: Path | None = None) -> Claim:
+    """Claims a folder for a new run; a run there that trained nothing, as its start failed, begins again.
+
+    Any other run that is there is refused later (`grpo_rl.run.folder`).
+
+    Args:
+        place: the checkpoint of elsewhere that it begins from.
+    """
+    with _released_on_error(_locked(own)) as lock:
+        again = (own / METRICS_FILE).exists() and not trained(own)
+    notes = [f"The run in {own} had trained nothing, and begins again"] * again
+    return Claim(own, lock, place, again=again, notes=notes)
+
+
+def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
+    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    claimed = _new(own, place)
+    with _released_on_error(claimed.lock):
+        refuse_other_run(own, place)
+        return _in_folder(own, claimed.lock, True, frequency) if _began_at(own, place) else claimed
+
+
+def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
+    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
+
+    Raises:
+        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left; or the one of elsewhere
+            that it began from is gone.
+    """
     if checkpoint.checkpoints(place / CHECKPOINTS):
-        claimed.resume, claimed.inside = place, True
-        return claimed
+        return Claim(place, lock, place, inside=True)
     if is_finished(place):
-        claimed.over = True
-        note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
-        claimed.notes.append(note)
-        return claimed
-    (start, step), last = began_from(place) or (None, 0), last_logged(place)
+        return _over(place, lock)
+    start, step = began_from(place) or (None, 0)
+    last, frequency = last_logged(place), _own_frequency(place, frequency)
     # A step is logged before its checkpoint is written.
     if (frequency and last > (step // frequency + 1) * frequency) or (place / SUMMARY).exists():
         raise ValueError(
             f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
             f"into {place / CHECKPOINTS}, or set another hydra.run.dir"
         )
-    claimed.resume, claimed.again = start, True
-    if is_run:
-        source = f" from {start}" if start else ""
-        claimed.notes.append(f"The run in {place} was cut off before its first checkpoint, and begins again{source}")
-    return claimed
+    if start and not start.is_file():
+        raise ValueError(
+            f"the run in {place} was cut off before its first checkpoint, and {start}, which it began from, is gone; "
+            "put it back, or set another hydra.run.dir"
+        )
+    source = f" from {start}" if start else ""
+    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again{source}"] * is_run
+    return Claim(place, lock, start, again=True, notes=notes)
+
+
+def _own_frequency(place: Path, frequency: int) -> int:
+    """The steps between checkpoints of the folder's run, which this start may change; as given if unknown."""
+    try:
+        return int(read_yaml((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return frequency
+
+
+def _over(place: Path, lock: FolderLock) -> Claim:
+    note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
+    return Claim(place, lock, over=True, notes=[note])
 
 
 def set_logs_aside(folder: Path) -> None:
@@ -168,24 +197,37 @@ def set_logs_aside(folder: Path) -> None:
             path.rename(aside)
 
 
-def _newest(outputs: Path, config: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """The newest run of this config under ``outputs`` that is not in use and can go on or is over, if any; and notes.
+def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
+    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
 
     Raises:
         ValueError: every run of this config is in use by another process.
     """
-    other, live = [], list[FolderInUseError]()
+    notes: list[str] = []
+    live: list[FolderInUseError] = []
     for run in _runs(outputs):
-        with suppress(OSError):  # another user's, or deleted meanwhile
-            if differs := _differs(run, config):
-                other.append(f"Passed over by resume=auto: {run} is of another config. {differs}")
-            elif busy := in_use(run):
+        try:
+            busy, other = in_use(run), _differs(run, config)
+            if other:
+                notes += [f"Passed over by resume=auto: {run} is of another config. {other}"] * (not notes)
+            elif busy:
                 live.append(busy)
-            elif (not live) if is_finished(run) else checkpoint.checkpoints(run / CHECKPOINTS):
-                return str(run), [f"Passed over by resume=auto: {error}" for error in live]
+            elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
+                passed = [f"Passed over by resume=auto: {error}" for error in live]
+                return Claim(run, FolderLock(run), run, inside=True, notes=passed)
+            elif not live and _finished_without_checkpoint(run):
+                return _over(run, FolderLock(run))
+        except FolderInUseError as error:  # locked since it was checked
+            live.append(error)
+        except OSError as error:
+            notes.append(f"Passed over by resume=auto: {run} can't be used ({error.strerror})")
     if live:
         raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
-    return None, other[:1]
+    return Claim(own, _locked(own), notes=notes)
+
+
+def _finished_without_checkpoint(run: Path) -> bool:
+    return (run / CONFIG).exists() and not checkpoint.checkpoints(run / CHECKPOINTS) and is_finished(run)
 
 
 def _runs(outputs: Path) -> list[Path]:
@@ -216,3 +258,29 @@ def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
     except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     return None
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except OSError as error:
+        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+
+
+@contextmanager
+def _released_on_error(lock: FolderLock) -> Iterator[FolderLock]:
+    """Releases the lock if the block raises an error."""
+    try:
+        yield lock
+    except BaseException:
+        lock.close()
+        raise
+
+
+def is_finished(folder: Path) -> bool:
+    """True if the folder's run is finished: summary and model are written; the report may be missing.
+
+    Raises:
+        ValueError: its summary can't be read.
+    """
+    return bool(read_summary(folder).get("finished")) and (folder / MODEL).is_dir()

@@ -25,7 +25,7 @@ from grpo_rl.report.files import (
     SUMMARY,
     read_evaluation,
     read_summary,
-)
+)  # fmt: skip
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
 from grpo_rl.run.summary import try_write_report, write_overrides
@@ -66,10 +66,13 @@ class Room:
         there = sum(at <= step for at in steps)
         return self.needed - min(there, self.checkpoints - 1) * self.checkpoint_bytes
 
+    def described(self, lacking: float) -> str:
+        """The text of what the run needs, and of how much of it is still to be written."""
+        return f"{self}" + ("" if lacking == self.needed else f", of which {lacking / 2**30:.1f} GiB are to be written")
+
     def __str__(self) -> str:
         model = "the exported model" if self.models == 1 else f"{self.models} exported models"
-        plural = "s" * (self.checkpoints > 1)
-        return f"{self.checkpoints} checkpoint{plural} and {model} take about {self.needed / 2**30:.1f} GiB"
+        return f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
 
 
 class RunFolder:
@@ -174,9 +177,9 @@ class RunFolder:
     def _claim(self, resume: str | None) -> tuple[Path, str | None, bool, bool]:
         """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
         run is over."""
-        frequency = self._train.checkpoint_frequency
-        claimed = claim(self._own, resume, Path("outputs"), self.config, frequency, self._stack)
+        claimed = claim(self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency)
         self._claimed = claimed
+        self._stack.callback(claimed.lock.close)
         remove_left(claimed.folder)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
         self.path, self._again = claimed.folder, claimed.again
@@ -193,10 +196,18 @@ class RunFolder:
         free = shutil.disk_usage(folder).free
         if free < lacking:
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and the run needs {lacking / 2**30:.1f} GiB more: {room}; "
-                "free some space or set hydra.run.dir"
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room.described(lacking)}; free some space or set "
+                "hydra.run.dir"
             )
-        self.notes.append(f"The run writes to {folder}: {room}, and {free / 2**30:.1f} GiB are free")
+        kept = room.checkpoints - 1
+        count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
+        what = f"{count} of {room.checkpoint_bytes / 1e9:.1f} GB and " if room.checkpoint_bytes else ""
+        models = "a model" if room.models == 1 else f"{room.models} models, the last and the best one,"
+        stays = "" if self._train.keep_final_checkpoint else f" (in the end the model{'s' * (room.models - 1)} alone)"
+        self.notes.append(
+            f"The run writes {what}{models} of {room.model_bytes / 1e9:.1f} GB{stays} to {folder}, where "
+            f"{free / 1e9:.0f} GB are free"
+        )
 
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
@@ -246,10 +257,13 @@ class RunFolder:
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer = f"raise {checkpoint.length_setting(self.config)} (with optimizer.schedule=constant)"
+            longer, done = checkpoint.length_setting(self.config), self.collected
+            if longer == "train.epochs":
+                done = -(-done * self._train.epochs // self._train.total_dialog_turns)
+            remedy = f"raise {longer} above {done} (with optimizer.schedule=constant)"
             print(
                 f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
-                f"{longer if complete else 'set evaluate.patience=0, or another one: it stopped early'}"
+                f"{remedy if complete else 'set evaluate.patience=0, or another one: it stopped early'}"
             )
         return read_evaluation(self.path, self.step), over
 
@@ -336,7 +350,7 @@ class RunFolder:
             path, state = self.restored
             began = {"checkpoint": str(path.absolute()), "step": state["step"]}
             write_whole(self.path / BEGAN_FROM, json.dumps(began))
-        if self._again:
+        if self._again:  # before the config is replaced: it has the first checkpoint's due step
             set_logs_aside(self.path)
         if self.rank_zero:
             self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
@@ -367,6 +381,7 @@ class RunFolder:
             is_damaged = checkpoint.damaged_logs(self.path, path) is not None
             readable = 0 if is_damaged else state.get(logged.LOGS, {}).get(METRICS_FILE)
         if unread := MetricsLog(self.path).truncate(self.step, readable):
-            self.notes.append(f"Lines of {self.path / METRICS_FILE} that can't be read were dropped: {unread}")
+            what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
+            self.notes.append(f"{self.path / METRICS_FILE} had {what} be read: dropped")
         of_step = (row for row in read_metrics(self.path) if row["step"] == self.step)
         return any(name.startswith("eval/") for row in of_step for name in row)

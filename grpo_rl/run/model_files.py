@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 MODEL = "model"
 """The folder of the model in that of its run."""
@@ -15,21 +13,6 @@ KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 """The endings of a model's files."""
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|wandb_v1_\w{20,})\b")
 """Keys of services, as they look."""
-
-
-def is_finished(run: Path) -> bool:
-    """True if a run is finished: summary and model are written; the report may be missing."""
-    summary = run / "summary.json"
-    return summary.exists() and bool(read_json(summary.read_bytes()).get("finished")) and (run / MODEL).is_dir()
-
-
-def read_json(text: bytes) -> dict[str, Any]:
-    """The object of a JSON text; empty if it is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def model_files(run: Path) -> list[Path]:

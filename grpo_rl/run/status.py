@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from grpo_rl.run.model_files import is_finished, read_json
-from grpo_rl.storage.lock import LOCK, described, holder_of
+from grpo_rl.run.lock import LOCK, holder_of
+from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
 
-METRICS = "metrics.jsonl"
-"""A file of a run that modules which import torch name, too."""
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+"""Files of a run that modules which import torch name, too."""
 TAIL_BYTES = 1 << 16
 
 
@@ -42,21 +46,25 @@ def status_of(folder: Path) -> tuple[str, bool]:
         ValueError: the folder is not that of a run.
         OSError: it can't be read.
     """
-    alive, holder = holder_of(folder)
-    found = _last_step(folder / METRICS)
-    if not (holder or found or (folder / LOCK).exists()):
+    held, holder = holder_of(folder)
+    step = _last_step(folder / METRICS)
+    if not (holder or step or (folder / LOCK).exists()):
         raise ValueError(f"{folder} holds no run: neither {LOCK} nor {METRICS} is there")
-    process, step = described(holder), f"step {found[0]}, {shown_duration(found[1])} ago" if found else "no step yet"
-    hint = _last_waits(folder) if holder else ""
-    if not alive and is_finished(folder):
-        return f"Finished: {step}.", True
-    if alive is None:
-        return f"Perhaps alive, as {process}: {step}. Ask on its host: grpo-rl status {folder}.{hint}", True
-    if not alive:
-        was = f"Dead, once {process}" if holder else "Stopped"
-        return f"{was}: {step}. Go on with: resume={folder}.{hint}", False
-    ask = f"kill -USR1 {holder.get('pid', 'PID')} prints the stacks of its threads on its standard error"
-    return f"Alive: {process}, {step}. {ask}.{hint}", True
+    if not held and _finished(folder):
+        return f"Finished: {_step(step)}.", True
+    if held and not holder:
+        return f"Alive: a process that starts or ends holds {folder / LOCK}; {_step(step)}.", True
+    if not holder:
+        return f"Stopped: {_step(step)}. Go on with: resume={folder}", False
+    process, hint = f"process {holder.get('pid')} on {holder.get('host')}", _last_waits(folder)
+    if holder.get("host") != socket.gethostname():
+        return f"Perhaps alive, as {process}: {_step(step)}. Ask there: grpo-rl status {folder}.{hint}", True
+    if not held and _exists(holder.get("pid")):
+        return f"Perhaps alive: {process} is there, without the folder's lock; {_step(step)}.{hint}", True
+    if not held:
+        return f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False
+    ask = f"kill -USR1 {holder.get('pid')} prints the stacks of its threads on its standard error"
+    return f"Alive: {process} since {holder.get('since')}, {_step(step)}. {ask}.{hint}", True
 
 
 def _last_waits(folder: Path) -> str:
@@ -67,6 +75,23 @@ def _last_waits(folder: Path) -> str:
     return f"\n\n{path.read_text(errors='replace').partition(STACKS)[0]}\n\nStacks are in {path}"
 
 
+def _exists(pid: object) -> bool:
+    """True if a process of this number is there; it may be another one than was meant."""
+    try:
+        os.kill(int(str(pid)), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _finished(folder: Path) -> bool:
+    """True if the run has written its summary and its model, as `grpo_rl.run.claim.is_finished` has it."""
+    summary = _json((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
+    return bool(summary.get("finished")) and (folder / MODEL).is_dir()
+
+
 def _last_step(path: Path) -> tuple[int, float] | None:
     """The last step in ``metrics.jsonl`` and the seconds since it was logged; None where there is none."""
     if not path.exists():
@@ -75,8 +100,20 @@ def _last_step(path: Path) -> tuple[int, float] | None:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]  # what follows the last line is torn
     for line in reversed(lines):
-        row = read_json(line)
+        row = _json(line)
         if isinstance(row.get("step"), int):
             at = row["time"] if isinstance(row.get("time"), float) else path.stat().st_mtime
             return row["step"], max(0.0, time.time() - at)
     return None
+
+
+def _step(step: tuple[int, float] | None) -> str:
+    return f"step {step[0]}, {shown_duration(step[1])} ago" if step else "no step yet"
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -34,11 +34,18 @@ scheme of an HTTP header. It ends with its quotes, at a space or comma; in brack
 _NO_SECRETS = ("null", "None", "true", "false", "True", "False", "VALUE")  # as in messages of ours
 LEAST = 8
 """Characters of a secret of the environment that is masked by its value: a shorter one may stand in any word."""
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
+"""An option in a list of arguments, whose value is the next item."""
+
+
+def is_secret(key: str) -> bool:
+    """True if a setting of this name, or of this dotted key, may hold a secret."""
+    return bool(_SECRET.search(key))
 
 
 def may_be_secret(name: str, value: str) -> bool:
     """True if a variable of the environment may hold a secret: by its name, or as a URL with user or password."""
-    return bool(_SECRET.search(name) or _USERINFO.search(value))
+    return is_secret(name) or bool(_USERINFO.search(value))
 
 
 def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
@@ -51,16 +58,16 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     {'api_key': '***', 'max_new_tokens': 256, 'command': ['server', '--token', '***']}
     """
     section, _, name = key.rpartition(".")
-    if _PROSE.fullmatch(name) and not _SECRET.search(section):
+    if _PROSE.fullmatch(name) and not is_secret(section):
         return value
     if isinstance(value, Mapping):
         return {name: masked(inner, f"{key}.{name}", told_apart) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        # What follows an option in a list of arguments is its value.
-        options = [f".{item}" if re.fullmatch(r"--?[A-Za-z][\w.-]*", str(item)) else "" for item in value]
-        given = zip(value, options, ["", *options], strict=False)
-        return [masked(item, key if own else key + before, told_apart) for item, own, before in given]
-    if _SECRET.search(key):
+        options = [isinstance(item, str) and bool(_OPTION.fullmatch(item)) for item in value]
+        names = [key, *(f"{key}.{item}" if option else key for item, option in zip(value, options, strict=True))]
+        given = zip(value, options, names, strict=False)
+        return [masked(item, key if option else name, told_apart) for item, option, name in given]
+    if is_secret(key):
         nothing = value is None or isinstance(value, bool) or value == "" or str(value).startswith(MASK)
         return value if nothing or _is_count(key, str(value)) else MASK + _digits(key, value) * told_apart
     if not isinstance(value, str):
@@ -74,7 +81,11 @@ def _digits(key: str, value: object) -> str:
 
 
 def _is_count(name: str, text: str) -> bool:
-    return bool(re.fullmatch(r"[+-]?[\d.]+(?:e[+-]?\d+)?", text)) and not _NEVER_A_COUNT.search(name)
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not _NEVER_A_COUNT.search(name)
 
 
 def masked_override(word: str) -> str:
@@ -109,6 +120,6 @@ def shown(text: str) -> str:
     """
     text = printable(text)
     for name, value in os.environ.items():
-        if len(value) >= LEAST and may_be_secret(name, value):
+        if len(value) >= LEAST and is_secret(name):
             text = text.replace(value, MASK)
     return masked_text(text)

@@ -17,9 +17,9 @@ from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, all_findings, child_p
 from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.guards import isolation
+from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.storage.lock import FolderLock
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,9 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts
 from grpo_rl.report.files import read_evaluation
 from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
-from grpo_rl.storage.lock import FolderLock
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 

@@ -96,8 +96,10 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_be_prolonged(tiny, finished, 
     steps = {row["step"]: row for row in comparable(finished) if "loss/total" in row}
     assert {row["step"]: row for row in comparable(folder) if "loss/total" in row} == steps
     run([*tiny, f"resume={folder}"], tmp_path / "unused")
-    told = "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs (with"
-    assert told in capsys.readouterr().out
+    assert (
+        "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs above 3 (with"
+        in capsys.readouterr().out
+    )
     fourth = folder / "checkpoints" / "checkpoint_000004.pt"  # in the middle of an epoch
     run([*tiny, f"resume={fourth}"], tmp_path / "unused")
     assert {row["step"]: row for row in comparable(folder) if "loss/total" in row} == steps

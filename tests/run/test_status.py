@@ -14,13 +14,13 @@ import pytest
 from grpo_rl.cli import main
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report.files import SUMMARY
-from grpo_rl.run.model_files import MODEL
-from grpo_rl.storage.lock import LOCK, FolderLock
+from grpo_rl.run import claim
+from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
 import sys
 from pathlib import Path
-from grpo_rl.storage.lock import FolderLock
+from grpo_rl.run.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -65,8 +65,7 @@ def test_a_lock_and_metrics_of_elsewhere_are_shown_without_what_a_terminal_would
     for row in rows:
         (tmp_path / METRICS_FILE).write_text(f"{json.dumps(row)}\n" + "[" * 5000 + "\n")
         code, said = ask(tmp_path, capsys)
-        assert said.startswith("Perhaps alive, as process 1 on n1 since api_key=*** ") and said.isprintable()
-        assert code == 0
+        assert said.startswith("Perhaps alive, as process 1 on n1: ") and code == 0 and said.isprintable()
 
 
 def test_a_live_run_is_alive_and_the_waits_that_were_late_are_shown(run, live, capsys):
@@ -85,10 +84,10 @@ def test_a_run_that_was_killed_is_dead_and_one_that_ended_is_stopped_or_finished
     assert code == 1 and said.startswith(f"Dead, once process {live.pid} on ")
     assert said.endswith(f"step 7, 90 s ago. Go on with: resume={run}.")
     FolderLock(run).close()
-    assert ask(run, capsys) == (1, f"Stopped: step 7, 90 s ago. Go on with: resume={run}.")
+    assert ask(run, capsys) == (1, f"Stopped: step 7, 90 s ago. Go on with: resume={run}")
     (run / SUMMARY).write_text('{"finished": true}')
     assert ask(run, capsys)[0] == 1, "its model is not written yet"
-    (run / MODEL).mkdir()
+    (run / claim.MODEL).mkdir()
     assert ask(run, capsys) == (0, "Finished: step 7, 90 s ago.")
 
 

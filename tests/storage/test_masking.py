@@ -20,7 +20,7 @@ def test_a_text_under_the_name_of_a_secret_is_masked_wherever_it_stands(name):
 def test_what_is_no_secret_stays_as_it_is():
     config = {"env": {"max_new_tokens": 256, "repeats": 8}, "model": {"tokenizer": "a/b", "name": "https://hub/x@main"}}
     config["env"]["system_prompt"] = prompt = "Answer as JSON with the keys: name, age. key=value won't do"
-    config["sampling"] = {"stop": ["token: end"], "stop_token": "</s>", "seeds": []}
+    config["sampling"] = {"stop": ["token: end"], "stop_token": "</s>"}
     assert masked(config) == config and masked(config, told_apart=True) == config
     words = [f"env.system_prompt={prompt}", "+sampling.stop=['key: x']", "env.max_new_tokens=256", "~logger"]
     assert [masked_override(word) for word in words] == words

@@ -28,8 +28,8 @@ from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report.files import BEGAN_FROM
 from grpo_rl.run.claim import claim
+from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.lock import FolderLock
 from grpo_rl.training import checkpoint
 
 
@@ -57,8 +57,9 @@ def test_each_rank_goes_on_with_its_own_random_state_unless_there_are_more_or_fe
 
 def claimed(resume, outputs, config=None, frequency=20):
     """The checkpoint that a start with this `resume` takes; its lock is released."""
-    with contextlib.ExitStack() as stack:
-        return claim(outputs / "new", resume, outputs, config or {}, frequency, stack)
+    taken = claim(outputs / "new", resume, outputs, config or {}, frequency)
+    taken.lock.close()
+    return taken
 
 
 def saved(run, step=1, config=None):
@@ -128,6 +129,10 @@ def test_a_checkpoint_of_elsewhere_takes_no_other_runs_folder_and_the_same_comma
         again = claimed(str(resume), tmp_path)
         assert (again.folder, again.resume, again.inside, again.again) == (own, backup, False, True)
         assert f"begins again from {backup}" in again.notes[0]
+    aside = backup.rename(tmp_path / "aside.pt")
+    with pytest.raises(ValueError, match="checkpoint_000002.pt, which it began from, is gone; put it back"):
+        claimed(str(own), tmp_path)
+    aside.rename(backup)
     checkpoint.save(own / "checkpoints", 3, {"step": 3, "config": "{}"})
     for resume in (backup, own):
         on = claimed(str(resume), tmp_path)

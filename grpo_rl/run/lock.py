@@ -15,8 +15,6 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
-
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of ``flock`` on file systems without locks."""
@@ -71,7 +69,7 @@ class FolderLock:
             if before and before.get("host") != socket.gethostname():
                 # Some mounts of NFS keep locks to the host.
                 self.warning = (
-                    f"{folder} was last written by {described(before)}, and was not left in order; where its file "
+                    f"{folder} was last written by {_described(before)}, and was not left in order; where its file "
                     "system does not lock between hosts, make sure that this process has ended"
                 )
             since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
@@ -106,16 +104,15 @@ def in_use(folder: Path) -> FolderInUseError | None:
     Raises:
         OSError: its lock can't be read.
     """
-    alive, holder = holder_of(folder)
+    held, holder = holder_of(folder)
     # Other programs use this file name, too.
-    return _refusal(folder, holder) if alive and holder else None
+    return _refusal(folder, holder) if held and holder else None
 
 
-def holder_of(folder: Path) -> tuple[bool | None, dict[str, object]]:
+def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
     """True if a process holds the lock, and the record of the process that does, or was killed with it.
 
-    None if the process may be alive: it is on another host, or of this one, and file systems may have no locks. The
-    record is empty where the last one ended in order.
+    The record is empty where the last one ended in order. On a file system without locks none is held.
 
     Raises:
         OSError: the lock can't be read.
@@ -133,11 +130,9 @@ def holder_of(folder: Path) -> tuple[bool | None, dict[str, object]]:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-        holder = _holder(descriptor)
+        return held, _holder(descriptor)
     finally:
         os.close(descriptor)
-    may_be_alive = holder and (holder.get("host") != socket.gethostname() or holder.get("pid") in psutil.pids())
-    return None if may_be_alive and not held else held, holder
 
 
 def _lock(descriptor: int) -> None:
@@ -155,7 +150,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
-    return FolderInUseError(f"{folder} is in use by {described(holder)}; wait for it, or set another hydra.run.dir")
+    return FolderInUseError(f"{folder} is in use by {_described(holder)}; wait for it, or set another hydra.run.dir")
 
 
 def _holder(descriptor: int) -> dict[str, object]:
@@ -167,8 +162,7 @@ def _holder(descriptor: int) -> dict[str, object]:
     return holder if isinstance(holder, dict) else {}
 
 
-def described(holder: dict[str, object]) -> str:
-    """The process of a record in words."""
+def _described(holder: dict[str, object]) -> str:
     if not holder:
         return "another process"
     return f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from grpo_rl.storage.lock import LOCK, FolderInUseError, FolderLock
+from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock
 
 
 def test_the_error_of_the_second_writer_names_the_first_one(tmp_path):
@@ -49,7 +49,7 @@ def test_a_killed_process_lets_go_and_what_it_started_does_not_hold_the_folder(t
     script = """
 import os, subprocess, sys, time
 from pathlib import Path
-from grpo_rl.storage.lock import FolderLock
+from grpo_rl.run.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 executed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 ready, let_go = os.pipe()
