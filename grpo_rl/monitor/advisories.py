@@ -22,11 +22,12 @@ from grpo_rl.storage.yaml_text import flat
 ALIKE, CUT, LENGTH = "reward/zero_std_fraction", "response/truncated_fraction", "response/mean_length"
 REPEATED, GAP, REWARD = "response/repetition", "mismatch/mean", "reward/mean"
 SKIPPED, TOKENS = "optimizer/skipped_steps", "train/micro_batch_tokens"
-FAILED, DIVIDED = "the count of failed scorers", "micro-batches of an optimizer step"
+FAILED, DIVIDED = "the number of responses without a reward (failed/)", "micro-batches of an optimizer step"
+CLIPPED = "the share of clipped tokens"
 WAITING, SAMPLING, MEMORY = (
-    "the waiting's share of a step",
-    "the sampling's share of a step",
-    "the memory's share taken",
+    "the share of a step's time in which the trainer waits",
+    "the share of a step's time in which engines sample",
+    "the share of the memory that is taken",
 )
 WINDOW = 10
 """Steps over which a metric is averaged before it is judged: the mean of ten scatters a third as much as one step."""
@@ -112,12 +113,12 @@ def _derived(row: Row) -> dict[str, float]:
     """Further values of a step: shares of its time and of the memory, and responses so far whose scorers failed."""
     # A kind that has not occurred yet has no count.
     failed = [value for name, value in row.items() if name.startswith("failed/") and name != "failed/groups"]
-    found = {FAILED: sum(failed)}
+    found = {FAILED: sum(failed), CLIPPED: row.get("clip/low_fraction", 0.0) + row.get("clip/high_fraction", 0.0)}
     if seconds := step_seconds(row):
         for name, phase in ((WAITING, "wait"), (SAMPLING, "sample")):
             found[name] = row.get(f"time/{phase}_s", math.nan) / seconds
     if row.get("memory/limit_gib"):
-        found[MEMORY] = row["memory/peak_gib"] / row["memory/limit_gib"]
+        found[MEMORY] = row.get("memory/peak_gib", math.nan) / row["memory/limit_gib"]
     if row.get("train/optimizer_steps") and "train/micro_batches" in row:
         found[DIVIDED] = row["train/micro_batches"] / row["train/optimizer_steps"]
     return found
@@ -136,7 +137,7 @@ class Rule:
     """A row of the table.
 
     Args:
-        metric: the value that it is about.
+        metric: the value that it is about; ``also`` another one.
         holds: True if the value is beyond its bound over some steps.
         remedy: alternatives, divided by ``|``; one whose ``SETTING=VALUE`` a run has already is left out.
         section: of ``docs/troubleshooting.md``.
@@ -150,6 +151,7 @@ class Rule:
     section: str
     causes: tuple[str, ...] = ()
     steps: int = WINDOW
+    also: str = ""
 
 
 def _is_unstable(h: History) -> bool:
@@ -255,9 +257,9 @@ RULES: dict[str, Rule] = {
         "loss.correction=truncate|a lower optimizer.lr|train_model.dtype=float32",
         "mismatchmean-is-high-or-the-run-stops-for-it"),
     "off_policy": Rule(
-        "ess", lambda h: h.median("ess") < 0.5 or h.median("clip/low_fraction") + h.median("clip/high_fraction") > 0.5,
+        "ess", lambda h: h.median("ess") < 0.5 or h.median(CLIPPED) > 0.5,
         "train.epochs=1|a lower train.max_staleness, if sampling goes on while it trains|a lower optimizer.lr",
-        "the-policy-is-far-from-the-one-that-sampled", ("unstable",)),
+        "the-policy-is-far-from-the-one-that-sampled", ("unstable",), also=CLIPPED),
     "trainer_waits": Rule(
         WAITING, lambda h: h.mean(WAITING) >= 0.5,
         "a higher inference_model.num_devices|a higher env.num_envs|a higher train.max_staleness",
@@ -360,9 +362,12 @@ class Advisories:
     def _advisory(self, name: str, rule: Rule, step: int) -> Advisory:
         h, metric = self._history, rule.metric
         now, then = h.mean(metric, 1 if metric in (SKIPPED, FAILED) else rule.steps), h.first(metric)
+        best = h.best if name == "unstable" else {}
         if metric.startswith("eval/"):
-            now, then, step = h.last_eval[metric], h.best_eval[metric], int(h.last_eval["step"])
-        seen = f"{metric} is {now:.3g}" + ("" if math.isnan(then) else f", and was {then:.3g}")
+            now, best, step = h.last_eval[metric], h.best_eval, int(h.last_eval["step"])
+        was = f"{best[metric]:.3g} at step {best['step']:g}" if best else "" if math.isnan(then) else f"{then:.3g}"
+        seen = f"{metric} is {now:.3g}" + (f", and was {was}" if was else "")
+        seen += f"; {rule.also} is {h.median(rule.also):.3g}" if rule.also else ""
         since, page = max(step - rule.steps + 1, 1), f"{PAGE}#{rule.section}"
         return Advisory(name, seen, since, None, remedy(rule.remedy, h.facts), page)
 

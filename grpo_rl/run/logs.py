@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.advisories import Advisories
+from grpo_rl.monitor.advisories import Advisories, Advisory
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
@@ -58,11 +58,13 @@ class RunLogs:
         self.tokens: TokenLog | None = None
         if tokenizer and rank_zero and (logger.token_groups or loss):
             self.tokens = TokenLog(folder, config, logger.token_groups, partial(token_pieces, tokenizer), loss)
-        self.advisories, self._advises = Advisories(config, read_metrics(folder) if resumes else ()), True
+        self.advisories, self._advises = Advisories(config), True
         record = partial(_log_line, _log_of(folder)) if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
+        for row in read_metrics(folder) if resumes else ():
+            self._advise(row)
         self.loggers = Loggers(self.note, folder)
         if rank_zero:
             self.loggers = open_loggers(logger, folder, config, self.note)
@@ -94,13 +96,17 @@ class RunLogs:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step, and shows the advisories that they raise."""
         self.metrics.log(step, {"time": time.time(), **metrics})
+        for advisory in self._advise({"step": step, **metrics}):
+            self.note(f"Advisory. {advisory}")
+        self.loggers.log(step, metrics)
+
+    def _advise(self, row: Mapping[str, float]) -> list[Advisory]:
         try:
-            for advisory in self.advisories.update({"step": step, **metrics}) if self._advises else ():
-                self.note(f"Advisory. {advisory}")
+            return self.advisories.update(row) if self._advises else []
         except Exception as error:  # advice that fails must not end a run
             self._advises, why = False, f"{type(error).__name__}: {error}"
-            self.note(f"Warning. There are no advisories from step {step} on ({why}); all else goes on")
-        self.loggers.log(step, metrics)
+            self.note(f"Warning. There are no advisories from step {row['step']} on ({why}); all else goes on")
+            return []
 
     def has(self, step: int, name: str) -> bool:
         """True if a number of a step is in ``metrics.jsonl`` already."""

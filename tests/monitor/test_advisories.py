@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories, History
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings.sections import Logger
 from grpo_rl.storage.yaml_text import flat
@@ -258,10 +258,11 @@ def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch,
         raise KeyError("entropy")
 
     monkeypatch.setitem(RULES, "unstable", replace(RULES["unstable"], holds=broken))
-    with RunLogs(tmp_path, Logger(), {}, 9) as logs:
-        for step in (1, 2):
+    MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
+    with RunLogs(tmp_path, Logger(), {}, 9, resumes=True) as logs:
+        for step in (2, 3):
             logs.log(step, {"reward/mean": 0.5})
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("There are no advisories from step") == 1 and "KeyError: 'entropy'" in told
 
