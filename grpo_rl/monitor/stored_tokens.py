@@ -1,4 +1,4 @@
-"""The reader of a lineage: groups of a step as they were, from what `grpo_rl.monitor.token_log` wrote."""
+"""The reader of a lineage, `grpo_rl.monitor.token_log`: groups of a step as they were."""
 
 from __future__ import annotations
 
@@ -66,10 +66,8 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     steps = parts.steps()
     table = parts.read(step) if step in steps else pa.table({})
     if not (about := (table.schema.metadata or {}).get(KEY)):
-        have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-        raise ValueError(
-            f"{run_dir} has no lineage of step {step}: {have}, and train.lineage=true stores all of a step"
-        )
+        have = f"it has steps {steps[0]} to {steps[-1]}" if steps and step not in steps else "it was trained without it"
+        raise ValueError(f"{run_dir} has no lineage of step {step}: {have}; train.lineage=true stores it")
     try:
         return _stored(table, json.loads(about))
     except Exception as error:  # a file may be changed or from elsewhere: where it is decides the error
@@ -92,6 +90,8 @@ def _stored(table: pa.Table, about: dict[str, Any]) -> StoredStep:
             if log_prob is not None and entropy is not None:
                 scored[i] = log_prob, entropy
         updates.append(StoredUpdate(ids, scored, recorded))
+    if start != len(table):
+        raise ValueError(f"{len(table)} rows, and {start} tokens of its groups")
     return StoredStep(about["step"], about["config"], [groups[i] for i in known], updates[:-1], table.slice(0, trained))
 
 

@@ -89,6 +89,8 @@ class TokenLog:
     @torch.no_grad()
     def add(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group] = ()) -> None:
         """Adds a micro-batch: what `GRPOLoss` was given and returned (`grpo_rl.monitor.step_record.Observer`)."""
+        if not self._loss and len({i for update in self._updates for i in update.scored}) >= self._groups:
+            return  # a step has many micro-batches, and few groups are recorded
         update, columns = self._updates[-1], {name: tokens[name].float() for name in ("log_prob", "entropy")}
         if self._loss:
             terms = self._loss.terms(tokens)

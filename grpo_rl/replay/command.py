@@ -47,7 +47,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         result = replay(stored, settings, other, options.top)
     except ValueError as error:
-        raise ValueError(f"a replay has only what the run computed: {error}") from error
+        raise ValueError(f"{error} (a replay has only what the run computed)") from error
     if options.json:
         print(json.dumps(result | {"overrides": list(overrides)}, indent=2))
         return 0

@@ -22,7 +22,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="serve the page, and update it while the run goes on")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of --serve and --demo (a free one)")
     parser.add_argument("--demo", action="store_true", help="show a recorded run: a first look without training")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write the page to instead")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write the page to, without --serve and --demo"
+    )
     parser.set_defaults(run_command=_report)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_rl.monitor.completions import TURN_ENDS
@@ -25,24 +27,43 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     """The groups to show, in the order of the run, and out of how many; None without completions.
 
     A run of few responses is there whole. Of any other there are groups evenly spaced over the run, and those on the
-    page token by token.
+    page token by token. A part that can't be read is left out, with its name.
 
     Raises:
-        ValueError: a part of ``completions.parquet`` or ``tokens.parquet`` can't be read; names it.
+        ValueError: no part of ``completions.parquet`` can be read; names the last.
     """
-    parts = StepParts(run_dir / COMPLETIONS_FOLDER)
-    ids = {step: parts.read(step, ["group_id"])["group_id"] for step in parts.steps()}
-    keys = [(step, group_id) for step, column in ids.items() for group_id in column.unique().to_pylist()]
+    parts, unread = StepParts(run_dir / COMPLETIONS_FOLDER), list[str]()
+
+    def read(step: int, columns: Sequence[str] | None = None) -> pa.Table | None:
+        try:
+            return parts.read(step, columns)
+        except ValueError as error:
+            unread.append(str(error))
+            return None
+
+    tables = {step: table for step in parts.steps() if (table := read(step, ["group_id"]))}
+    keys = [(step, group_id) for step, table in tables.items() for group_id in table["group_id"].unique().to_pylist()]
     if not keys:
+        if unread:
+            raise ValueError(unread[-1])
         return None
-    count = sum(map(len, ids.values()))
-    chosen = {*evenly(keys, max(2, RESPONSES * len(keys) // count)), *recorded_groups(run_dir)}
+    count, on_page = sum(map(len, tables.values())), set[tuple[int, int]]()
+    with suppress(ValueError):  # the section of the tokens names what is wrong
+        on_page = recorded_groups(run_dir)
+    chosen = {*evenly(keys, max(2, RESPONSES * len(keys) // count)), *on_page}
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {key: [] for key in keys if key in chosen}
     for step in dict.fromkeys(step for step, _ in rows):
-        table = parts.read(step).filter(pc.field("group_id").isin([i for of, i in rows if of == step]))
-        for row in table.to_pylist():
-            rows[step, row["group_id"]].append(row)
-    return {"groups": _groups(rows), "all_groups": len(keys), "all_responses": count, "tools": list(TOOLS)}
+        if table := read(step):
+            for row in table.filter(pc.field("group_id").isin([i for of, i in rows if of == step])).to_pylist():
+                rows[step, row["group_id"]].append(row)
+    groups = _groups({key: found for key, found in rows.items() if found})
+    return {
+        "groups": groups,
+        "all_groups": len(keys),
+        "all_responses": count,
+        "unread": unread,
+        "tools": list(TOOLS),
+    }
 
 
 def _groups(chosen: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

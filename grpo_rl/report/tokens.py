@@ -40,7 +40,7 @@ def build(run_dir: Path) -> dict[str, Any] | None:
     for step in evenly(steps, STEPS):
         rows = parts.read(step, SHOWN).filter(pc.field("text").is_valid()).to_pylist()
         tokens = {key: list(of_response) for key, of_response in groupby(rows, itemgetter(*KEY))}
-        first = sorted(tokens, key=itemgetter(1))[:RESPONSES_OF_STEP]  # of each group
+        first = sorted(tokens, key=itemgetter(1))[:RESPONSES_OF_STEP]
         responses += [{"step": step} | _response(tokens[key]) for key in first]
     if not responses:
         return None  # with train.lineage=true and logger.token_groups=0 there are tokens without a text

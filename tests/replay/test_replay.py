@@ -136,10 +136,13 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
     told = replayed(plain, 2, "loss.clip_low=0.0", "loss.clip_high=0.0", "loss.aggregate=token_mean", capsys=capsys)
     assert told["other"]["clip/high_fraction"] > told["run"]["clip/high_fraction"]
     assert 0 < told["changed_fraction"] <= 1 and 0 < told["cosine"] < 1
-    assert len(told["tokens"]) == 10
+    differences = [abs(a - b) for a, b in (token["gradient"] for token in told["tokens"])]
+    assert len(differences) == 10 and differences == sorted(differences, reverse=True)
     groups = {group.group_id: group for group in read_step(plain, 2).groups}
     for token in told["tokens"]:
-        ids = groups[token["group_id"]].responses[token["response"]].tolist()
+        group = groups[token["group_id"]]
+        ids = group.responses[token["response"]].tolist()
+        assert group.row == token["row"]
         assert ids[: token["position"] + 1][-9:] == [*token["before"], token["token_id"]]
 
 
@@ -186,7 +189,7 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
 
 def test_what_cannot_be_replayed_is_reported_in_one_line(plain, capsys):
     assert main(["replay", str(plain), "1", "policy.kl_coef=0.1"]) == 2
-    assert "has only what the run computed: the loss reads ref_log_prob, which is missing" in capsys.readouterr().err
+    assert "the loss reads ref_log_prob, which is missing" in capsys.readouterr().err
     assert main(["replay", str(plain), "9"]) == 2
     assert "it has steps 1 to 2" in capsys.readouterr().err
 

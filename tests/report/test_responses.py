@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pytest
 
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
@@ -74,3 +75,15 @@ def test_control_characters_of_a_response_are_left_out(tmp_path):
     CompletionsLog(tmp_path).log(1, [row(1, 1.0, "\x1b[2Jred\u202e"), row(1, 0.0, "\ud800")])
     texts = [response["text"] for response in responses.build(tmp_path)["groups"][0]["responses"]]
     assert texts == ["red", "?"]
+
+
+def test_a_damaged_part_is_left_out_by_its_name(tmp_path):
+    log, parts = CompletionsLog(tmp_path), StepParts(tmp_path / "completions.parquet")
+    for step in (1, 2):
+        log.log(step, [row(step, 1.0), row(step, 0.0)])
+    parts.path(1).write_bytes(b"PAR1")
+    data = responses.build(tmp_path)
+    assert [group["id"] for group in data["groups"]] == [2] and "part-00000001.parquet" in data["unread"][0]
+    parts.path(2).write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="part-00000002.parquet"):
+        responses.build(tmp_path)

@@ -195,6 +195,7 @@ sections.responses = function (root, data) {
     const all = data.all_groups.toLocaleString("en"), shown = data.groups.length.toLocaleString("en");
     note.textContent = data.groups.length === data.all_groups ? `All ${data.all_responses.toLocaleString("en")} responses of the run.`
       : `${shown} of ${all} groups: some evenly spaced over the run, and those of the tokens below. completions.parquet has all.`;
+    if (data.unread.length) note.textContent += ` Left out: ${data.unread.join(" ")}`;
     filter();
   }
   // What shows a group of the page, for sections that link to it; null where the page does not have it.
