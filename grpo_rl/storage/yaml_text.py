@@ -1,4 +1,4 @@
-"""Reads YAML, whose errors are of one kind, and flattens what it holds."""
+"""YAML texts, whose errors are of one kind, and values by their dotted names."""
 
 from __future__ import annotations
 
