@@ -133,11 +133,7 @@ def _new(own: Path, place: Path | None = None) -> Claim:
 
 
 def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
-    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it.
-
-    Raises:
-        ValueError: the folder holds another run.
-    """
+    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it."""
     claimed = _new(own, place)
     with _released_on_error(claimed.lock):
         refuse_other_run(own, place)
@@ -145,12 +141,7 @@ def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
-    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
-
-    Raises:
-        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left; or the one of elsewhere
-            that it began from is gone.
-    """
+    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all."""
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
@@ -198,11 +189,7 @@ def set_logs_aside(folder: Path) -> None:
 
 
 def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
-    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
-
-    Raises:
-        ValueError: every run of this config is in use by another process.
-    """
+    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one."""
     notes: list[str] = []
     live: list[FolderInUseError] = []
     for run in _runs(outputs):

@@ -229,11 +229,7 @@ class RunFolder:
             raise RunIsOver
 
     def _check_ranks(self, state: dict) -> None:
-        """Refuses another number of ranks than the checkpoint's, unless the run is elastic.
-
-        Raises:
-            ValueError: there are more or fewer, and ``train.elastic`` is false.
-        """
+        """Refuses another number of ranks than the checkpoint's, unless the run is elastic."""
         self.restarts = state.get("restarts", 0)
         size = self._ranks.size if self._ranks else 1
         before = state["ranks"]

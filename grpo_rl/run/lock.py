@@ -136,11 +136,7 @@ def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which blocks no other process.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
+    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which blocks no other process."""
     for _ in range(ATTEMPTS - 1):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

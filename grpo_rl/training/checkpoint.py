@@ -214,12 +214,7 @@ def _load(path: Path, ranks: Ranks | None) -> dict:
 
 
 def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
-    """A checkpoint's own file, whose contents and sharded tensors, each of them on one rank, are as they were written.
-
-    Raises:
-        ValueError: they are not.
-        OSError: they can't be read.
-    """
+    """A checkpoint's own file; its contents and shards, each read by one rank, are as they were written."""
     if rank == 0:
         checkpoint_file.check(path)
     state = checkpoint_file.read(path)
