@@ -61,7 +61,7 @@ ONLY_IN = {
     "openai": (),
     "vllm": ("grpo_rl/engines/vllm/",),
     "hydra": ("sota/", "grpo_rl/cli.py", "grpo_rl/settings/"),
-    "omegaconf": ("sota/", "grpo_rl/assembly/", "grpo_rl/migration/", "grpo_rl/settings/"),
+    "omegaconf": ("sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "peft": ("grpo_rl/policies/lora.py",),
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
     "wandb": ("grpo_rl/monitor/wandb.py",),

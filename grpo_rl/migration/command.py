@@ -1,84 +1,13 @@
-"""``grpo-rl from-trl``: reads a GRPO config of TRL, and writes the config that trains as it does.
-
-A script is parsed and never run: values that are no literals are named and left out.
-"""
+"""``grpo-rl from-trl``: writes the config that trains as a GRPO config of TRL does, and names every difference."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from grpo_rl.migration.from_trl import convert, one_line
-from grpo_rl.settings.compose import OF_COMPOSING
-from grpo_rl.storage.yaml_text import read_yaml
-
-CALLS: dict[str, dict[str, str] | None] = {
-    "GRPOConfig": None,
-    "LoraConfig": {name: f"lora_{name.removeprefix('lora_')}"
-                   for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type")},
-    "GRPOTrainer": {"model": "model_name_or_path", "reward_funcs": "reward_funcs"},
-    "load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"},
-}  # fmt: skip
-"""The arguments of these calls, under TRL's names for them; None: the field's own name."""
-
-
-def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a TRL config, and a line for each value that can't be known without running the script.
-
-    Raises:
-        ValueError: it can't be parsed, or holds no config.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
-            return _read_script(ast.parse(text))
-        if path.suffix == ".json":
-            text = json.dumps(json.loads(text))
-        if not isinstance(read_yaml(text), dict):
-            raise ValueError("it holds no fields such as `learning_rate: 1e-6`")
-        fields: Any = OmegaConf.to_container(OmegaConf.create(text))  # which reads 1e-6 as a number
-    except (SyntaxError, ValueError, RecursionError, MemoryError, *OF_COMPOSING) as error:
-        raise ValueError(f"{path} can't be read: {error or 'it is nested too deep'}") from None
-    return {str(name): value for name, value in fields.items()}, []
-
-
-def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
-    fields: dict[str, Any] = {}
-    unknown: list[str] = []
-    called = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or (name := ast.unparse(node.func).rpartition(".")[2]) not in CALLS:
-            continue
-        if name in called:
-            unknown.append(f"{ast.unparse(node)}: a second one; the first is taken")
-            continue
-        called.add(name)
-        given, names = [*node.keywords], CALLS[name]
-        if name == "load_dataset":
-            given += map(ast.keyword, ("path", "name"), node.args)
-        elif node.args:
-            unknown.append(f"{name}({ast.unparse(node.args[0])}, ...): arguments without a name are not read")
-        for keyword in given:
-            field = keyword.arg if names is None else names.get(keyword.arg or "")
-            try:
-                if field is not None:
-                    fields[field] = ast.literal_eval(keyword.value)
-                elif name != "GRPOTrainer":
-                    unknown.append(f"{name}({ast.unparse(keyword)}): not taken over")
-            except (ValueError, TypeError):  # a name; a list as a key
-                unknown.append(f"{field}={ast.unparse(keyword.value)}: no literal; left out")
-    if "GRPOConfig" not in called:
-        raise ValueError("it has no call of GRPOConfig; give the file that makes the config")
-    if "LoraConfig" in called:
-        # peft's defaults, which are others than those of TRL's command line
-        fields = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | fields
-    return fields, [one_line(line) for line in unknown]
+from grpo_rl.migration.from_trl import convert
+from grpo_rl.migration.trl_config import read_trl
 
 
 def add_from_trl(parser: argparse.ArgumentParser) -> None:
@@ -89,20 +18,27 @@ def add_from_trl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="the YAML file to write (NAME_grpo_rl.yaml)")
     parser.add_argument("--processes", type=int, metavar="N", help="TRL's training processes (its num_processes, or 1)")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the training data, for num_train_epochs")
-    parser.add_argument("--rewards", metavar="A,B", help="rewards by name, or module:function, instead of FILE's")
+    parser.add_argument(
+        "--rewards",
+        default="",
+        metavar="A,B",
+        help="rewards by name, or module:function, instead of those that FILE names",
+    )
     parser.set_defaults(run_command=_run)
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"from-trl takes no overrides such as {overrides[0]}; give them to grpo-rl train")
+    fields, unknown = read_trl(options.config)
+    rewards = [name for name in options.rewards.split(",") if name]
+    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
+    if rewards:
+        unknown = [line for line in unknown if not line.startswith("reward_funcs")]
+    made.differences[:0] = unknown
     output = options.output or Path(f"{options.config.stem}_grpo_rl.yaml")
     if output.exists():
         raise ValueError(f"{output} exists; give another --output")
-    fields, unknown = read_trl(options.config)
-    rewards = options.rewards.split(",") if options.rewards else []
-    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
-    made.differences[:0] = [line for line in unknown if not (rewards and line.startswith("reward_funcs"))]
     output.write_text(made.as_yaml(options.config.name), encoding="utf-8")
     print(f"Differences ({len(made.differences)}):")
     for line in made.differences or ["none"]:

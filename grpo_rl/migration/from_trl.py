@@ -1,127 +1,24 @@
-"""The conversion of a GRPO config of TRL: the config that trains as it does, and every difference by name.
-
-Source: TRL 1.16, ``trl/trainer/grpo_config.py`` and ``trl/trainer/model_config.py``, and the ``TrainingArguments`` of
-transformers 5.19. docs/from_trl.md has what becomes of each field.
-"""
+"""The conversion of a GRPO config of TRL: the config that trains as it does, and every difference by name."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from grpo_rl.migration import trl_fields as trl
+from grpo_rl.migration.converted import Converted
 from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
-from grpo_rl.settings.sections import declarations
-from grpo_rl.storage.masking import shown
-
-DEFAULTS: Mapping[str, Any] = {
-    "learning_rate": 1e-6,
-    "num_generations": 8,
-    "max_completion_length": 512,
-    "vllm_gpu_memory_utilization": 0.3,
-    "gradient_checkpointing": True,
-    "log_completions": False,
-    "seed": 42,
-}
-"""TRL's defaults of fields whose value is taken over, where ours is another."""
-DIFFERENT = (
-    "dataset_configs", "entropy_coef", "eval_strategy", "generation_batch_size",
-    "steps_per_generation", "sync_ref_model", "use_peft", "vllm_importance_sampling_clip_min", "warmup_steps",
-)  # fmt: skip
-"""Fields that mean something else than their counterpart."""
-UNNEEDED = (
-    "accelerator_config", "attn_implementation", "auto_find_batch_size", "average_tokens_across_devices",
-    "batch_eval_metrics", "bf16_full_eval", "cache_implementation", "cast_lm_head_to_fp32", "dataloader_", "ddp_",
-    "disable_", "do_", "ds3_", "enable_jit_checkpoint", "eval_accumulation_steps", "eval_do_", "eval_on_start",
-    "eval_use_", "fp16_full_eval", "gradient_checkpointing_kwargs", "hub_always_push", "hub_strategy",
-    "ignore_data_skip", "include_", "label_", "length_column_name", "local_rank", "log_level", "log_on_each_node",
-    "log_unique_prompts", "logging_", "num_completions_to_print", "num_generations_eval", "overwrite_output_dir",
-    "pad_to_multiple_of", "per_device_eval_batch_size", "prediction_loss_only", "remove_unused_columns", "restore_",
-    "save_on_each_node", "shuffle_dataset", "skip_memory_metrics", "torch_", "train_sampling_strategy",
-    "transformers_", "use_cache", "use_cpu", "use_liger_loss", "use_transformers_", "vllm_device", "vllm_group_port",
-    "vllm_model_impl", "vllm_server_",
-)  # fmt: skip
-"""Beginnings of fields that need no counterpart."""
-NO_EFFECT = {"lora_task_type": "CAUSAL_LM", "model_revision": "main", "repetition_penalty": 1.0} | dict.fromkeys(
-    ("greater_is_better", "hub_private_repo", "load_best_model_at_end", "load_in_8bit", "push_to_hub", "tf32",
-     "trust_remote_code", "use_dora", "use_liger_kernel", "use_rslora"), False,
-)  # fmt: skip
-"""Values that ask for nothing, of fields without a counterpart; as null does of any field."""
-RENAMED = {"torch_dtype": "dtype", "warmup_ratio": "warmup_steps", "wandb_project": "project"}
-"""Names of earlier versions of TRL and transformers, and today's."""
-
-LOSS_TYPES: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"aggregate": "sequence_mean"},
-    "dapo": {"aggregate": "token_mean"},
-    "bnpo": {"aggregate": "token_mean"},
-    "dr_grpo": {"aggregate": "constant"},
-    "luspo": {"aggregate": "constant", "normalizer": 1.0},
-    "cispo": {"surrogate": "cispo", "aggregate": "token_mean", "clip_low": 1.0},
-    "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
-}
-ADVANTAGES = {"group": "zscore", "batch": "batch_std", "none": "no_std", "True": "zscore", "False": "no_std"}
-AGGREGATIONS = {"sum_then_normalize": {}, "normalize_then_sum": {"advantage": "multi_reward"}}
-SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
-ACCURACY = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
-"""Rewards that compare a mathematical answer with the gold one: the task ``math`` here."""
-REWARDS = ("format", "tag_count", "reasoning_steps", "length", "cosine", "repetition_penalty", "code_format")
-"""Rewards of Open-R1 that ``env.rewards`` has under the same name."""
-
-
-def one_line(text: str) -> str:
-    """A text as one line, without secrets and escape sequences."""
-    return " ".join(shown(text).split())
-
-
-@dataclass
-class Converted:
-    """A config of ours that was made of TRL's.
-
-    Args:
-        settings: by dotted names; only what is not left to the defaults of config/grpo.yaml.
-        task: the value of ``env.dataset``.
-        differences: a line each for what has no counterpart, or another meaning; begins with TRL's field.
-        start: the command that trains with this config, without its options.
-    """
-
-    settings: dict[str, Any]
-    task: str = "prompt_response"
-    differences: list[str] = field(default_factory=list)
-    start: str = "grpo-rl train"
-
-    def differs(self, name: str, value: Any, why: str = "another meaning here, see docs/from_trl.md") -> None:
-        """Adds a difference, one line without secrets."""
-        self.differences.append(f"{one_line(f'{name}={value!r}'):.99}: {one_line(why)}")
-
-    def as_yaml(self, source: str) -> str:
-        """The config as a file for ``--config-dir . --config-name NAME``, the differences as its first comment.
-
-        Raises:
-            ValueError: a setting has a value that no run takes, or the file would be read otherwise.
-        """
-        if "${" in str(self.settings):
-            raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")
-        config = OmegaConf.create({"defaults": ["grpo", {"env": self.task}, "_self_"]})
-        known = declarations(None)
-        for key, value in self.settings.items():
-            if key in known:
-                known[key].check(key, value)
-            OmegaConf.update(config, key, value, force_add=True)
-        lines = [f"Converted from TRL's {one_line(source)} by grpo-rl from-trl. Differences:"]
-        lines += [f"  {line}" for line in self.differences or ["none"]]
-        text = "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(config)
-        if OmegaConf.create(text) != config:
-            raise ValueError(f"{source} has a text that YAML does not give back; take it out")
-        return text
 
 
 def convert(
-    given: Mapping[str, Any], *, processes: int | None = None, rows: int | None = None, rewards: Sequence[str] = ()
+    given: Mapping[str, Any],
+    *,
+    processes: int | None = None,
+    rows: int | None = None,
+    rewards: Sequence[str] = (),
 ) -> Converted:
     """The config here that trains as TRL would with these fields, and what differs.
 
@@ -134,187 +31,284 @@ def convert(
         ValueError: batch sizes that TRL refuses too, fp16, a loss that is not here, or a value of another type.
 
     >>> made = convert({"learning_rate": 2e-6, "max_steps": 10, "num_generations": 4, "repetition_penalty": 1.1})
-    >>> made.settings["optimizer.lr"], made.settings["train.total_dialog_turns"], made.differences[-1]
+    >>> made.config["optimizer"]["lr"], made.config["train"]["total_dialog_turns"], made.differences[0]
     (2e-06, 80, 'repetition_penalty=1.1: not taken over, see docs/from_trl.md')
     """
-    named = {name: value for name, value in given.items() if name not in RENAMED}
     # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
-    named |= {new: named.get(new) or given[old] for old, new in RENAMED.items() if old in given}
-    fields = {**DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
-    # A null of these two turns off what our tasks may have.
-    taken = {*fields, *({"chat_template", "system_prompt"} & named.keys())}
-    made = Converted({setting: fields.get(name) for name, setting in SAME.items() if name in taken})
-    known = {*SAME}
-
-    def get(name: str, default: Any = None) -> Any:
-        known.add(name)
-        return fields.get(name, default)
-
-    processes = processes or get("num_processes", 1)
-    try:
-        _convert_run(made, get, processes, rows)
-        _convert_loss(made, get)
-        _convert_model(made, get, processes)
-        _convert_task(made, get, rewards)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"a value is unknown, of another type or too large: {error}") from None
+    given = {name: _of_type(name, value) for name, value in given.items()}
+    named = {name: value for name, value in given.items() if name not in trl.RENAMED}
+    for name, today in trl.RENAMED.items():
+        if name in given:
+            named[today] = named.get(today) or given[name]
+    made = Converted(trl.DEFAULTS | {name: value for name, value in named.items() if value is not None})
+    known = [*SAME, *trl.CONVERTED]
     for name, value in named.items():
-        if name in DIFFERENT and value not in (None, False, 0, "no"):
-            made.differs(name, value)
-        if name not in known and not name.startswith(UNNEEDED) and value not in (None, NO_EFFECT.get(name)):
+        if name not in known and not name.startswith(trl.UNNEEDED) and value not in (None, trl.NO_EFFECT.get(name)):
             near = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1, 0.9))
-            made.differs(name, value, f"not taken over, see docs/from_trl.md{near}")
+            made.differs(name, f"not taken over, see docs/from_trl.md{near}", value)
+    for name, values in trl.CHOICES.items():
+        if str(value := made.fields[name]) not in values:
+            raise ValueError(f"{name} is {value!r}; those with a counterpart are {', '.join(map(str, values))}")
+    nulls = {name for name in ("chat_template", "system_prompt") if name in named}  # which our tasks may have
+    made.put({setting: made[name] for name, setting in SAME.items() if name in {*nulls, *made.fields}})
+    ranks, steps = _convert_batches(made, processes, rows)
+    _convert_loss(made)
+    _convert_steps(made, steps)
+    _convert_model(made)
+    _divide_devices(made, ranks)
+    _convert_task(made, rewards)
+    for name, why in trl.BY_HAND.items():
+        if made[name]:
+            made.differs(name, why)
+    for name, taken in trl.MAPPINGS.items():
+        for key, value in (made[name] or {}).items():
+            if key not in taken:
+                made.differs(name, f"{' and '.join(taken)} alone have a counterpart", {key: value})
     return made
 
 
-def _convert_run(made: Converted, get: Callable, processes: int, rows: int | None) -> None:
-    """Converts the sizes of batches, and what is counted in steps: warm-up, checkpoints and evaluations."""
-    group, iterations, epochs = get("num_generations"), get("num_iterations", 1), get("num_train_epochs", 3.0)
-    forward, accumulated = get("per_device_train_batch_size", 8) * processes, get("gradient_accumulation_steps", 1)
-    batch = forward * accumulated
-    sampled = get("generation_batch_size", forward * get("steps_per_generation", accumulated))
+def _of_type(name: str, value: Any) -> Any:
+    """The value as Python makes TRL's type of it: YAML reads 1e-6, which has no point, as a text."""
+    field = trl.RENAMED.get(name, name)
+    if value is None or field in trl.NUMBERS:
+        return _number(name, value)
+    try:
+        if field in trl.LISTS:
+            return [trl.LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
+        value = dict(value) if field in trl.MAPPINGS else value
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    if field == "lr_scheduler_kwargs":
+        numbers = trl.MAPPINGS[field]
+        return {key: _number(f"{name}.{key}", each) if key in numbers else each for key, each in value.items()}
+    return value
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        number = value if value is None or isinstance(value, int) else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    # Beyond 1e15 a float can't hold every integer.
+    if number is not None and not abs(number) < 10**15 and not (name in trl.BOUNDS and number == math.inf):
+        raise ValueError(f"{name} is {number!r:.20}; it must be a number below 1e15")
+    return number
+
+
+def _convert_batches(made: Converted, processes: int | None, rows: int | None) -> tuple[int, int]:
+    """Converts the sizes of batches; returns TRL's training processes and the steps of the run, 0 if not known."""
+    for name in trl.COUNTS:
+        if (value := made.get(name, 1)) < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    per_device, accumulated, group, iterations = (int(made[name]) for name in trl.COUNTS[:4])
+    ranks = processes or int(made.get("num_processes", 1))
+    batch = per_device * ranks * accumulated
+    sampled = int(
+        made["generation_batch_size"] or per_device * ranks * int(made["steps_per_generation"] or accumulated)
+    )
     if sampled % group or batch % group:
         raise ValueError(
-            f"a generation batch of {sampled} and an optimizer step of {batch} responses ({processes} processes) don't "
-            f"divide into groups of {group}; give TRL's number of training processes as --processes N"
+            f"a generation batch of {sampled} and an optimizer step of {batch} responses ({per_device} per device x "
+            f"{ranks} processes x {accumulated} accumulated) don't divide into groups of {group}; give TRL's number of "
+            "training processes as --processes N"
         )
-    if (steps := get("max_steps", -1)) > 0:
-        responses = steps * batch // iterations
+    if sampled < batch:
+        why = f"{sampled} responses are sampled at a time for steps of {batch}; here {batch} are"
+        made.differs("steps_per_generation", why)
+    made.put({"env.num_envs": max(sampled, batch) // group, "train.optim_batch_size": batch})
+    if steps := max(int(made["max_steps"]), 0):
+        made.put({"train.total_dialog_turns": steps * batch // iterations})
     elif rows:
-        responses = int(rows * group * epochs)
+        made.put({"train.total_dialog_turns": (responses := int(rows * group * made["num_train_epochs"]))})
         steps = responses * iterations // batch
     else:
-        raise ValueError("num_train_epochs counts rows; give their number in the training data as --rows N")
-
-    def every(number: float) -> int:
-        """A number of steps; below 1 it is a share of all steps."""
-        return math.ceil(number * steps) if number < 1 else int(number)
-
-    made.settings |= {
-        "env.num_envs": max(sampled, batch) // group,
-        "train.optim_batch_size": batch,
-        "train.total_dialog_turns": responses,
-        "train.keep_checkpoints": get("save_total_limit", 0),
-        "optimizer.warmup_steps": every(get("warmup_steps", 0)),
-    }
-    if (strategy := get("save_strategy", "steps")) in ("steps", "no"):
-        made.settings["train.checkpoint_frequency"] = every(get("save_steps", 500)) if strategy == "steps" else 0
-    else:
-        made.differs("save_strategy", strategy, "set train.checkpoint_frequency, in steps")
-    if get("eval_strategy") not in (None, False, "no"):  # YAML's bare no is false
-        made.settings["evaluate.frequency"] = every(get("eval_steps") or get("logging_steps", 10))  # as TRL has it
-        made.settings["env.eval_split"] = get("dataset_test_split", "test")
+        why = f"give --rows N, or set train.total_dialog_turns = rows x {group} x epochs; it is left at its default"
+        made.differs("num_train_epochs", why)
+    # TRL takes means over other tokens: here they are of the whole optimizer step.
+    kind, passes = made["loss_type"], accumulated * ranks
+    if kind == "bnpo" and passes > 1:
+        made.differs("loss_type", f"TRL's mean is over each of {passes} passes' tokens, here over all of the step")
+    if kind in ("dapo", "cispo") and sampled != batch:
+        share = f"{batch / sampled:g} of the tokens of all {sampled} responses that it samples at a time"
+        made.differs("loss_type", f"TRL divides by {share}, here by those of the step")
+    whole = (
+        passes == 1 and trl.LOSS_TYPES[kind]["aggregate"] == "token_mean" and made.get("top_entropy_quantile", 1) == 1
+    )
+    if made["entropy_coef"] and not whole:
+        why = "TRL's bonus is the mean over the tokens of a pass that have a policy gradient; here over all tokens"
+        made.differs("entropy_coef", f"{why}, as loss.aggregate has it")
+    return ranks, steps
 
 
-def _convert_loss(made: Converted, get: Callable) -> None:
-    """Converts the loss, its correction for the sampler's log-probs, the reference and the optimizer."""
-    kind, high = get("loss_type", "dapo"), get("epsilon_high", get("epsilon", 0.2))
-    if kind not in LOSS_TYPES:
-        raise ValueError(f"loss_type is {kind!r}; those with a counterpart are {', '.join(LOSS_TYPES)}")
-    loss = {
-        "clip_high": high,
-        "advantage": ADVANTAGES[str(get("scale_rewards", "group"))],
-        "kl": "k3_is" if get("use_bias_correction_kl", True) else "k3",
-        "correction": "none",
-        **LOSS_TYPES[kind],
-        **AGGREGATIONS[get("multi_objective_aggregation", "sum_then_normalize")],
-    }
-    if kind == "cispo":  # TRL caps the ratio at epsilon_high itself
-        loss["clip_high"] = max(high - 1, 0.0)
-    if kind in ("bnpo", "cispo"):
-        made.differs("loss_type", kind)
+def _convert_loss(made: Converted) -> None:
+    several = made["multi_objective_aggregation"] == "normalize_then_sum"
+    high = made.get("epsilon_high", made["epsilon"])
+    made.put({f"loss.{name}": value for name, value in trl.LOSS_TYPES[made["loss_type"]].items()})
+    made.put(
+        {
+            "loss.advantage": "multi_reward" if several else trl.ADVANTAGES[str(made["scale_rewards"])],
+            "loss.kl": "k3_is" if made["use_bias_correction_kl"] else "k3",
+            "loss.clip_high": high,
+            "loss.correction": "none",
+        }
+    )
+    if made["loss_type"] == "cispo":
+        # TRL caps the ratio at epsilon_high itself, and has no lower bound.
+        made.put({"loss.clip_low": 1.0, "loss.clip_high": max(high - 1, 0.0)})
+        if high < 1:
+            made.differs("epsilon_high", "TRL's cispo caps every ratio at it, below 1; the cap is 1 here", high)
     # TRL without vLLM samples with the trainer's own model; here a sampler always has log-probs of its own.
-    if get("vllm_importance_sampling_correction", True) and get("use_vllm"):
-        level, _, correction = get("vllm_importance_sampling_mode", "sequence_mask").partition("_")
-        loss |= {"correction": correction, "correction_level": level}
-        loss["correction_low"] = get("vllm_importance_sampling_clip_min", 0.0)
-        loss["correction_high"] = get("vllm_importance_sampling_clip_max", 3.0)
-    made.settings |= {f"loss.{name}": value for name, value in loss.items()}
-    if get("sync_ref_model"):
-        made.settings["ref_model.refresh"] = "steps"
-        made.settings["ref_model.refresh_steps"] = get("ref_model_sync_steps", 512)
-    optimizer, schedule = get("optim", "adamw_torch"), get("lr_scheduler_type", "linear")
+    if made["vllm_importance_sampling_correction"] and made["use_vllm"]:
+        level, _, kind = made["vllm_importance_sampling_mode"].partition("_")
+        low, most = made["vllm_importance_sampling_clip_min"] or 0.0, made["vllm_importance_sampling_clip_max"]
+        made.put({"loss.correction": kind, "loss.correction_level": level})
+        made.put({"loss.correction_low": low, "loss.correction_high": most})
+        if kind == "truncate" and low:
+            made.differs("vllm_importance_sampling_clip_min", "truncation has an upper bound alone here")
+    if made["sync_ref_model"]:
+        every = made.get("ref_model_sync_steps", 512)
+        made.put({"ref_model.refresh": "steps", "ref_model.refresh_steps": every})
+        if (alpha := made.get("ref_model_mixup_alpha", 0.6)) != 1:
+            made.differs("ref_model_mixup_alpha", "the reference becomes a whole copy of the policy here", alpha)
+
+
+def _convert_steps(made: Converted, steps: int) -> None:
+    """Converts what follows the steps of the run: warm-up, decay, checkpoints and evaluations."""
+
+    def every(name: str, number: float, unknown: int) -> int:
+        """A number of steps; below 1 it is a share of all steps."""
+        if 0 < number < 1 and not steps:
+            made.differs(name, f"a share of steps whose number isn't known; {unknown} steps are used", number)
+            return unknown
+        return int(number) if number >= 1 or not number else max(math.ceil(number * steps), 1)
+
+    if (warmup := made["warmup_steps"]) >= 1 or (warmup and steps):
+        why = "TRL's warm-up begins at a learning rate of 0; here each of its steps has that of TRL's next step"
+        made.differs("warmup_steps", why)
+    schedule, least = str(made["lr_scheduler_type"]), made["lr_scheduler_kwargs"] or {}
+    if schedule not in trl.SCHEDULES:
+        made.differs("lr_scheduler_type", "constant is used; here are linear, cosine, constant")
+    if share := least.get("min_lr_rate") or (least.get("min_lr") or 0) / (made["learning_rate"] or 1):
+        made.put({"optimizer.min_lr_fraction": share})
+    optimizer = str(made["optim"] or "adamw_torch")
     if optimizer != "sgd" and not optimizer.startswith("adamw_torch"):
-        made.differs("optim", optimizer, "AdamW with fp32 state is used")
-    least, lr = get("lr_scheduler_kwargs", {}), get("learning_rate")
-    if least.keys() - {"min_lr", "min_lr_rate"}:
-        made.differs("lr_scheduler_kwargs", least)
-    made.settings |= {
-        "optimizer.name": "sgd" if optimizer == "sgd" else "adamw",
-        "optimizer.betas": [get("adam_beta1", 0.9), get("adam_beta2", 0.999)],
-        "optimizer.schedule": SCHEDULES.get(schedule, schedule),
-        "optimizer.min_lr_fraction": least["min_lr"] / lr if "min_lr" in least else least.get("min_lr_rate", 0.0),
-        "optimizer.clip_grad_norm": get("max_grad_norm", 1.0) or 1e9,  # 0 is none: no gradient meets 1e9
-    }
+        made.differs("optim", "AdamW with fp32 state is used")
+    if not made["max_grad_norm"]:
+        made.put({"optimizer.clip_grad_norm": 1e9})
+        made.differs("max_grad_norm", "there is always a clip here; it is 1e9, which no gradient meets")
+    made.put(
+        {
+            "optimizer.name": "sgd" if optimizer == "sgd" else "adamw",
+            "optimizer.betas": [made["adam_beta1"], made["adam_beta2"]],
+            "optimizer.schedule": trl.SCHEDULES.get(schedule, "constant"),
+            "optimizer.warmup_steps": every("warmup_steps", warmup, 0),
+            "train.keep_checkpoints": made["save_total_limit"] or 0,
+        }
+    )
+    if made["save_strategy"] in ("steps", "no"):
+        saves = made["save_strategy"] == "steps"
+        made.put({"train.checkpoint_frequency": every("save_steps", made["save_steps"], 100) if saves else 0})
+    else:
+        made.differs("save_strategy", "set train.checkpoint_frequency, in steps")
+    if made.evaluates:
+        number = made["eval_steps"] or made.get("logging_steps", 10)  # as transformers and TRL have it
+        made.put({"evaluate.frequency": every("eval_steps", number, 100)})
+        made.differs("eval_strategy", "choose how many rows: evaluate.rows=200")
+    loggers = made["report_to"] or ()
+    made.put({"logger.backend": [name for name in loggers if name in BUILT_IN] or "none"})
+    for other in sorted({*loggers} - {*BUILT_IN, "none"}):
+        made.differs("report_to", f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written", other)
 
 
-def _convert_model(made: Converted, get: Callable, processes: int) -> None:
-    """Converts the model's type, lengths and adapters, and gives processes and engines their devices."""
-    default = "float32" if get("bf16") is False else "bfloat16"  # without autocast, TRL computes in float32
-    dtype = get("dtype", "auto")
-    if get("fp16") or dtype == "float16":
+def _convert_model(made: Converted) -> None:
+    given = made["model_init_kwargs"] or {}
+    default = "float32" if made["bf16"] is False else "bfloat16"  # without autocast, TRL computes in float32
+    dtype = str(given.get("dtype") or given.get("torch_dtype") or made["dtype"] or default).removeprefix("torch.")
+    if made["fp16"] or dtype == "float16":
         raise ValueError("fp16 is not trained here: its gradients overflow without a loss scale; set bf16 in TRL's")
-    length = get("vllm_max_model_length", get("max_prompt_length", 512) + get("max_completion_length"))
-    made.settings |= {
-        "train_model.dtype": default if dtype == "auto" else dtype,
-        "sampling.top_k": max(get("top_k", 0), 0),  # -1: all, in vLLM
-        "inference_model.max_model_len": length,
-        "train.micro_batch_tokens": max(8192, length),  # a micro-batch holds at least one response
-    }
-    if get("use_peft"):
-        lora = {"rank": get("lora_r", 16), "alpha": get("lora_alpha", 32), "dropout": get("lora_dropout", 0.05)}
-        made.settings["train_model.lora"] = lora | {"targets": get("lora_target_modules", "all-linear")}
-    if get("load_in_4bit"):
-        made.settings["train_model.quantization"] = get("bnb_4bit_quant_type", "nf4")
-    served, size = get("vllm_mode") == "server" and get("use_vllm"), get("vllm_tensor_parallel_size", 1)
-    sharded = get("fsdp")
-    if processes == 1 and not served:
+    if dtype not in ("bfloat16", "float32"):
+        made.differs("dtype", f"{default} is used; train_model.dtype is bfloat16 or float32", dtype)
+        dtype = default
+    made.put({"train_model.dtype": dtype})
+    if made["use_peft"]:
+        targets = made["lora_target_modules"]
+        lora = {name: made.get(f"lora_{field}", default) for name, (field, default) in trl.LORA.items()}
+        made.put({"train_model.lora": lora | {"targets": targets or "all-linear"}})
+        if not targets:
+            why = "peft's own choice by the type of model, such as q_proj and v_proj; here all-linear"
+            made.differs("lora_target_modules", why)
+    if made["load_in_4bit"]:
+        made.put({"train_model.quantization": made.get("bnb_4bit_quant_type", "nf4")})
+    both = made.get("max_prompt_length", 512) + made["max_completion_length"]
+    length = int(made["vllm_max_model_length"] or both)
+    made.put({"sampling.top_k": max(int(made["top_k"]), 0)})  # -1: all, in vLLM
+    # A micro-batch holds at least one response.
+    made.put({"inference_model.max_model_len": length, "train.micro_batch_tokens": max(8192, length)})
+
+
+def _divide_devices(made: Converted, ranks: int) -> None:
+    """Gives processes and engines their devices; vLLM next to several trainers has some of its own (async mode)."""
+    size = int(made.get("vllm_tensor_parallel_size", 1))
+    served = made["use_vllm"] and made["vllm_mode"] == "server"
+    if ranks == 1 and not served:
         return
-    # vLLM next to several trainers has devices of its own here: half of theirs.
-    train = processes if served else max(processes // 2 // size * size, 1)
-    inference = size if served else max((processes - train) // size * size, size)
-    made.settings |= {"train_model.num_devices": train, "inference_model.num_devices": inference}
-    made.settings["train.max_staleness"] = 0
+    train = ranks if served else max(ranks // 2 // size * size, 1)
+    inference = size if served else max((ranks - train) // size * size, size)
+    made.put({"train_model.num_devices": train, "inference_model.num_devices": inference, "train.max_staleness": 0})
     made.start = "grpo-rl train --async"
     if train > 1:
-        made.settings["train_model.parallel"] = "fsdp" if sharded else "ddp"
+        made.put({"train_model.parallel": "fsdp" if made["fsdp"] else "ddp"})
         made.start = f"torchrun --nproc-per-node {train} -m grpo_rl.sota.grpo_async"
-    why = f"{train} devices train and {inference} sample, in turns; train.max_staleness=1 or more lets them overlap"
-    made.differs("num_processes", processes, why)
+    why = f"{train} devices train and {inference} sample (sota/grpo_async.py), in turns"
+    made.differs("num_processes", f"{why}: train.max_staleness=1 or more lets them overlap", ranks)
 
 
-def _convert_task(made: Converted, get: Callable, given: Sequence[str]) -> None:
-    """Names data, rewards and loggers. No function is imported that the config names, and not the command line."""
-
-    def listed(name: str) -> list[Any]:
-        return [value] if isinstance(value := get(name, []), str) else value
-
-    loggers, rewards = listed("report_to"), given or listed("reward_funcs")
-    if {*loggers} - {*BUILT_IN, "none"}:
-        made.differs("report_to", loggers, f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written")
-    made.settings["logger.backend"] = [name for name in loggers if name in BUILT_IN] or "none"
-    subset = get("dataset_config", next(iter(listed("dataset_configs")), None))
-    data = {"env.path": get("dataset_name"), "env.subset": subset, "env.split": get("dataset_train_split")}
-    of_itself = {"env.subset": "default", "env.split": "train"}
-    made.settings |= {key: value for key, value in data.items() if value and value != of_itself.get(key)}
+def _convert_task(made: Converted, given: Sequence[str]) -> None:
+    """Names rewards and data; functions that the config names, and not the command line, are imported by no one."""
+    path, rewards = str(made["dataset_name"] or ""), [*given] or made["reward_funcs"] or []
+    if path in trl.DATASETS and not rewards:
+        made.task = trl.DATASETS[path]
+        made.differs("dataset_name", f"the task {made.task} with its own rewards")
+        return
+    if path:
+        made.put({"env.path": path})
+    subset = made["dataset_config"] or next(iter(made["dataset_configs"] or ()), None)
+    if len(made["dataset_configs"] or ()) > 1:
+        made.differs("dataset_configs", f"one subset is read, {subset}")
+    for key, value in (("subset", subset), ("split", made["dataset_train_split"])):
+        if value not in (None, "", "default", "train"):
+            made.put({f"env.{key}": value})
+    if made.evaluates:
+        made.put({"env.eval_split": made.get("dataset_test_split", "test")})
     named: dict[str, Any] = {}
     functions: dict[str, float] = {}
-    for name, weight in zip(rewards, [*map(float, get("reward_weights", ())), *[1.0] * len(rewards)], strict=False):
-        if name in ACCURACY:
+    for name, weight in zip(rewards, [*(made["reward_weights"] or ()), *[1.0] * len(rewards)], strict=False):
+        if name in trl.ACCURACY:
             made.task = "math"
-            made.settings |= {"env.reward.correctness": weight, "env.reward.answer_format": 0.0}
-            made.differs("reward_funcs", name, "the task math: math-verify on the last \\boxed{} of the response")
-        elif name in REWARDS:
-            named[name] = weight
-        elif name in given and ":" in name:
-            functions[name] = weight
+            made.put({"env.reward.correctness": weight, "env.reward.answer_format": 0.0})
+            made.differs("reward_funcs", "the task math: math-verify on the last \\boxed{} of the response", name)
+        elif name in trl.REWARDS:
+            named[trl.REWARDS[name]] = weight
+        elif name in given and ("." in name or ":" in name):
+            functions[":".join(name.replace(":", ".").rsplit(".", 1))] = weight
         else:
-            made.differs("reward_funcs", name, "left out; name it in env.rewards, or give --rewards module:function")
+            made.differs("reward_funcs", "not here; give a function of yours, --rewards module:function", name)
+    if trl.OVERLONG in named:
+        longest = made.get("max_completion_len", made["max_completion_length"])
+        cache = made.get("soft_punish_cache", 256)
+        named[trl.OVERLONG] = {"weight": named[trl.OVERLONG], "max_len": longest, "cache": cache}
     if named:
-        made.settings["env.rewards"] = named
-    if made.task != "math":
-        made.settings["env.reward"] = functions or (None if named else "???")
-    elif functions:
-        made.differs("reward_funcs", [*functions], "the task math takes rewards by name; use prompt_response for these")
-    if not rewards:
-        made.differs("reward_funcs", None, "none is known; give --rewards module:function")
+        made.put({"env.rewards": named})
+    column = made["dataset_prompt_column"]
+    if made.task == "math":
+        if column:
+            made.put({"env.columns": {"problem": column}})
+        if functions:
+            why = "the task math takes rewards by name; use prompt_response for these"
+            made.differs("reward_funcs", why, [*functions])
+        return
+    if column:
+        made.put({"env.prompt_column": column})
+    made.put({"env.reward": functions or (None if named else "???")})
+    if not functions and not named:
+        made.differs("reward_funcs", "none is known; give --rewards module:function", rewards or None)

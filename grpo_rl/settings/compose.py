@@ -15,11 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl.config
+from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import hydra_options
 from grpo_rl.settings.declaration import declared, plain, select, unknown
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
-from grpo_rl.settings.tasks import MIXTURE
+from grpo_rl.settings.tasks import MIXTURE, TASKS
 from grpo_rl.storage.masking import masked_override, masked_text
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
@@ -28,10 +29,30 @@ OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
 """Other keys than those of ``loss`` that a replay can change."""
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+KINDS = {"": "config", "env": "task", "experiment": "recipe"}
+"""The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
 OWN = "own"
 """The config of ``env`` behind ``env.task=module:Class``."""
 OF_COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 """The errors of the libraries that read and compose configs."""
+
+
+def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
+    """The task that a command line names, for its help; None if it names none.
+
+    >>> dataset_of(["env=ifeval", "optimizer.lr=1"], "grpo_gsm8k"), dataset_of(["--config-name=mine"], "grpo_gsm8k")
+    ('ifeval', None)
+    """
+    names = [word.partition("=")[2] for word in arguments if word.startswith(("env=", "env.dataset="))]
+    default = hydra_options(arguments).config_name or config_name
+    name = names[-1] if names else default.removeprefix("grpo_")
+    return name if name in TASKS or is_name(name) else None
+
+
+def folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders in which a command line's configs are looked for: the project's, and that of ``--config-dir``."""
+    own = hydra_options(arguments).config_dir
+    return [FOLDER, *([Path(own)] if own else [])]
 
 
 def choosing_configs(arguments: Sequence[str]) -> list[str]:
@@ -74,7 +95,7 @@ def explained(error: Exception, folders: Iterable[Path] = (FOLDER,)) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = error.options or sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-        return unknown(group or "config", name, [member for member in known if member != OWN])
+        return unknown(KINDS.get(group, group), name, [member for member in known if member != OWN])
     if isinstance(error, OverrideParseException) and (hidden := masked_override(error.override)) != error.override:
         return f"{hidden} is no override of Hydra's; put its value into quotes"  # Hydra quotes a part of the value
     if (key := re.match(r"Could not override '([\w.]+)'", str(error))) and key[1] not in GROUPS:

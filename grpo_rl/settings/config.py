@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -23,8 +24,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged, divided, hydra_options, program, typed
-from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, explained
+from grpo_rl.settings.command_line import arranged, divided, program, typed
+from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained, folders
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import fixed_folder, mask_sweep, script_settings
@@ -44,16 +45,21 @@ class RunIsOver(SystemExit):
 
 
 def objective(summary: object) -> float | None:
-    """The number that a sweep maximises: the gain in held-out reward, or of SFT the fall of its loss; None: neither.
+    """The number that a sweep maximises: the run's gain in held-out reward, or of SFT the fall of its held-out loss.
 
-    >>> objective({"steps": 4, "eval_gain": 0.25}), objective({"eval_loss_before": 0.75, "eval_loss_after": 0.25})
-    (0.25, 0.5)
+    None where none was measured.
+
+    >>> objective({"steps": 4, "eval_gain": 0.25}), objective({"steps": 4})
+    (0.25, None)
+    >>> objective({"eval_loss_before": 0.75, "eval_loss_after": 0.25})
+    0.5
     """
     if not isinstance(summary, dict):
         return None
     if "eval_loss_after" in summary:
-        return summary["eval_loss_before"] - summary["eval_loss_after"]
-    return summary.get("eval_gain")
+        return float(summary["eval_loss_before"] - summary["eval_loss_after"])
+    gain = summary.get("eval_gain")
+    return None if gain is None else float(gain)
 
 
 @contextmanager
@@ -64,7 +70,11 @@ def leaving_nothing() -> Iterator[None]:
     except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
-            if os.environ.get("RANK", "0") == "0" and {path.name for path in folder.iterdir()} <= {log, ".lock"}:
+            unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}
+            if unused and os.environ.get("RANK", "0") == "0":
+                for handler in logging.getLogger().handlers[:]:
+                    if getattr(handler, "baseFilename", None) == str(folder / log):  # it would open the file again
+                        logging.getLogger().removeHandler(handler)
                 (folder / log).unlink(missing_ok=True)
                 if not fixed_folder():  # else another start may wait for its lock
                     shutil.rmtree(folder)
@@ -115,16 +125,15 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
             replace_unwritable()
-            given, own = sys.argv[1:], hydra_options(sys.argv[1:]).config_dir
-            where = [FOLDER, *([Path(own)] if own else [])]
-            if (about := topic(given)) is not None:
+            sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
+            where = folders(arguments)
+            if (about := topic(arguments)) is not None:
                 summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
                 try:
-                    print(help_text(about, summary, config_name, given, where, mode))
+                    print(help_text(about, summary, config_name, where, dataset_of(arguments, config_name), mode))
                 except ValueError as error:
                     raise SystemExit(f"error: {shown(str(error))}") from None
                 return
-            sys.argv[1:] = arranged(choosing_configs(given))
             # Otherwise Hydra shortens every traceback, even those of bugs.
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_rl.settings.command_line import divided, hydra_options, program
-from grpo_rl.settings.compose import OWN, compose_config
+from grpo_rl.settings.command_line import program
+from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain, select, unknown
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.schema import UNSET
@@ -37,8 +37,17 @@ FIRST = (
 )
 """The settings that people change first; of SFT, those of them that it reads."""
 EXAMPLES = {
-    "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your data",
+    "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
+    "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
+    "env.dataset=countdown loss=dr_grpo": "another task, another loss",
     "--config-dir configs --config-name mine": "configs/mine.yaml, which begins with `defaults: [grpo_gsm8k, _self_]`",
+    "--multirun optimizer.lr=1e-6,1e-5": "a sweep",
+    "resume=auto": "go on with the newest run of this config",
+}
+EXAMPLES_OF_SFT = {
+    "+experiment=quickstart_sft": "a small model imitates the solutions of word problems in minutes, on a laptop too",
+    "model.name=Qwen/Qwen2.5-0.5B env.path=train.jsonl optimizer.lr=1e-5 train.epochs=2": "your model, your solutions",
+    "env.dataset=prompt_response env.path=chats.jsonl": "conversations, of which the last message is imitated",
     "--multirun optimizer.lr=1e-6,1e-5": "a sweep",
     "resume=auto": "go on with the newest run of this config",
 }
@@ -47,6 +56,16 @@ MORE = {
     "--cfg job": "the config of a command line, without running it; docs/settings.md explains all",
     "--hydra-help": "Hydra's own options, such as --multirun and --config-dir",
 }
+SECTIONS = {
+    "env.reward": "A response earns the sum of its reward's parts, each times its weight; 0 leaves it out. Each "
+    "step logs the weighted parts as reward/PART. The parts differ from task to task: env.dataset=math --help "
+    "env.reward shows those of another. Functions of your own score the prompts of env.dataset=prompt_response; "
+    "several are a list, each with weight 1, or a mapping of each to its weight, which in a shell needs a backslash: "
+    "'env.reward={my_rewards\\:short: 1, my_rewards\\:polite: 0.5}'. env.rewards adds parts to any task.",
+}
+"""Explanations of sections that lie in others."""
+LONGEST_DEFAULT = 40
+"""Characters of a default that is shown; a longer one is left to the config file."""
 
 
 def topic(arguments: Sequence[str]) -> str | None:
@@ -62,56 +81,68 @@ def topic(arguments: Sequence[str]) -> str | None:
 
 
 def help_text(
-    about: str, summary: str, config_name: str, arguments: Sequence[str], folders: Sequence[Path], mode: str
+    about: str,
+    summary: str,
+    config_name: str,
+    folders: Sequence[Path],
+    dataset: str | None = None,
+    mode: str = "sync",
 ) -> str:
-    """The help on a section or setting, with the values of a command line; where ``about`` is empty, on the script.
+    """The help on a section or key, or on the script itself.
+
+    Args:
+        about: what :func:`topic` gives.
+        summary: the script's docstring, whose first paragraph is shown.
+        config_name: its default config.
+        folders: the folders with configs: the project's, and the user's.
+        dataset: the task whose settings are shown next to those of all tasks.
+        mode: the script's.
 
     Raises:
-        ValueError: there is no such section or setting; with the nearest; or the command line can't be read.
+        ValueError: there is no such section or key; with the nearest.
     """
-    _, overrides = divided(arguments)
-    chosen = hydra_options(arguments).config_name or config_name
-    values = OmegaConf.to_container(compose_config(chosen if len(folders) == 1 else config_name, overrides))
-    lines = _settings(about, values) if about else _overview(summary, config_name, values, folders, mode)
+    lines = _settings(about, dataset) if about else _overview(summary, config_name, folders, mode)
     return "\n".join(lines)
 
 
-def _overview(summary: str, config_name: str, values: Any, folders: Sequence[Path], mode: str) -> Iterator[str]:
-    command = " ".join(program(mode))
-    yield f"{summary}\n\nusage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
-    first = [key for key in FIRST if mode != "sft" or is_read(key)]
-    yield from _block("Settings that people change first:", _described(first, declarations(None), values))
-    groups = {"Recipes, +experiment=NAME:": "experiment", "Tasks, env.dataset=NAME:": "env"}
-    for title, group in (groups if mode == "sft" else groups | {"Losses, loss=NAME:": "loss"}).items():
+def _overview(summary: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
+    command, sft = " ".join(program(mode)), mode == "sft"
+    yield summary
+    yield ""
+    yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
+    first = [key for key in FIRST if not sft or is_read(key)]
+    yield from _block("Settings that people change first, with their defaults:", _described(first, declarations(None)))
+    for title, group in {"Recipes, +experiment=NAME:": "experiment", "Tasks, env.dataset=NAME:": "env"}.items():
         yield from _block(title, _members(group, folders), 22)
-    recipe = "+experiment=quickstart_sft" if mode == "sft" else "+experiment=quickstart"
-    examples = {recipe: "a small model learns in minutes, on a laptop too", **EXAMPLES}
-    yield from _block("Examples:", {f"{command} {words}": meaning for words, meaning in examples.items()}, 76)
+    if not sft:
+        yield from _block("Losses, loss=NAME:", _members("loss", folders), 22)
+    examples = EXAMPLES_OF_SFT if sft else EXAMPLES
+    yield from _block("Examples:", {f"{command} {words}": summary for words, summary in examples.items()}, 76)
     yield from _block("More:", MORE, 22)
 
 
-def _settings(about: str, values: Any) -> Iterator[str]:
-    dataset = select(values, "env.dataset")
-    known = declarations(None if dataset == UNSET else dataset)
+def _settings(about: str, dataset: str | None) -> Iterator[str]:
+    known = declarations(dataset)
     keys = [key for key in known if key == about or key.startswith(f"{about}.")]
     if not keys:
         sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
         raise ValueError(unknown("section or setting", about, [*sections, *known] if "." in about else sections))
     makes = getattr(Sections.__dataclass_fields__.get(about), "default_factory", None)
-    if isinstance(makes, type):
-        yield textwrap.fill(f"{about}: {makes.__doc__}", _width(), break_on_hyphens=False)
-    yield from _block("", _described(keys, known, values))
+    if summary := SECTIONS.get(about) or (makes.__doc__ if isinstance(makes, type) else None):
+        yield textwrap.fill(f"{about}: {summary}", _width(), break_on_hyphens=False)
+    values = compose_config(DEFAULT_CONFIG, [f"env.dataset={dataset}"]) if dataset else {}
+    yield from _block("", _described(keys, known, OmegaConf.to_container(values) if dataset else {}))
 
 
-def _described(keys: Iterable[str], known: Mapping[str, Setting], values: Any) -> dict[str, str]:
-    """Each setting with its value, unless that is long, and what it means with its range."""
+def _described(keys: Iterable[str], known: Mapping[str, Setting], values: Any = None) -> dict[str, str]:
+    """Each setting with its value, or its default, and what it means with its range."""
     found = {}
     for key in keys:
-        value = select(values, key, known[key].default)
+        setting, value = known[key], select(values or {}, key, known[key].default)
         text = value if isinstance(value, str) else json.dumps(plain(value), default=str)
-        shown = value not in (REQUIRED, UNSET) and len(text) <= 40
-        limits = f" ({known[key].bounds})" if known[key].bounds else ""
-        found[f"{key}={text}" if shown else key] = known[key].comment + limits
+        shown = value not in (REQUIRED, UNSET) and len(text) <= LONGEST_DEFAULT
+        limits = f" ({setting.bounds})" if setting.bounds else ""
+        found[f"{key}={text}" if shown else key] = setting.comment + limits
     return found
 
 

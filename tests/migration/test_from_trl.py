@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import shutil
 import tempfile
@@ -16,13 +17,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
-from grpo_rl.migration.command import read_trl
-from grpo_rl.migration.from_trl import DEFAULTS, RENAMED, convert
+from grpo_rl.migration.from_trl import convert
+from grpo_rl.migration.trl_config import read_trl
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, RENAMED, UNNEEDED
 from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.declaration import select
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.sections import declarations
 from grpo_rl.training.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[2]
@@ -104,21 +106,23 @@ def test_published_configs_keep_their_rewards_with_weights_and_dr_grpo_its_loss(
     simple = settings_of(configs, "open_r1_simple_rl_7b")
     assert simple.env.dataset == "math" and simple.env.rewards == {"format": 0.5}
     assert simple.env.task["reward"]["correctness"] == 1.0
+    length = settings_of(configs, "open_r1_distill_7b").env.rewards["soft_overlong_punishment"]
+    assert length == {"weight": 1.0, "max_len": 32768, "cache": 4196}
     code = settings_of(configs, "open_r1_codeforces_7b")
     assert code.env.dataset == "prompt_response" and code.env.rewards == {"code_format": 0.1}
     assert (code.loss.aggregate, code.loss.advantage) == ("constant", "no_std")
     assert code.loss.normalizer is None  # max_new_tokens, which is TRL's max_completion_length
     assert code.loss.mask_truncated and code.optimizer.clip_grad_norm == 0.2
+    assert code.env.task["prompt_column"] == "prompt_c++17"
 
 
 def test_what_has_no_counterpart_is_the_files_first_comment(configs):
     text = (configs / "open_r1_codeforces_7b.yaml").read_text()
-    for line in ("reward_funcs='cf_code': left out", "push_to_hub=True: not", "callbacks=['push_to_hub_rev"):
+    for line in ("reward_funcs='cf_code': not here", "push_to_hub=True: not", "callbacks=['push_to_hub_rev"):
         assert f"#   {line}" in text
     assert "attn_implementation" not in text  # needs no counterpart
 
 
-ALL = "all-linear"
 CONVERTED_VALUES = [
     ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss.clip_high", 4.0),  # the cap itself in TRL
     ({"loss_type": "luspo"}, "loss.normalizer", 1.0),  # the sum over a response, then the mean over responses
@@ -138,19 +142,20 @@ CONVERTED_VALUES = [
     ({"dataset_name": "train"}, "env.path", "train"),
     ({"save_steps": 0.5, "max_steps": 10}, "train.checkpoint_frequency", 5),
     ({"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 50}, "evaluate.frequency", 5),
-    ({"use_peft": True, "lora_r": 8}, "train_model.lora", {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ALL}),
+    ({"use_peft": True}, "train_model.lora.alpha", 32),
     ({"bf16": False}, "train_model.dtype", "float32"),
-    ({"dtype": "bfloat16", "bf16": False}, "train_model.dtype", "bfloat16"),
+    ({"model_init_kwargs": {"dtype": "torch.bfloat16"}, "bf16": False}, "train_model.dtype", "bfloat16"),
     ({"lr_scheduler_kwargs": {"min_lr": 1e-7}, "learning_rate": 1e-6}, "optimizer.min_lr_fraction", 0.1),
     ({"max_grad_norm": 0}, "optimizer.clip_grad_norm", 1e9),
     ({"top_k": -1}, "sampling.top_k", 0),
+    ({"reward_funcs": ["accuracy"], "dataset_prompt_column": "q"}, "env.columns", {"problem": "q"}),
     ({"vllm_mode": "server", "use_vllm": True, "vllm_tensor_parallel_size": 2}, "inference_model.num_devices", 2),
 ]
 
 
 @pytest.mark.parametrize(("fields", "key", "value"), CONVERTED_VALUES)
 def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
-    found = convert({"max_steps": 5} | fields).settings[key]
+    found = select(convert(fields).config, key)
     assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
@@ -158,50 +163,60 @@ def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
     ("fields", "message"),
     [
         ({"loss_type": "vespo"}, "loss_type is 'vespo'"),
-        ({"scale_rewards": "rank"}, "'rank'"),
-        ({"lr_scheduler_type": "polynomial"}, "it can be constant, linear, cosine"),
         ({"system_prompt": "${oc.env:HOME}"}, "which Hydra would resolve"),
         ({"num_generations": 7}, "groups of 7; .* --processes N"),
         ({"fp16": True}, "fp16"),
-        ({"learning_rate": "fast"}, "optimizer.lr is 'fast'; it must be a number"),
-        ({"gradient_accumulation_steps": 0}, "env.num_envs is 0"),
-        ({"reward_weights": ["a"]}, "'a'"),
-        ({"run_name": functools.reduce(lambda inner, _: [inner], range(600), "x")}, "logger.name"),
-        ({"max_steps": -1}, "--rows N"),
+        ({"learning_rate": "fast"}, "learning_rate='fast'"),
+        ({"reward_weights": ["a"]}, "reward_weights"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"max_steps": math.nan}, "max_steps is nan"),
+        ({"lr_scheduler_kwargs": {"min_lr": [1]}}, r"^lr_scheduler_kwargs.min_lr=\[1\]"),
+        ({"run_name": functools.reduce(lambda inner, _: [inner], range(600), "x")}, "recursion"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(fields, message):
+def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
     with pytest.raises(ValueError, match=message):
-        convert({"max_steps": 5, "reward_funcs": "format"} | fields).as_yaml("theirs.yaml")
+        convert(fields).as_yaml("theirs.yaml")
 
 
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
         # Expected by TRL 1.16: _compute_loss of trl/trainer/grpo_trainer.py, schedules of transformers/optimization.py.
-        ({"loss_type": "bnpo"}, "loss_type='bnpo': another meaning here"),
-        ({"steps_per_generation": 4}, "steps_per_generation=4: another meaning here"),
-        ({"generation_batch_size": 32}, "generation_batch_size=32: another meaning here"),
-        ({"entropy_coef": 0.01}, "entropy_coef=0.01: another meaning here"),
-        ({"warmup_steps": 0.1}, "warmup_steps=0.1: another meaning here"),
-        ({"use_peft": True}, "use_peft=True: another meaning here"),
-        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs={'num_cycles': 2}: another meaning here"),
-        ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, None),
-        ({"optim": "lion_32bit"}, "optim='lion_32bit': AdamW"),
-        ({"model_init_kwargs": {"revision": "abc"}}, "model_init_kwargs={'revision': 'abc'}: not taken over"),
-        ({"dataset_configs": ["a", "b"]}, "dataset_configs=['a', 'b']: another meaning here"),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 4}, "loss_type='bnpo': TRL's mean is over each of 4"),
+        ({"loss_type": "bnpo", "num_processes": 2}, "loss_type='bnpo': TRL's mean is over each of 2 passes"),
+        ({"loss_type": "bnpo"}, None),
+        ({"steps_per_generation": 4}, "loss_type='dapo': TRL divides by 0.25 of the tokens of all 32 responses"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 2}, None),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 4, "loss_type": "grpo"}, "steps_per_generation=1"),
+        ({"loss_type": "grpo", "steps_per_generation": 4}, None),
+        ({"entropy_coef": 0.01, "loss_type": "dr_grpo"}, "entropy_coef=0.01: TRL's bonus is the mean over the"),
+        ({"entropy_coef": 0.01, "gradient_accumulation_steps": 2}, "entropy_coef=0.01: TRL's bonus"),
+        ({"entropy_coef": 0.01}, None),
+        ({"warmup_steps": 0.1, "max_steps": 20}, "warmup_steps=0.1: TRL's warm-up begins at a learning rate of 0"),
+        ({"use_peft": True}, "lora_target_modules=None: peft's own choice by the type of model"),
+        ({"use_peft": True, "lora_target_modules": ["q_proj"], "lora_task_type": "CAUSAL_LM"}, None),
+        ({"dtype": "auto"}, "dtype='auto': bfloat16 is used"),
+        ({"model_init_kwargs": {"revision": "abc", "torch_dtype": None}}, "model_init_kwargs={'revision': 'abc'}"),
+        ({"dataset_configs": ["a", "b"], "dataset_config": "c"}, "dataset_configs=['a', 'b']: one subset is read, c"),
         ({"tf32": False}, None),
         ({"vllm_importance_sampling_corection": False}, "vllm_importance_sampling_corection=False: not taken over"),
         ({"num_generation": 4}, "num_generation=4: not taken over, see docs/from_trl.md; did you mean num_gener"),
-        ({"report_to": ["tensorboard", "comet_ml"]}, "report_to=['tensorboard', 'comet_ml']: loggers are wandb"),
-        ({"num_processes": 4}, "num_processes=4: 2 devices train and 2 sample"),
+        ({"report_to": ["tensorboard", "comet_ml"]}, "report_to='comet_ml'"),
         ({"a\x1b[31mX\ny\ud800": 1}, "aX y=1: not taken over"),
         ({"hub_token": "hf_abc"}, "hub_token=***: not taken over"),
     ],
 )
 def test_a_field_of_another_effect_than_in_trl_is_named_and_one_of_the_same_is_not(fields, line):
-    said = convert({"max_steps": 20, "reward_funcs": ["format"]} | fields).differences
+    made = convert({"max_steps": 20, "reward_funcs": ["format"]} | fields)
+    said = [text for text in made.differences if not text.startswith("num_processes")]
     assert [text[: len(line or "")] for text in said] == ([line] if line else [])
+
+
+def test_each_argument_of_the_model_is_named_by_itself():
+    given = {"trust_remote_code": True, "device_map": "auto", "quantization_config": {"load_in_4bit": True}}
+    said = convert({"model_init_kwargs": given}).differences
+    assert sum(line.startswith("model_init_kwargs={'" + name) for name in given for line in said) == len(given)
 
 
 @pytest.mark.slow
@@ -217,7 +232,7 @@ def test_warm_up_is_a_step_ahead_of_trls_and_as_long():
 def test_a_scripts_line_breaks_stay_in_the_comment(tmp_path):
     """As f-strings of several lines have them, or the script's own name: each would end the comment."""
     script = tmp_path / "a\nenv: {reward: evil:run}\n#.py"
-    script.write_text("GRPOConfig(max_steps=1, run_name=f\"\"\"{'''\nenv:\n  reward: evil:run\n'''}\"\"\")\n")
+    script.write_text("GRPOConfig(run_name=f\"\"\"{'''\nenv:\n  reward: evil:run\n'''}\"\"\")\n")
     assert main(["from-trl", str(script), "--output", str(tmp_path / "x.yaml")]) == 0
     assert yaml.safe_load((tmp_path / "x.yaml").read_text())["env"]["reward"] == "???"
 
@@ -226,27 +241,24 @@ def test_functions_that_a_config_names_are_given_again_on_the_command_line(tmp_p
     """What is converted is run by who converts it: a stranger's file must not choose what is imported."""
     fields = {"reward_funcs": ["evil:run", "evil.run", "format"], "max_steps": 1}
     made = convert(fields)
-    assert made.settings["env.rewards"] == {"format": 1.0} and made.settings["env.reward"] is None
-    assert [line.partition(":")[0] for line in made.differences] == ["reward_funcs='evil", "reward_funcs='evil.run'"]
-    assert convert(fields, rewards=["mine:run"]).settings["env.reward"] == {"mine:run": 1.0}
+    assert made.config["env"] == {"num_envs": 1, "repeats": 8, "rewards": {"format": 1.0}, "reward": None}
+    assert "reward_funcs='evil:run': not here; give a function of yours, --rewards module:function" in made.differences
+    assert convert(fields, rewards=["mine.run"]).config["env"]["reward"] == {"mine:run": 1.0}
 
 
 def test_text_of_digits_stays_text_and_numbers_without_a_point_are_numbers(tmp_path):
-    text = 'run_name: "1e3"\nlearning_rate: 1e-6\nmax_steps: 2\nlr_scheduler_kwargs: {min_lr: 1e-7}\n'
+    text = 'run_name: "20250101"\nlearning_rate: 1e-6\nlr_scheduler_type: cosine\nlr_scheduler_kwargs: {min_lr: 1e-7}\n'
     (tmp_path / "a.yaml").write_text(text)
-    (tmp_path / "b.json").write_text('{\t"run_name": "1e3", "learning_rate": 1e-6, "max_steps": 2}')
-    for name in ("a.yaml", "b.json"):
-        made = convert(read_trl(tmp_path / name)[0])
-        written = OmegaConf.create(made.as_yaml(name))
-        assert written.logger.name == "1e3" and written.optimizer.lr == 1e-6
-        assert written.optimizer.min_lr_fraction == pytest.approx(0.1 if name == "a.yaml" else 0)
+    config = convert(read_trl(tmp_path / "a.yaml")[0]).config
+    assert config["logger"]["name"] == "20250101"
+    assert config["optimizer"]["lr"] == 1e-6 and config["optimizer"]["min_lr_fraction"] == pytest.approx(0.1)
 
 
 def test_adapters_of_a_script_have_pefts_defaults(tmp_path):
     lora = pytest.importorskip("peft").LoraConfig(target_modules="all-linear")
     (tmp_path / "train.py").write_text("GRPOConfig()\nLoraConfig(target_modules='all-linear', use_dora=True)\n")
     fields, unknown = read_trl(tmp_path / "train.py")
-    made = convert(fields, rows=8).settings["train_model.lora"]
+    made = convert(fields).config["train_model"]["lora"]
     assert made == {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": "all-linear"}
     assert unknown == ["LoraConfig(use_dora=True): not taken over"]
 
@@ -281,7 +293,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
 
 
 def test_the_next_command_is_printed_and_an_output_that_exists_is_kept(tmp_path, capsys):
-    words = ["from-trl", str(published("open_r1_distill_7b.yaml")), *MORE["open_r1_distill_7b.yaml"]]
+    words = ["from-trl", str(published("open_r1_distill_7b.yaml")), "--processes", "8"]
     words += ["--output", str(tmp_path / "x.yaml")]
     assert main(words) == 0
     assert "Next: torchrun --nproc-per-node 4 -m grpo_rl.sota.grpo_async --config-dir" in capsys.readouterr().out
@@ -300,32 +312,17 @@ def tables_of_the_page() -> dict[str, dict[str, tuple[str, str]]]:
     return found
 
 
-def test_the_page_of_the_docs_has_what_becomes_of_each_field():
+def test_the_page_of_the_docs_has_the_fields_that_are_converted():
     same, converted, unneeded, missing, renamed = tables_of_the_page().values()
     assert {name: text.strip("`") for name, (_, text) in same.items()} == SAME
+    elsewhere = {"max_completion_len", "soft_punish_cache", "dataset_prompt_column"}  # Open-R1's
+    elsewhere |= {"num_processes", "max_prompt_length", "logging_steps"}  # whose values are not needed by themselves
+    assert converted.keys() | elsewhere == CONVERTED - SAME.keys()
+    assert all(name.startswith(UNNEEDED) or name in CONVERTED for name in unneeded)
+    assert not [name for name in missing if name.startswith(UNNEEDED) or name in CONVERTED]
     assert {name: text.strip("`") for name, (_, text) in renamed.items()} == RENAMED
-    ours = declarations(None)
-    for name, (default, _) in same.items():  # where the page has none, ours is TRL's
-        assert not default or str(DEFAULTS.get(name, ours[SAME[name]].default)) == default
-    everything = {"use_peft": True, "use_vllm": True, "load_in_4bit": True, "eval_strategy": "steps", "max_steps": 1}
-    everything |= {"sync_ref_model": True, "num_processes": 2}
-    for name in {*converted, *missing} - everything.keys():
-        value = converted.get(name, ("x",))[0] or "x"
-        try:
-            said = convert(everything | {name: yaml.safe_load(value)}, rows=10).differences
-        except ValueError:  # of another type: so it is read
-            said = []
-        left_out = any(line.startswith(f"{name}=") and "not taken over" in line for line in said)
-        assert left_out == (name in missing), name
-    assert not [line for name in unneeded for line in convert({name: 1}, rows=10).differences if line.startswith(name)]
-
-
-def test_what_a_config_leaves_out_is_trls_default():
-    same, converted, *_ = tables_of_the_page().values()
-    given = {name: yaml.safe_load(default) for name, (default, _) in converted.items() if default}
-    given |= {name: yaml.safe_load(default) for name, (default, _) in same.items() if default and name in DEFAULTS}
-    settings = {name: value for name, value in convert(given, rows=10).settings.items() if name != "optimizer.lr"}
-    assert settings == {name: value for name, value in convert({}, rows=10).settings.items() if name != "optimizer.lr"}
+    shown = {name: default for name, (default, _) in (same | converted).items() if default}
+    assert shown == {name: str(default) for name, default in DEFAULTS.items()}
 
 
 @pytest.mark.slow
@@ -335,8 +332,8 @@ def test_every_field_of_trl_is_in_exactly_one_table():
     fields |= {field.name: field for field in dataclasses.fields(trl.ModelConfig)}
     *tables, renamed = tables_of_the_page().values()
     assert not {name for name in fields if sum(name in table for table in tables) != 1}
-    for name, (default, _) in (tables[0] | tables[1]).items():
-        if default and name in fields:
+    for name, default in DEFAULTS.items():
+        if name in fields:
             theirs = fields[name].default
-            assert str(getattr(theirs, "value", theirs)) == default, name
+            assert getattr(theirs, "value", theirs) == default, name
     assert not set(renamed) & set(fields)

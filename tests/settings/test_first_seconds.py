@@ -15,7 +15,7 @@ from grpo_rl.cli import COMMANDS
 from grpo_rl.cli import main as command_line
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, FIRST
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -51,7 +51,10 @@ FILES = {
     "conf/bad.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 4\n   repeats: 8\n",
     "conf/key.yaml": "defaults: [grpo_gsm8k, _self_]\noptimizer:\n  lr: 1e-5\n  warmup: 4\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
+    "conf/place.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain_model: {deadline_s: 60}\n"
+    "inference_model: {deadline_s: soon}\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
+    "empty/README.md": "",
     "lora/adapter_config.json": "{}",
     "done/model/config.json": "{}",
     "done/model/model.safetensors": "",
@@ -60,26 +63,32 @@ FILES = {
 OWN = ["--config-dir", "conf", "--config-name"]
 TABLE = [
     (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
+    (["sampling.top_p=2"], "sampling.top_p is 2; it must be more than 0 and at most 1"),
     (["env.num_env=8"], "unknown config key env.num_env; did you mean env.num_envs?"),
     (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
-    (["+experiment=quickstart_lor"], "unknown experiment 'quickstart_lor'; did you mean quickstart_lora? (all: "),
+    (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),
+    (["experiment=quickstart"], "To append to your default list use +experiment=quickstart"),
     ([*OWN, "ky"], "unknown config 'ky'; did you mean key? (all: bad, "),
     ([*OWN, "bad"], 'mapping values are not allowed here in "'),
     ([*OWN, "key"], "conf/key.yaml, unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
+    ([*OWN, "place"], "conf/place.yaml, inference_model.deadline_s is 'soon'; it must be a number"),
     ([*OWN, "empty"], "the config lacks train.checkpoint_frequency, "),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, optimizer.lr is 'fast'; it must"),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
     (["env.path=no_such.jsonl"], "no_such.jsonl can't be read: "),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
+    (["model.name=empty"], "empty has no config.json with *.safetensors next to it (it has ['README.md']); give the"),
     (["model.name=lora"], "it holds an adapter: give what peft's merge_and_unload() or train_model.lora.export=merged"),
     (["model.name=done"], "it is a run's: give done/model"),
     (["model.name=cut"], "it is a run's that has not ended: grpo-rl export cut/checkpoints/checkpoint_*.pt FOLDER"),
     (["mode=async"], "this script is of mode=sync; run sota/grpo_async.py"),
+    (["quickstart"], "quickstart: Error parsing override 'quickstart' missing EQUAL"),
     (["--help", "optimzer"], "unknown section or setting 'optimzer'; did you mean optimizer?"),
 ]
 """Wrong input, and what its one line says."""
 OF_COMMANDS = [
     (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),  # no mode is given: in either
     (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
     (["plan", "cluster=8xH10"], "cluster=8xH10: known devices are A100-40GB, "),
     (["eval", "/no/such", "tasks=[gsm8k]"], "unknown model '/no/such': there is no such folder, and it is no hub name"),
@@ -88,6 +97,8 @@ OF_COMMANDS = [
     (["replay", "run", "1", "loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
     (["replay", "run", "1", "optimizer.lr=1"], "optimizer.lr has no part in the loss"),
     (["report", "run"], "run is not a run folder"),
+    (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
+    (["plan", "--sample-share", "1.5"], "--sample-share 1.5: a share of the rates is above 0 and at most 1"),
     (["doctor", "--nodes", "2"], "--nodes and --names are about the cluster at --ray ADDRESS"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
     (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
@@ -97,7 +108,7 @@ ASKED = [
     ["--help"],
     ["--help", "env"],
     ["--help", "optimizer.lr"],
-    ["env=math", "--help", "env.reward"],
+    ["--help", "env.reward"],
     ["--hydra-help"],
     ["--cfg", "job"],
     ["--info", "all"],
@@ -190,18 +201,20 @@ def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
     assert text.startswith("GRPO, synchronous (sample, then train).\n")
 
 
-def test_help_on_a_section_has_each_of_its_settings_with_value_meaning_and_range(results):
+def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_range(results):
     env = results["--help", "env"]["out"]
     assert all(f"  {key}" in env for key in declarations("gsm8k") if key.startswith("env."))
-    assert "  env.reward.correctness=1.0 " in results["env=math", "--help", "env.reward"]["out"]
+    reward = results["--help", "env.reward"]["out"]
+    assert reward.startswith("env.reward: A response earns") and "  env.reward.correctness=2.0 " in reward
     one = results["--help", "optimizer.lr"]["out"]
     assert one.split() == ["optimizer.lr=1e-05", "learning", "rate", "(0", "or", "more)"]
 
 
 def test_what_help_says_is_there():
     assert {*FIRST} <= declarations(None).keys()
-    keys = {word.partition("=")[0] for words in EXAMPLES for word in words.split() if "=" in word}
-    assert keys <= declarations(None).keys()
+    examples = [word for words in [*EXAMPLES, *EXAMPLES_OF_SFT] for word in words.split() if "=" in word]
+    keys = {word.lstrip("+").partition("=")[0] for word in examples}
+    assert keys <= declarations(None).keys() | {"loss", "experiment"}
 
 
 def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_imported(tmp_path):
