@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
 import json
@@ -170,19 +171,29 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Row]:
-    """The rows of what `datasets` saved, or of files, whose names or card tell their splits."""
-    from datasets import DatasetDict, load_dataset_builder, load_from_disk
+    """The rows of what `datasets` saved, of a subset by the folder's card, or of files by the splits in their names."""
+    from datasets import DatasetDict, load_from_disk
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+    if source.subset:
+        remedy = "; env.subset, env.split and env.eval_split choose others"
+        data = _loaded(f"{folder}, split {split},", remedy, str(folder), source.subset, split=split)
+        return _of_table(data, f"{folder} {split}", choose)
+    by_split: Mapping[Any, Any] = {}
     if saved := (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         data = load_from_disk(str(folder))
-        by_split: Mapping[Any, Any] = data if isinstance(data, DatasetDict) else {"train": data}
+        by_split = data if isinstance(data, DatasetDict) else {"train": data}
     else:
-        try:
-            by_split = load_dataset_builder(str(folder.absolute()), source.subset).config.data_files or {}
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder} can't be read: {error}; it needs files of one format, {_FORMATS}") from error
+        endings = [f".{name}{packed}" for name in ("jsonl", "json", "csv", "parquet") for packed in ("", *PACKED)]
+        with contextlib.suppress(EmptyDatasetError, FileNotFoundError):
+            found = DataFilesDict.from_patterns(
+                get_data_patterns(str(folder)), base_path=str(folder), allowed_extensions=endings
+            )
+            by_split = {str(name): files for name, files in found.items() if files}
+    if not by_split:
+        raise ValueError(f"{folder} is a folder without files that end in {_FORMATS}")
     # One split alone is read for any, as a file is, unless a setting names another.
-    if split not in by_split and not (source.split or source.subset) and len(by_split) == 1:
+    if split not in by_split and not source.split and len(by_split) == 1:
         (split,) = by_split
     if split not in by_split:
         raise ValueError(

@@ -24,11 +24,6 @@ CORRECTNESS = ("accuracy", "correctness")
 """Reward parts that are above 0 for right responses, where a reward names none."""
 
 
-def _of_task(name: str) -> Callable[..., Any]:
-    """A method that is the inner task's own."""
-    return lambda self, given: getattr(self.task, name)(given)
-
-
 class WithRewards(GroupTask):
     """A task whose responses earn more: to the parts of ``task`` come those of ``rewards``, under their names.
 
@@ -98,11 +93,25 @@ class WithRewards(GroupTask):
         for made in self._made:
             made.place(device)
 
-    prompt: Any = _of_task("prompt")
-    tools_of: Any = _of_task("tools_of")
-    gold: Any = _of_task("gold")
-    is_right: Any = _of_task("is_right")
-    final_answers: Any = _of_task("final_answers")
+    @override
+    def prompt(self, row: dict) -> Messages:
+        return self.task.prompt(row)
+
+    @override
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        return self.task.tools_of(row)
+
+    @override
+    def gold(self, row: dict) -> str | None:
+        return self.task.gold(row)
+
+    @override
+    def is_right(self, reward: Reward) -> bool | None:
+        return self.task.is_right(reward)
+
+    @override
+    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
+        return self.task.final_answers(responses)
 
     @property
     def tells_right(self) -> bool:

@@ -57,9 +57,17 @@ def cosine(
         max_value_correct: reward of a right response of length 0.
         value_exceeded: reward of a response of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
 
+    Raises:
+        ValueError: ``max_len`` is below 1, or a value is not finite.
+
     >>> cosine(0, True), cosine(500, True), cosine(1000, True), cosine(0, False)
     (1.0, 0.75, 0.5, -1.0)
     """
+    if max_len < 1:
+        raise ValueError(f"max_len={max_len}; it must be at least 1")
+    values = (min_value_wrong, max_value_wrong, min_value_correct, max_value_correct, value_exceeded or 0.0)
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"the values {values} must be finite numbers")
     start, end = (max_value_correct, min_value_correct) if correct else (min_value_wrong, max_value_wrong)
     if length >= max_len:
         return end if value_exceeded is None else value_exceeded
@@ -76,7 +84,12 @@ def soft_overlong_punishment(length: int, *, max_len: int, cache: int) -> float:
         max_len: the longest response that is not punished in full.
         cache: how far below it the punishment begins.
 
+    Raises:
+        ValueError: the cache is not between 1 and ``max_len``.
+
     >>> [soft_overlong_punishment(length, max_len=100, cache=20) for length in (80, 85, 100, 101)]
     [0.0, -0.25, -1.0, -1.0]
     """
+    if not 1 <= cache <= max_len:
+        raise ValueError(f"cache={cache}, max_len={max_len}; the cache must be at least 1 and at most max_len")
     return -min(1.0, max(0, length - (max_len - cache)) / cache) or 0.0

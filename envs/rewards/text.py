@@ -53,9 +53,14 @@ def reasoning_steps(text: str, *, enough: int = 3) -> float:
     Source: Open-R1's ``reasoning_steps``. By its description lines count wherever they stand, by its pattern a numbered
     one in the first line only, and a bullet in any but the first; here the description holds.
 
+    Raises:
+        ValueError: ``enough`` is below 1.
+
     >>> reasoning_steps("First, add 3 and 4.\nFinally, halve it.") == 2 / 3
     True
     """
+    if enough < 1:
+        raise ValueError(f"enough={enough}; at least 1 step must be asked for")
     return min(1.0, sum(1 for _ in _STEP.finditer(text)) / enough)
 
 
@@ -64,9 +69,14 @@ def code_format(text: str, *, language: str = "python") -> float:
 
     Source: Open-R1's ``code_format``.
 
+    Raises:
+        ValueError: ``language`` is no word.
+
     >>> code_format("<think>\nAdd.\n</think>\n<answer>\n```python\nprint(3 + 4)\n```\n</answer>")
     1.0
     """
+    if not re.fullmatch(r"[\w+#-]+", language):
+        raise ValueError(f"language={language!r}; give the word that follows the three backticks, like python")
     answer = _answer(text, line_breaks=True)
     # Without the look-ahead, javascript would pass for java.
     block = rf"```{re.escape(language)}(?![\w+#-]).*?```"
@@ -86,11 +96,18 @@ def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -
         ngram_size: words in an n-gram.
         max_penalty: at most 0; what a text of one n-gram without end would earn.
 
+    Raises:
+        ValueError: ``ngram_size`` is below 1, or ``max_penalty`` above 0.
+
     Six bigrams, of which "this is" and "is a" come twice:
 
     >>> repetition_penalty("this is a this is a test", ngram_size=2, max_penalty=-3.0)
     -1.0
     """
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size={ngram_size}; it must be at least 1")
+    if not max_penalty <= 0:
+        raise ValueError(f"max_penalty={max_penalty}; a penalty is 0 or less")
     words = text.lower().split()
     total = len(words) - ngram_size + 1
     if total < 1:

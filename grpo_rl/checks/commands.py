@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -78,6 +79,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not 0 < options.deadline_s < math.inf:
+        raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     if not options.ray and (options.nodes or options.names):
         raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)

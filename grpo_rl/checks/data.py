@@ -50,7 +50,8 @@ def _rewards(env: LLMEnv, size: int) -> Finding:
     guard = env.guard.apart()  # has no limit of failures
     guard.tell = lambda _: None  # shown as a line of the report
     totals: dict[str, list[float]] = {"gold": [], "garbage": []}
-    for index, row in enumerate(env.task.rows[:ROWS]):
+    for index in range(min(ROWS, len(env.task.rows))):
+        row = env.task.rows[index]
         demonstration = env.task.demonstration(row)
         gold = demonstration if demonstration and isinstance(demonstration, str) else env.task.gold(row)
         for kind, text in (("garbage", GARBAGE), ("gold", gold)):

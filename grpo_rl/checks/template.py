@@ -36,7 +36,7 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """
     added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
     if not ids or max(ids - added, default=0) >= embedded:
-        text = f"it has ids up to {max(ids, default=-1)}, and the model embeds {embedded}"
+        text = (f"it has ids up to {max(ids)}" if ids else "it is empty") + f", and the model embeds {embedded}"
         yield Finding("FIX", "tokenizer", f"{text}: they are not of the same model; fetch both again")
         return
     if beyond := sorted(token for token in ids & added if token >= embedded):

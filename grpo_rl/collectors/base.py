@@ -95,8 +95,9 @@ def env_state(env: EnvBase) -> dict[str, Any]:
 
 def restore_env(env: EnvBase, state: Mapping[str, Any]) -> None:
     """Goes on from :func:`env_state`; transforms that were added since then begin anew."""
-    getattr(env, "base_env", env).load_state_dict(json.loads(state["env"]))
-    if "transforms" in state:
+    inner = getattr(env, "base_env", env)
+    inner.load_state_dict(json.loads(state["env"]))
+    if "transforms" in state and inner is not env:
         env.load_state_dict(state["transforms"])
 
 

@@ -106,6 +106,8 @@ class Cluster:
             given: dict[str, Any] = {key: (int if key == "node" else float)(value) for key, _, value in pairs}
             if wrong := [number for number in given if not 0 < given[number] < math.inf]:
                 raise ValueError(f"{wrong[0]} has to be finite and above 0")
+            if unknown := given.keys() - {*NUMBERS}:
+                raise ValueError(f"unknown number {unknown.pop()}; a device has {', '.join(NUMBERS)}")
             if name == "here":
                 here = _here(dtype)
                 return replace(here, device=replace(here.device, **given))

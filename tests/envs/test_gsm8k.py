@@ -4,9 +4,11 @@ import pytest
 
 from grpo_rl.envs.base import ScoreGuard
 from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.math import Math
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -71,6 +73,14 @@ def test_texts_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
         # At 5 s each, the first three would take all of the time.
         found = patterns.found((r"^(x+x+)+y",), [*["x" * 40] * 4, *["xxy"] * 12], budget_s=12.0)
     assert [isinstance(result, TimeoutError) for result in found] == [True] * 4 + [False] * 12
+
+
+def test_a_number_in_an_example_is_its_text():
+    """As YAML reads `answer: 2`; a chat template fails at a content that is no text."""
+    numbers = {"question": 1, "problem": 1, "answer": 2, "solution": 2, "response": 2, "call": 2}
+    for make in (GSM8K, Math, Calculator, Countdown):
+        task = make([], examples=[{**numbers, "numbers": [1, 1], "target": 2}])
+        assert all(isinstance(message["content"], str) for message in task._before)
 
 
 def test_examples_are_earlier_turns():
