@@ -179,10 +179,12 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
         remedy = "; env.subset, env.split and env.eval_split choose others"
         data = _loaded(f"{folder}, split {split},", remedy, str(folder), source.subset, split=split)
         return _of_table(data, f"{folder} {split}", choose)
-    by_split: Mapping[Any, Any] = {}
+    by_split: dict[str, Any] = {}
     if saved := (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         data = load_from_disk(str(folder))
-        by_split = data if isinstance(data, DatasetDict) else {"train": data}
+        by_split = (
+            {str(name): part for name, part in data.items()} if isinstance(data, DatasetDict) else {"train": data}
+        )
     else:
         endings = [f".{name}{packed}" for name in ("jsonl", "json", "csv", "parquet") for packed in ("", *PACKED)]
         with contextlib.suppress(EmptyDatasetError, FileNotFoundError):
@@ -197,7 +199,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
         (split,) = by_split
     if split not in by_split:
         raise ValueError(
-            f"{folder} has no split {split}; it has {', '.join(map(str, by_split))}: set env.split, and env.eval_split "
+            f"{folder} has no split {split}; it has {', '.join(by_split)}: set env.split, and env.eval_split "
             "for the held-out rows"
         )
     if saved:
