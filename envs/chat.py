@@ -294,7 +294,7 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, reply: Messages, calls: S
     for turn in turns:
         before = [question, {"role": "assistant", **turn}]
         try:
-            said = _plain(tokenizer, before) if "tool_calls" in turn else _said(tokenizer, turn["content"])
+            said = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
             text = templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
         except ValueError as error:
             refused = refused or error
@@ -316,25 +316,11 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         ValueError: the template refuses a plain conversation, or leaves the policy's turn out.
     """
-    said = _said(tokenizer, _STAND_IN)
+    before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
+    said = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
     if _STAND_IN not in said:
         raise ValueError(_REWRITES)
     return said[said.rindex(_STAND_IN) + len(_STAND_IN) :]
-
-
-def _said(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    """The text of a question and this turn of the policy, which is the same for all replies."""
-    return _said_by(tokenizer, str(tokenizer.chat_template), content)
-
-
-@lru_cache(maxsize=16)
-def _said_by(tokenizer: PreTrainedTokenizerBase, _template: str, content: str) -> str:
-    turn = {"role": "assistant", "content": content}
-    return _plain(tokenizer, [{"role": "user", "content": "question"}, turn])
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    return templated(tokenizer, messages, add_generation_prompt=False, tokenize=False)
 
 
 def harmless(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Messages:
