@@ -63,7 +63,7 @@ def make_agent_task(
     max_session_tokens: int = 100_000,
     max_sessions: int = 256,
 ) -> Task:
-    """The scorer's task of these rows, or :class:`Told`; what plays the sessions reads the other settings.
+    """The scorer's task of these rows, or :class:`Told`. The other settings are of the sessions.
 
     Raises:
         ValueError: the scorer rewards the steps of an episode.

@@ -191,7 +191,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
     """Checks that a task fulfils the contract that environments, collectors, buffers and losses rely on.
 
     A tiny random model and a scripted engine run it on CPU in seconds: specs, determinism under a seed, complete
-    groups, masks, unchanged token ids, the form in a buffer and the gradient.
+    groups, masks, unchanged token ids, groups as TensorDicts, and the gradient.
 
     Args:
         task: any, with at least two rows.

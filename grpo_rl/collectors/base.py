@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,17 +90,32 @@ class Collector(Protocol):
 
 
 def env_state(env: EnvBase) -> dict[str, Any]:
-    """The data position and the counts of an environment as JSON, and the state of the transforms around it, if any."""
+    """The data position and the counts of an environment as JSON, and the state of the transforms around it, if any.
+
+    The state is a copy: a checkpoint is written while the next collection steps the transforms.
+    """
     inner = getattr(env, "base_env", env)
-    return {"env": json.dumps(inner.state_dict())} | ({} if inner is env else {"transforms": dict(env.state_dict())})
+    transforms = {} if inner is env else {"transforms": copy.deepcopy(dict(env.state_dict()))}
+    return {"env": json.dumps(inner.state_dict())} | transforms
 
 
 def restore_env(env: EnvBase, state: Mapping[str, Any]) -> None:
-    """Goes on from :func:`env_state`; transforms that were added since then begin anew."""
+    """Goes on from :func:`env_state`; transforms begin anew where there were none then."""
     inner = getattr(env, "base_env", env)
     inner.load_state_dict(json.loads(state["env"]))
     if "transforms" in state and inner is not env:
         env.load_state_dict(state["transforms"])
+
+
+@contextmanager
+def unchanged(env: EnvBase) -> Iterator[None]:
+    """What is evaluated inside leaves the transforms around the environment as they were."""
+    state = env_state(env)
+    try:
+        yield
+    finally:
+        if "transforms" in state:
+            env.load_state_dict(state["transforms"])
 
 
 class BroadcastCollector(Collector):

@@ -142,7 +142,7 @@ class Rule:
         remedy: alternatives, divided by ``|``; one whose ``SETTING=VALUE`` a run has already is left out.
         section: of ``docs/troubleshooting.md``.
         causes: advisories of which this follows, and while one of them lasts it is not raised.
-        steps: how many last steps are judged; 1 of an evaluation.
+        steps: the number of last steps that are judged; 1 for an evaluation.
     """
 
     metric: str

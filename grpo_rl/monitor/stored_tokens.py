@@ -66,7 +66,11 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     steps = parts.steps()
     table = parts.read(step) if step in steps else pa.table({})
     if not (about := (table.schema.metadata or {}).get(KEY)):
-        have = f"it has steps {steps[0]} to {steps[-1]}" if steps and step not in steps else "it was trained without it"
+        have = (
+            f"its token log has steps {steps[0]} to {steps[-1]}"
+            if steps and step not in steps
+            else "it was trained without it"
+        )
         raise ValueError(f"{run_dir} has no lineage of step {step}: {have}; train.lineage=true stores it")
     try:
         return _stored(table, json.loads(about))

@@ -16,8 +16,8 @@ from grpo_rl.report.sample import evenly, fitting, rounded, shortened
 from grpo_rl.report.tokens import recorded_groups
 from grpo_rl.storage.printable import printable
 
-RESPONSES, BYTES = 1200, 1_500_000
-"""At most about so many responses are on the page, and so many bytes of them and their prompts."""
+RESPONSES, MOST_OF_GROUP, BYTES = 1200, 64, 1_500_000
+"""At most about so many responses are on the page, so many of a group, and so many bytes of them and their prompts."""
 LONGEST, LONGEST_PROMPT = 8000, 3000
 TOOLS = ("calculator", "search")
 """Names whose lines in a turn are calls, in the tasks that come with the package."""
@@ -48,15 +48,16 @@ def build(run_dir: Path) -> dict[str, Any] | None:
             raise ValueError(unread[-1])
         return None
     count, on_page = sum(map(len, tables.values())), set[tuple[int, int]]()
-    with suppress(ValueError):  # the section of the tokens names what is wrong
+    with suppress(ValueError, KeyError, TypeError):  # the section of the tokens names what is wrong
         on_page = recorded_groups(run_dir)
-    chosen = {*evenly(keys, max(2, RESPONSES * len(keys) // count)), *on_page}
+    room = RESPONSES * len(keys) // count - len(on_page)
+    chosen = {*evenly(keys, max(2, room)), *on_page}
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {key: [] for key in keys if key in chosen}
     for step in dict.fromkeys(step for step, _ in rows):
         if table := read(step):
             for row in table.filter(pc.field("group_id").isin([i for of, i in rows if of == step])).to_pylist():
                 rows[step, row["group_id"]].append(row)
-    groups = _groups({key: found for key, found in rows.items() if found})
+    groups = _groups({key: found[:MOST_OF_GROUP] for key, found in rows.items() if found})
     return {
         "groups": groups,
         "all_groups": len(keys),

@@ -14,6 +14,7 @@ from scipy import stats
 
 from grpo_rl.collectors.agent_sessions import AgentSettings, Played
 from grpo_rl.collectors.agents import play_held_out
+from grpo_rl.collectors.base import unchanged
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.rollouts import play_all
 from grpo_rl.data import keys
@@ -172,7 +173,7 @@ def evaluate(
         with draws:
             played = play_held_out(env, engine, rows, sampling, samples, agent)
         return _of_sessions(env, rows, played, samples)
-    with draws:
+    with draws, unchanged(env):
         asked = list(env.reset(rows=rows, repeats=samples).unbind(0))
         rollouts, _ = play_all(env, EnginePolicy(engine, sampling), asked)
     dialogs = [dialog_of(next_of(rollout[-1])) for rollout in rollouts]

@@ -11,6 +11,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling, Transform
 
+from grpo_rl.collectors.base import unchanged
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import group_of_rollouts
 from grpo_rl.collectors.sync import SyncCollector
@@ -161,7 +162,11 @@ def test_a_collector_goes_on_with_the_data_position_and_the_state_of_transforms(
     whole, stopped, resumed = collector(), collector(), collector()
     whole.collect()
     stopped.collect()
-    resumed.load_state_dict(stopped.state_dict())
+    state = stopped.state_dict()
+    stopped.collect()  # while the checkpoint is written
+    resumed.load_state_dict(state)
+    with unchanged(resumed._env):
+        resumed._env.transform[0].steps += 7
     after = resumed.collect()
     assert all(map(same, whole.collect(), after))
     assert all(torch.equal(group.rewards, group.reward_parts["letters"] + 2.5) for group in after)

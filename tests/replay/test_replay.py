@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.replay.replay import recompute
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, without_clocks
+from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -175,6 +177,18 @@ def test_what_a_run_names_is_imported_if_the_command_line_names_it_too(plain, ke
 
 
 @pytest.mark.nightly
+def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_path, capsys):
+    """Every ratio of GSPO is 1 with one optimizer step a collection: the weights are still the same."""
+    folder = tmp_path / "run"
+    run([*tiny, "train.optim_batch_size=16", "train.total_dialog_turns=16"], folder)
+    told = replayed(folder, 1, "loss=gspo", capsys=capsys)
+    assert {token["ratio"][1] for token in told["tokens"]} == {1.0} and told["other"]["clip/high_fraction"] == 0
+    assert read_metrics(folder)[0]["train/skipped_groups"]
+    assert main(["replay", str(folder), "1", "loss.top_entropy_fraction=0.5"]) == 2
+    assert "a replay has only what the run computed" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
 def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, capsys, monkeypatch):
     generate, folder = TransformersEngine.generate, tmp_path / "run"
     monkeypatch.setattr(
@@ -191,7 +205,7 @@ def test_what_cannot_be_replayed_is_reported_in_one_line(plain, capsys):
     assert main(["replay", str(plain), "1", "policy.kl_coef=0.1"]) == 2
     assert "the loss reads ref_log_prob, which is missing" in capsys.readouterr().err
     assert main(["replay", str(plain), "9"]) == 2
-    assert "it has steps 1 to 2" in capsys.readouterr().err
+    assert "has steps 1 to 2" in capsys.readouterr().err
 
 
 def test_what_the_page_on_lineage_shows_runs(plain, capsys):
@@ -218,3 +232,13 @@ def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
         return [without_clocks(row) for row in read_metrics(folder)]
 
     assert numbers(tmp_path / "run") == numbers(plain)
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(plain, cut)
+    (cut / "summary.json").unlink()
+    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
+    ours, theirs = (pd.read_parquet(folder / TOKENS_FOLDER) for folder in (cut, plain))
+    pd.testing.assert_frame_equal(ours, theirs)
