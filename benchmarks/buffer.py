@@ -13,7 +13,7 @@ log-normal with a median of 100 tokens and a 99th percentile of 8 times that; pr
 Neither side copies tokens: both hold references, and hand them out. Ours stores 512 items where TorchRL stores 4,096,
 and gives 32 where it gives 256: that is most of the ratio.
 
-TorchRL's own way to advantages, `MCAdvantage` as the buffer's transform, is one more arm, beside the headline: the only
+TorchRL's own way to advantages, `MCAdvantage` as the buffer's transform, is one more arm, not in the headline: the only
 one that starts from rewards, as ours does.
 """
 

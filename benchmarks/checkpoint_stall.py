@@ -1,9 +1,9 @@
 """Measures how long a checkpoint keeps a run from training: `python benchmarks/checkpoint_stall.py`.
 
-The quickstart runs with a checkpoint after every other step, so that steps beside a checkpoint and steps without one
+The quickstart runs with a checkpoint after every other step, so that steps during a checkpoint and steps without one
 take turns. Timed are the calls that hold up the loop: the one that begins to write, and the wait before the optimizer
 changes what is being written. The rest of a checkpoint, its digests, the sync of the logs and the disk, goes on in a
-thread beside the next step's sampling, which it may slow down where both want the same cores: the paired difference
+thread during the next step's sampling, which it may slow down where both want the same cores: the paired difference
 between the two kinds of steps includes all of that.
 
 With ``--tiny`` a random model of two layers does it in seconds: the figures then mean nothing.
@@ -53,7 +53,7 @@ class Times:
     written: list[float] = field(default_factory=list)
 
     def steps(self) -> tuple[list[float], list[float]]:
-        """Seconds of steps without a checkpoint, and of the steps after them, beside one; the first is a warm-up."""
+        """Seconds of steps without a checkpoint, and of the steps after them, during one; the first is a warm-up."""
         steps = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
         pairs = list(zip(steps[::EVERY], steps[1::EVERY], strict=False))
         return [alone for alone, _ in pairs], [beside for _, beside in pairs]
@@ -101,7 +101,7 @@ def watched() -> Iterator[Times]:
 
 
 def measure(folder: Path, steps: int, tiny: bool) -> Times:
-    """The times of a run of so many steps without a checkpoint, and as many beside one."""
+    """The times of a run of so many steps without a checkpoint, and as many during one."""
     base = tiny_run(folder) if tiny else ["+experiment=quickstart", "inference_model.engine=transformers"]
     overrides = [
         *base,
@@ -126,7 +126,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         times = measure(Path(folder), options.steps, options.tiny)
     alone, beside = times.steps()
-    print("steps without and beside a checkpoint", [alone, beside], "held", times.held, file=sys.stderr)
+    print("steps without and during a checkpoint", [alone, beside], "held", times.held, file=sys.stderr)
     step, held = statistics.median(alone), statistics.median(times.held)
     more = paired_gain(alone, beside)
     result = {

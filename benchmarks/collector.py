@@ -59,6 +59,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
     """One step of each arm, both over the environment's first prompts."""
     from vllm import SamplingParams
 
+    from grpo_rl.collectors.engine_policy import EnginePolicy
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv
@@ -77,7 +78,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         detokenize=False,
     )
     sampling = Sampling(max_new_tokens=shape.response, min_new_tokens=shape.response)
-    collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
+    collector = SyncCollector(env, EnginePolicy(engine, sampling), total_dialog_turns=sys.maxsize)
 
     def raw() -> dict[str, float]:
         empty_prefix_cache(llm)
@@ -93,7 +94,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         env.set_extra_state(first)
         with timed_calls(llm, "generate") as inside_s:
             start = time.perf_counter()
-            groups = collector.collect(shape.repeats)
+            groups = collector.collect()
             step_s = time.perf_counter() - start
         assert [group.prompt_ids.tolist() for group in groups] == [r["prompt_token_ids"] for r in requests]
         assert all(group.lengths.tolist() == [shape.response] * shape.repeats for group in groups), "not the same work"

@@ -13,14 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import harness
+import torch
 
-from grpo_rl.collectors.multi_turn import Trajectory, begin, play
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.groups import Trajectory, verdict_of
+from grpo_rl.collectors.rollouts import Rollout, play_all
+from grpo_rl.data import keys
 from grpo_rl.engines.base import Engine, Samples, Sampling
-from grpo_rl.envs.base import LLMEnv, Messages
+from grpo_rl.envs.base import Messages, Reward
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 
@@ -44,15 +47,13 @@ class Watched:
     """An engine that records what goes in and out of it.
 
     Args:
-        given: ids of each prompt that vLLM's scheduler was given, by conversation.
-        sampled: ids of each response, by conversation.
-        ended_s: when each conversation had its last response, after the start.
+        given: ids of the prompt of each request, as vLLM's scheduler got them.
+        sampled: ids of the response to each prompt, and when it had ended, in seconds after the start.
     """
 
     engine: Engine
-    given: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
-    sampled: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
-    ended_s: dict[int, float] = field(default_factory=dict)
+    given: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sampled: dict[tuple[int, ...], tuple[list[int], float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -62,7 +63,7 @@ class Watched:
         vllm.add_request = self._note
 
     def _note(self, request: str, prompt: dict, *rest: object, **named: object) -> None:
-        self.given[int(request)].append(list(prompt["prompt_token_ids"]))
+        self.given[request] = tuple(prompt["prompt_token_ids"])
         self._add(request, prompt, *rest, **named)
 
     def submit(self, request: int, prompt: list[int], sampling: Sampling) -> None:
@@ -70,9 +71,9 @@ class Watched:
 
     def step(self) -> list[tuple[int, Samples]]:
         finished = self.engine.step()
-        for i, samples in finished:
-            self.sampled[i].append(samples.response_ids.tolist())
-            self.ended_s[i] = time.perf_counter() - self._started
+        for request, samples in finished:
+            ended_s = time.perf_counter() - self._started
+            self.sampled[self.given[str(request)]] = samples.response_ids.tolist(), ended_s
         return finished
 
     def abort(self) -> None:
@@ -82,25 +83,23 @@ class Watched:
         self._vllm.add_request = self._add
 
 
-def conversations(env: LLMEnv, count: int) -> list[Trajectory]:
-    return [begin(env, row, f"row {i}", env.encode(row)) for i, row in enumerate(env.task.rows[:count])]
-
-
-def check_ids(trajectories: list[Trajectory], watched: Watched) -> int:
-    """The number of turns whose ids were compared.
+def check_ids(rollouts: list[Rollout], watched: Watched) -> tuple[int, list[float]]:
+    """The number of turns whose ids were compared, and when each conversation had its last response.
 
     Raises:
         SystemExit: an id differs.
     """
-    turns = 0
-    for i, trajectory in enumerate(trajectories):
-        whole, starts = [*trajectory.prompt_ids, *trajectory.ids], trajectory.turn_starts
-        offset = len(trajectory.prompt_ids)
-        for start, given, sampled in zip(starts, watched.given[i], watched.sampled[i], strict=True):
-            if whole[: offset + start] != given or trajectory.ids[start : start + len(sampled)] != sampled:
+    turns, ended_s = 0, []
+    for i, rollout in enumerate(rollouts):
+        whole = torch.cat([rollout[0][keys.TOKENS_PROMPT], *Trajectory.of_rollout(rollout).ids]).tolist()
+        for turn in rollout:
+            prompt = tuple(turn[keys.TOKENS_PROMPT].tolist())
+            response, end_s = watched.sampled.get(prompt, ([], 0.0))
+            if not response or whole[: len(prompt) + len(response)] != [*prompt, *response]:
                 sys.exit(f"error: conversation {i} is trained on other ids than vLLM saw")
             turns += 1
-    return turns
+        ended_s.append(end_s)
+    return turns, ended_s
 
 
 def main() -> None:
@@ -123,17 +122,18 @@ def main() -> None:
         nonlocal compared
         env.task.delay_s = delay_s
         watched = Watched(engine)
-        trajectories = conversations(env, count)
+        asked = list(env.reset(rows=env.task.rows[:count], repeats=1).unbind(0))
         start = time.perf_counter()
-        play(env, watched, sampling, trajectories)
+        rollouts, _ = play_all(env, EnginePolicy(watched, sampling), asked)
         all_s = time.perf_counter() - start
         watched.close()
-        if dropped := [trajectory.dropped for trajectory in trajectories if trajectory.dropped]:
-            sys.exit(f"error: a conversation was dropped: {dropped[0].message}")
-        compared += check_ids(trajectories, watched)
-        others = [watched.ended_s[i] for i in range(1, count)]
-        means = {"other_s": sum(others) / len(others), "others_s": max(others)} if others else {}
-        return {"step_s": all_s, **means, "first_turns": trajectories[0].dialog.turns}
+        verdicts = [verdict_of(rollout[-1]["next"]) for rollout in rollouts]
+        if failures := [verdict for verdict in verdicts if not isinstance(verdict, Reward)]:
+            sys.exit(f"error: a conversation was dropped: {failures[0].message}")
+        turns, ended_s = check_ids(rollouts, watched)
+        compared += turns
+        means = {"other_s": sum(ended_s[1:]) / len(ended_s[1:]), "others_s": max(ended_s[1:])} if count > 1 else {}
+        return {"step_s": all_s, **means, "first_turns": len(rollouts[0])}
 
     try:
         played(args.conversations, 0.0)

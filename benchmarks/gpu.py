@@ -1,10 +1,10 @@
 """Measures training on one GPU, row by row, in at most 12 minutes: `python benchmarks/gpu.py`.
 
 The rows: the quickstart; training steps of models of 0.6B and 1.7B parameters (Qwen3's shapes, random weights) in
-shares of the GPU's dense bf16 peak; shared prefixes; the head beside TRL's and Liger's; a whole step beside TRL's with
+shares of the GPU's dense bf16 peak; shared prefixes; our head against TRL's and Liger's, our step against TRL's with
 vLLM in its process; sampling and training at the same time on one GPU; pushes of weights. A row runs in a process of
 its own, within its limit and the time that rows before it left. One that fails or is over its limit says so, and the
-others run on. After each row everything is written to a JSON file, and what its programs print is in a log beside it.
+others run on. After each row everything is written to a JSON file, and what its programs print is in a log next to it.
 
 With `--toy`, or without a GPU, the same rows run at toy sizes: that shows that the program works, and no bar is
 measured.
@@ -193,7 +193,7 @@ def _serve(pipe, function: Callable[[Place], Figures], place: Place, log: Path) 
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error's kind, and the line that says most: the last one of an arm's traceback, else the first.
+    """The error's kind, and the most informative line: the last one of an arm's traceback, else the first.
 
     >>> in_a_line(ValueError("no such model")), in_a_line(harness.ArmError("ours failed:\\nTrace\\nKeyError: 'x'"))
     ('ValueError: no such model', "ArmError: KeyError: 'x'")
@@ -208,7 +208,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number) if _leads_a_group(process.pid) else process.kill()
         process.join(GRACE_S)
-    if process.exitcode is not None:  # or it hangs in the driver, and later rows run beside it
+    if process.exitcode is not None:  # or it hangs in the driver, and later rows run next to it
         process.close()
 
 
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"figures: {args.out}"
     )
     if failed:
-        print(f"failed: {', '.join(failed)}; their logs lie beside the file", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}; their logs lie next to the file", file=sys.stderr)
     return int(bool(failed))
 
 

@@ -139,18 +139,18 @@ def run_script(script: str, overrides: Sequence[str], folder: Path) -> list[dict
     ended: list[float] = []
     path = folder.with_suffix(".log")
     # A file, and no pipe: what the script leaves running would keep a pipe open.
-    with path.open("wb") as log, path.open("rb") as said:
+    with path.open("wb") as log, path.open("rb") as output:
         with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT) as process:
             is_over = False
             while not is_over:
                 is_over = process.poll() is not None  # before the last look
                 ended += [time.perf_counter()] * (len(steps_of(folder)) - len(ended))
-                sys.stdout.buffer.write(said.read())
+                sys.stdout.buffer.write(output.read())
                 sys.stdout.flush()
                 time.sleep(0 if is_over else POLL_S)
     if process.returncode:
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it said nothing"
+        last = lines[-1] if lines else "it printed nothing"
         if last.startswith("error: "):
             raise NotAvailable(f"not available: {last.removeprefix('error: ')}")
         raise RuntimeError(f"{script} ended with exit code {process.returncode}: {last}")
@@ -206,8 +206,8 @@ def head(place: Place) -> Figures:
                 yield f"share of TRL's memory, {label}", share
             for name in there:
                 speedups[name].append(compared[name]["our speed-up"])
-        for name, said in (("trl_fused", "TRL's"), ("liger", "Liger's")):
-            yield f"times faster than {said}, {label}", names[name] or min(speedups[name])
+        for name, peer in (("trl_fused", "TRL's"), ("liger", "Liger's")):
+            yield f"times faster than {peer}, {label}", names[name] or min(speedups[name])
 
 
 def missing(package: str) -> str | None:
@@ -276,7 +276,7 @@ def trl_settings(place: Place, responses: int) -> list:
     from step_vs_trl import TRLSetting
 
     large = not place.on_gpu or torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GIB * 2**30
-    # Twice as many responses a forward would not fit into 80 GiB beside our arm.
+    # Twice as many responses a forward would not fit into 80 GiB next to our arm.
     plain = TRLSetting("bf16", min(32 if large else 16, responses), "vllm" if place.on_gpu else "generate")
     has_liger = place.on_gpu and not missing("liger_kernel")
     return [*[replace(plain, liger=True)] * has_liger, plain]

@@ -76,7 +76,7 @@ class Steps:
         self._alone = False
 
     def wait(self) -> bool:
-        """Blocks until a step is wanted; False when no more are. The first call says that the arm is ready."""
+        """Blocks until a step is wanted; False when no more are. The first call signals that the arm is ready."""
         if not self._is_ready:
             self._pipe.send(("ready", {"threads": torch.get_num_threads()}))
             self._is_ready = True
@@ -125,7 +125,7 @@ class Arm:
             alone: no other arm runs before the next step.
         """
         start = time.perf_counter()
-        with contextlib.suppress(BrokenPipeError):  # it ended since its last step; receiving says how
+        with contextlib.suppress(BrokenPipeError):  # it ended since its last step; receiving shows how
             self._pipe.send(ALONE if alone else IN_TURNS)
         report = self._receive()
         return {"step_s": time.perf_counter() - start, **report}
@@ -247,7 +247,7 @@ def require_quiet(force: bool) -> dict:
     if load > MAX_LOAD and not force:
         sys.exit(
             f"the load average is {load:.2f}, above {MAX_LOAD}: a busy neighbour changes a timing several times over. "
-            "Wait until it is quiet, or measure anyway with --force (the result then says so)."
+            "Wait until it is quiet, or measure anyway with --force (the result then records it)."
         )
     return {"load_average": load, "forced": load > MAX_LOAD}
 

@@ -5,7 +5,7 @@ of the hidden states and of the weight. Compared: `grpo_rl.policies.head`; the f
 scores with, called as it calls it (its own chunk of the vocabulary, entropies asked for); and the naive one, with all
 logits. With log-probabilities alone in the loss, entropies being only reported, and for the first shape once more with
 an entropy term. Ours runs in a process whose allocator is set up as for training; TRL's in one as TRL leaves it, which
-the bars are about, and, shown beside it, in one set up as ours.
+the bars are about, and, shown next to it, in one set up as ours.
 
 Inputs are bf16, and so are the products that make logits, on all sides. On CPU, TRL multiplies the logits' gradient
 in fp32, ours in bf16 with fp32 sums over tiles; the naive head in bf16. All return a bf16 gradient of the weight. In

@@ -2,7 +2,7 @@
 
 One training forward and backward of a group of 8 equal responses, by a random Llama with SmolLM2's hidden size, tied
 embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds
-the model, makes a tiny step, and then says by how much its memory's peak rises in the first full-size step; the model's
+the model, makes a tiny step, and reports by how much its memory's peak rises in the first full-size step; the model's
 weights are added to that. So weights, gradients and what the step allocates are counted, and the optimizer's state in
 no arm: our fp32 master weights are there before the step, and no arm steps Adam. Swept: the vocabulary V, and the
 responses' tokens T.
@@ -142,7 +142,7 @@ def trl_step(model, folder: Path) -> Step:
 
 
 def torchrl_step(model, folder: Path) -> Step:
-    """TorchRL's loss; its users are told to keep the model in evaluation mode."""
+    """TorchRL's loss; its docs say to keep the model in evaluation mode."""
     import peers
 
     loss = peers.torchrl_loss(model.eval(), make_tokenizer(folder / "tokenizer"))
@@ -160,9 +160,9 @@ def arm(steps: harness.Steps, name: str, vocab: int, response: int) -> None:
     """Tells the peak of one step: weights and what the step needs."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(vocab)
-        step, let_go = STEPS[name](model, Path(folder))
+        step, release = STEPS[name](model, Path(folder))
         step(make_groups(vocab, RESPONSES))
-        let_go()
+        release()
         groups = make_groups(vocab, response)
         weights = sum(p.nbytes for p in model.parameters())
         if steps.wait():

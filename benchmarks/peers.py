@@ -40,7 +40,7 @@ def trl_trainer(
             use_cpu=True,
             gradient_checkpointing=False,
             per_device_train_batch_size=batch,
-            generation_batch_size=batch * group_size,  # read by nothing here; TRL wants whole groups in it
+            generation_batch_size=batch * group_size,  # read by nothing here; TRL requires whole groups in it
             num_generations=group_size,
             loss_type="grpo",
             beta=0.0,

@@ -10,7 +10,7 @@ The prompt's share: what a step takes more with the prompt than with a prompt of
 a prompt is computed once. But a response's tokens attend to the prompt, and that attention does grow with G, with
 whatever implementation. So the share is taken with responses of a few tokens, whose attention to the prompt is about a
 hundredth of the prompt's own work, and compared between G = 16 and G = 1. The same difference with responses of full
-length, that attention included, is recorded beside it, without a bar.
+length, that attention included, is recorded next to it, without a bar.
 """
 
 from __future__ import annotations

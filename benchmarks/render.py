@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 HEAD = """# Benchmarks
 
-Written by `make bench` from the JSON files beside it, each from one call of a script. A figure is a ratio of
+Written by `make bench` from the JSON files next to it, each from one call of a script. A figure is a ratio of
 measurements that took turns on one machine, as absolute times say little, on shared CPUs least of all; only that of
 scoring is a time, over the time it may take. A figure is marked where the code that it depends on has changed since.
 """

@@ -1,6 +1,6 @@
 """Runs all benchmarks one after the other, each to its JSON file, then renders them: `python benchmarks/run_all.py`.
 
-One that fails does not stop the others; its old JSON file stays, and the exit code says so. Before each, the load that
+One that fails does not stop the others; its old JSON file stays, and the exit code shows it. Before each, the load that
 the one before has left is waited out.
 """
 

@@ -44,7 +44,7 @@ Responses = Callable[[dict], list[Messages]]
 """The messages behind a row's prompt, in each of eight conversations."""
 
 
-def said(texts: Sequence[str]) -> list[Messages]:
+def replies(texts: Sequence[str]) -> list[Messages]:
     """Conversations of one response each."""
     return [[{"role": "assistant", "content": text}] for text in texts]
 
@@ -54,7 +54,7 @@ def said_after(task: Task, row: dict, call: str, texts: Sequence[str]) -> list[M
     asked = [{"role": "assistant", "content": call}]
     reply = task.reply(row, [*task.prompt(row), *asked])
     assert reply, call
-    return [[*asked, *reply, *response] for response in said(texts)]
+    return [[*asked, *reply, *response] for response in replies(texts)]
 
 
 def expressions() -> Iterator[str]:
@@ -70,7 +70,7 @@ def gsm8k(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
     task = GSM8K(load_rows(str(data / "gsm8k" / "train.jsonl")))
-    return task, lambda row: said(variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>"))
+    return task, lambda row: replies(variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>"))
 
 
 def ifeval(data: Path) -> tuple[Task, Responses]:
@@ -79,7 +79,7 @@ def ifeval(data: Path) -> tuple[Task, Responses]:
     with (data / "ifeval" / "recorded_verdicts.jsonl").open(encoding="utf-8") as lines:
         responses = itertools.cycle([json.loads(line)["response"] for line in itertools.islice(lines, 2000)])
     task = IFEval(load_rows(data / "ifeval" / "input_data.jsonl"))
-    return task, lambda row: said(list(itertools.islice(responses, REPEATS)))
+    return task, lambda row: replies(list(itertools.islice(responses, REPEATS)))
 
 
 def math(data: Path) -> tuple[Task, Responses]:
@@ -91,7 +91,7 @@ def math(data: Path) -> tuple[Task, Responses]:
     def responses(row: dict) -> list[Messages]:
         gold = task.gold(row)
         boxes = [rf"\boxed{{{text}}}" for text in (gold, rf"{gold}\,", f"{{{gold}}}", *itertools.islice(wrong, 4))]
-        return said([f"{PROSE[: 60 * i]}{text}" for i, text in enumerate([*boxes, ""], 1)])
+        return replies([f"{PROSE[: 60 * i]}{text}" for i, text in enumerate([*boxes, ""], 1)])
 
     return task, responses
 
@@ -101,7 +101,7 @@ def countdown(data: Path) -> tuple[Task, Responses]:
 
     rows = load_rows(None, "train")
     wrong = "<answer>1 + 2 * (3 - 4)</answer>"
-    return Countdown(rows), lambda row: said(variants(f"<answer>{row['solution']}</answer>", wrong))
+    return Countdown(rows), lambda row: replies(variants(f"<answer>{row['solution']}</answer>", wrong))
 
 
 def calculator(data: Path) -> tuple[Task, Responses]:
@@ -137,7 +137,7 @@ def prompt_response(data: Path) -> tuple[Task, Responses]:
     rewards = [f"grpo_rl.envs.rewards.examples:{name}" for name in ("reward_len", "sentence_ending")]
     rows = load_rows(str(data / "scitldr" / "scitldr_A_dev.jsonl"))
     task = PromptResponse([{"prompt": " ".join(row["source"])} for row in rows], reward=rewards)
-    return task, lambda row: said(variants("Half the bits suffice.", "no full stop"))
+    return task, lambda row: replies(variants("Half the bits suffice.", "no full stop"))
 
 
 TASKS = {f.__name__: f for f in (gsm8k, ifeval, math, countdown, calculator, search_qa, prompt_response)}

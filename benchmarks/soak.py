@@ -1,4 +1,4 @@
-"""Runs a command for so many minutes, and says whether what it uses creeps, and what it leaves.
+"""Runs a command for so many minutes, and reports whether its resources grow, and what it leaves.
 
     python benchmarks/soak.py --minutes 30 python sota/grpo.py +experiment=quickstart train.total_dialog_turns=128000
 

@@ -1,6 +1,6 @@
 """Compares the time of one GRPO step with an earlier commit's: `python benchmarks/step_vs_before.py --before REV`.
 
-The work is that of `step_vs_trl.py`. The commit is checked out beside this one, and both take turns within one call,
+The work is that of `step_vs_trl.py`. The commit is checked out next to this one, and both take turns within one call,
 each in a process of its own. A change that leaves speed alone has a figure near 1; above 1 it is slower than before.
 """
 

@@ -4,22 +4,22 @@ A step is generation, training, and whatever it takes for the next generation to
 default model, 4 GSM8K prompts x 8 responses of exactly 96 tokens, one optimizer step over all of them, rewards that
 alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
-weights, and says what fraction of the machine's limit it reached (`grpo_rl.perf.roofline`).
+weights, and reports the fraction of the machine's limit that it reached (`grpo_rl.perf.roofline`).
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
 kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where
 `--trl-generation` names them, other ways of generating. The fastest goes on to the rounds, in which both sides take
-turns: more arms would not fit into 24 GiB. Where it does not fit beside ours, the next one does, and the figure is the
+turns: more arms would not fit into 24 GiB. Where it does not fit next to ours, the next one does, and the figure is the
 smaller of the ratio in the rounds and the one by its time alone. All times are recorded.
 
-Two of TRL's settings are recorded beside it, and are not the headline's peer, as TRL has no setting for them:
+Two of TRL's settings are recorded next to it, and are not the headline's peer, as TRL has no setting for them:
 - `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.policies.allocator`).
 - `--trl-generation vllm` on CPU. As it ships that fails: vLLM's CPU layers repack their weights after loading and drop
   the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls `model.load_weights`, ends with
   "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it works.
 
 `--trl-generation batching`, transformers' continuous batching, does not keep to `min_new_tokens`, so it fails here.
-Rates are measured beside each step, outside its time, and the highest so far count; `limit_fraction_beside_step` goes
+Rates are measured around each step, outside its time, and the highest so far count; `limit_fraction_beside_step` goes
 by those of the moment, as a shared machine's pace changes within minutes.
 """
 
@@ -111,6 +111,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
     from grpo_rl.assembly import training as build
     from grpo_rl.assembly.sync import make_engine
+    from grpo_rl.collectors.engine_policy import EnginePolicy
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
@@ -156,7 +157,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     compute_advantages = build.make_advantages(cfg)
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
-    collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
+    collector = SyncCollector(env, EnginePolicy(engine, sampling), total_dialog_turns=sys.maxsize)
     skips = micro_batching(cfg).skip_zero_advantage
     best = None
     try:
@@ -164,7 +165,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             rates = measure_rates(policy.model.dtype, policy.device, seconds=2 if policy.device.type == "cpu" else 0.2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
-            groups = collector.collect(work.repeats)
+            groups = collector.collect()
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
             sampled = time.perf_counter()
             buffer.extend(compute_advantages(groups))
@@ -346,7 +347,7 @@ def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tup
 def first_that_runs(
     stack: contextlib.ExitStack, work: Work, settings: Sequence[TRLSetting], failed: dict[str, str]
 ) -> tuple[harness.Arm, TRLSetting] | None:
-    """TRL's arm at the first setting that fits beside ours, warmed up; None where none does.
+    """TRL's arm at the first setting that fits next to ours, warmed up; None where none does.
 
     Args:
         stack: closes the arm.
@@ -461,10 +462,10 @@ def main() -> None:
         arms = {OURS: stack.enter_context(contextlib.closing(harness.Arm(OURS, our_arm, work, args.ours)))}
         for _ in range(WARMUP_STEPS):
             arms[OURS].step()
-        # The fastest may fit into memory alone, and not beside ours.
+        # The fastest may fit into memory alone, and not next to ours.
         failed: dict[str, str] = {}
         if (fits := first_that_runs(stack, work, settings, failed)) is None:
-            sys.exit(f"error: no setting of TRL fits beside ours: {failed}")
+            sys.exit(f"error: no setting of TRL fits next to ours: {failed}")
         arm, best = fits
         arms[best.name] = arm
         results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps, warmup=0)
@@ -472,7 +473,7 @@ def main() -> None:
     summary = {name: harness.summarize(reports) | {"threads": arms[name].threads} for name, reports in results.items()}
     ours_s = summary[OURS]["median"]["step_s"]
     trl_s = summary[best.name]["median"]["step_s"]
-    # A setting that was faster alone and did not fit beside ours counts by its time alone.
+    # A setting that was faster alone and did not fit next to ours counts by its time alone.
     alone = {name: seconds / ours_s for name in failed if isinstance(seconds := tried.get(name), float)}
     ratio = min([trl_s / ours_s, *alone.values()])
     print(f"{best.name}: {trl_s:.2f} s, {trl_s / ours_s:.2f} times ours ({ours_s:.2f} s)  {alone or ''}")
@@ -536,9 +537,9 @@ def parse() -> argparse.Namespace:
     number = harness.at_least_one
     options.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="responses a forward, to try")
     options.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
-                         help="try fp32 weights beside bf16")  # fmt: skip
+                         help="try fp32 weights as well as bf16")  # fmt: skip
     options.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],
-                         help="ways to generate, to try beside `generate`")  # fmt: skip
+                         help="ways to generate, to try as well as `generate`")  # fmt: skip
     options.add_argument("--our-allocator", action=argparse.BooleanOptionalAction, default=True,
                          help="try TRL with our allocator setting too")  # fmt: skip
     return checked(options)

@@ -9,7 +9,7 @@ cache.
 The busy share is the time of the engine's steps, as the sizes give it, over the time of the collection, until the last
 conversation has its reward; a step counts as busy however few responses it holds. The figure is the least ratio of the
 busy share with slow tools to that with fast ones. The engine is also less full while conversations wait for their
-tools: `tokens ratio` says how much less it samples in the same time, and `tokens ratio allowed` what it would be if
+tools: `tokens ratio` is how much less it samples in the same time, and `tokens ratio allowed` what it would be if
 each conversation waited for its own tools alone. It is made up for by more conversations in flight, as a step takes
 hardly longer for them.
 
@@ -38,6 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
@@ -211,8 +212,8 @@ class NoTransport:
 
 def make(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool, num_envs: int) -> tuple[LLMEnv, Decoder]:
     """The environment and the engine of one arm; lengths of turns and seconds of calls follow from seeds."""
-    dice, lengths = random.Random(SEED), random.Random(SEED + 1)
-    task = LookUp(num_envs, lambda: dice.uniform(*work.tool_s) if slow else 0.0)
+    rng, lengths = random.Random(SEED), random.Random(SEED + 1)
+    task = LookUp(num_envs, lambda: rng.uniform(*work.tool_s) if slow else 0.0)
     env = LLMEnv(task, tokenizer, num_envs, work.repeats, max_turns=work.turns, tool_parser=hermes_parser)
     call, (filler, *_) = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CALL, " so"))
     end = tokenizer.eos_token_id
@@ -241,8 +242,9 @@ def measured(decoder: Decoder, collect: Callable[[], list]) -> dict[str, float]:
 def synchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
     """Measures one collection, from its first to its last conversation's end."""
     env, decoder = make(work, tokenizer, slow, work.conversations // work.repeats)
-    collector = SyncCollector(env, decoder, Sampling(max_new_tokens=work.tokens[1]), sys.maxsize)
-    return measured(decoder, lambda: collector.collect(work.repeats))
+    policy = EnginePolicy(decoder, Sampling(max_new_tokens=work.tokens[1]))
+    collector = SyncCollector(env, policy, sys.maxsize)
+    return measured(decoder, lambda: collector.collect())
 
 
 def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> dict[str, float]:
@@ -263,14 +265,14 @@ def asynchronous(work: Work, tokenizer: PreTrainedTokenizerBase, slow: bool) -> 
     def collect(count: int) -> list:
         groups = []
         for _ in range(count):
-            groups += collector.collect(work.repeats)
+            groups += collector.collect()
             weights.push()
         return groups
 
     with contextlib.ExitStack() as stack:
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(fleet.close()))
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
         collect(1)
         return measured(decoder, lambda: collect(work.collections))
 

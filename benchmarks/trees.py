@@ -21,7 +21,8 @@ import harness
 import torch
 from prefix import prompts_alone, step
 
-from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, play
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import batching
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
@@ -39,12 +40,7 @@ BAR = 0.8
 
 def played(env: LLMEnv, engine: VLLMEngine, sampling: Sampling) -> list[Group]:
     """A group of conversations about each of the environment's next prompts."""
-    prompts, groups = env.next_prompts(env.num_envs), []
-    for prompt in prompts:
-        row = env.task.rows[prompt.row]
-        groups.append([begin(env, row, f"row {prompt.row}", prompt.ids.tolist()) for _ in range(env.repeats)])
-    play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
-    return [group_of_trajectories(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+    return SyncCollector(env, EnginePolicy(engine, sampling), sys.maxsize).collect()
 
 
 def environments(args: argparse.Namespace, tokenizer) -> Iterator[tuple[str, LLMEnv]]:

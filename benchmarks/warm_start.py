@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import read_metrics, step_seconds
-from grpo_rl.run.summary import read_evaluation
+from grpo_rl.report.files import read_evaluation
 from grpo_rl.testing import tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Rows for agents: sessions of a program of one's own, scored by another task or by what the program tells."""
+"""Rows for agents: sessions of a program of one's own, scored by another task or by the program itself."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 TOLD = "agent_reward"
-"""The column under which a session's reward stands, as its agent told it."""
+"""The column with the reward of a session that its agent sent."""
 SHOWN = 500
-"""Characters of a row that people are shown as its question."""
+"""Characters of a row that are shown as its question."""
 
 
 class Told(Task):
-    """Rows of any columns; a session earns what its agent says.
+    """Rows of any columns; a session earns the reward that its agent sends.
 
-    An agent that plays a game of which the row is the seed tells 1 when it wins:
+    An agent that plays a game of which the row is the seed sends 1 when it wins:
 
     >>> task = Told([{"seed": 7}])
     >>> task.prompt(task.rows[0])[0]["content"], task.score({"seed": 7, "agent_reward": 1.0}, "").parts
@@ -40,13 +40,13 @@ class Told(Task):
         self.rows = rows
 
     def prompt(self, row: dict) -> Messages:
-        """The row as JSON, for people: the agent makes its own prompts."""
+        """The row as JSON, for logs: the agent makes its own prompts."""
         return [{"role": "user", "content": json.dumps(row, default=str, ensure_ascii=False)[:SHOWN]}]
 
     def score(self, row: dict, response: str) -> Reward:
-        """The reward that the agent told; a response by itself has none."""
+        """The reward that the agent sent; a response by itself has none."""
         if TOLD not in row:
-            raise Unjudgeable("its agent tells the reward of a session")
+            raise Unjudgeable("its agent sends the reward of a session")
         return Reward({"agent": row[TOLD]})
 
 
@@ -63,13 +63,7 @@ def make_agent_task(
     max_session_tokens: int = 100_000,
     max_sessions: int = 256,
 ) -> Task:
-    """The scorer's task of these rows, or :class:`Told`.
-
-    Args:
-        scorer: one of the values of ``env.dataset``.
-        scorer_settings: its own.
-
-    The others are read by what plays the sessions (`grpo_rl.collectors.agents`).
+    """The scorer's task of these rows, or :class:`Told`. The other settings are of the sessions.
 
     Raises:
         ValueError: the scorer rewards the steps of an episode.
@@ -79,17 +73,13 @@ def make_agent_task(
     if isinstance(task, Episodes):
         raise ValueError(
             f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
-            "message; leave env.scorer out and let the agent tell its reward"
+            "message; leave env.scorer out and let the agent send its reward"
         )
     return task
 
 
-def _load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    return load_rows(path, split, reader="env.dataset=agent")
-
-
 def _spec(scorer: str | None) -> TaskSpec:
-    return task_spec(scorer) if scorer else TaskSpec(Told, _load_rows)
+    return task_spec(scorer) if scorer else TaskSpec(Told, load_rows)
 
 
 @dataclass(frozen=True)
@@ -105,4 +95,4 @@ class AgentSpec(TaskSpec):
         return _spec(settings["scorer"]).holds_out(path, settings["scorer_settings"])
 
 
-AgentEnv = AgentSpec(make_agent_task, _load_rows, takes_reward=True)
+AgentEnv = AgentSpec(make_agent_task, load_rows, takes_reward=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unbounded
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +23,7 @@ from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.rows import DONE, dialog_of, led_to, row_specs
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
@@ -30,18 +33,17 @@ __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
 ]  # fmt: skip
 
-_OBSERVATION = (keys.QUERY, keys.TOKENS_PROMPT, keys.GROUP_ID, keys.ROW)
-
 
 class LLMEnv(EnvBase):
     """A batch of ``num_envs`` prompts with ``repeats`` responses each; the responses to one prompt are adjacent.
 
     ``reset`` takes the next rows of the epoch's seeded shuffle; ``step`` scores the responses and ends the episode.
+    If the task replies, the next step's prompt is the whole conversation, and a row's episode ends with it.
 
-    If the task replies, the next step's prompt is the whole conversation, and the episode ends when all conversations
-    are over. In ``step``, replies are computed one by one without a deadline; our collectors give each its own.
-
-    A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both methods are built on.
+    The environment keeps nothing of a conversation: each row's TensorDict holds it (`grpo_rl.data.keys`). So ``step``
+    takes any rows, those of one group together if the task scores groups, also from several threads at once. Replies of
+    the rows of one step are computed at the same time, each under the deadline of scorers; a row whose reply or scorer
+    fails is over, with :data:`~grpo_rl.data.keys.FAILED` set and NaN as its reward.
 
     ``state_dict()`` holds the data position as JSON-able numbers: a restored environment gives the same next prompts.
 
@@ -116,39 +118,23 @@ class LLMEnv(EnvBase):
         self.num_envs, self.repeats, self.max_prompt_tokens = num_envs, repeats, max_prompt_tokens
         self.max_turns = max_turns if plays_turns(task) else 1
         self.guard = ScoreGuard(task, score_timeout_s, max_failed_fraction)
-        self._make_specs()
+        self._reading = threading.Lock()
+        specs = row_specs(num_envs * repeats, len(tokenizer), task.reward_parts)
+        for name, spec in zip(("observation_spec", "action_spec", "reward_spec", "done_spec"), specs, strict=True):
+            setattr(self, name, spec)
 
     @cached_property
     def held_out_guard(self) -> ScoreGuard:
         """The guard of agents' sessions about held-out rows: their failures are none of training."""
         return self.guard.apart()
 
-    # ---- plain methods: what reset and step are built on ----
-
     def next_prompts(self, count: int | None = None) -> list[Prompt]:
-        """The next ``count`` prompts, or ``num_envs``, each tokenised once.
+        """The next ``count`` prompts, or ``num_envs``, each tokenised once: what :meth:`reset` begins with.
 
         Raises:
             ValueError: a prompt is too long and ``long_prompt`` is ``error``, or every prompt is too long.
         """
         return self._prompts.take(count or self.num_envs)
-
-    def score(self, row: int, responses: Sequence[Tensor | Sequence[int]]) -> list[Reward | Failure]:
-        """The reward of each response to one row, or why it has none.
-
-        Args:
-            row: index of the dataset row.
-            responses: ids of each.
-
-        Raises:
-            ScoreError: too many responses failed (`grpo_rl.envs.guards.guard`).
-        """
-        data, texts = self.task.rows[row], self._decode_all(responses)
-        if not plays_turns(self.task):
-            return self.guard.score(data, texts, f"row {row}")
-        prompt = self.task.prompt(data)
-        dialogs = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
-        return self.guard.score_dialogs(data, dialogs, f"row {row}")
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Ends the servers of ``mcp``; calls that come later are refused."""
@@ -185,12 +171,16 @@ class LLMEnv(EnvBase):
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counts that the environment has beside the rewards, over the whole run."""
+        """Counts of the task and the curriculum over the whole run."""
         return self.task.counts() | (self._prompts.curriculum.metrics() if self._prompts.curriculum else {})
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
-        """Takes notice of the rewards of a group of training, which a curriculum counts."""
+        """Passes the rewards of a training group to the curriculum, if there is one."""
         self._prompts.note(row, results)
+
+    def turns_of(self, row: dict) -> int:
+        """The most turns of the policy in a conversation about a row."""
+        return self.max_turns
 
     @property
     def skipped(self) -> int:
@@ -203,13 +193,13 @@ class LLMEnv(EnvBase):
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """The text that is judged, see :func:`~grpo_rl.envs.chat.decode_responses`."""
-        return self._decode_all([ids])[0]
+        return decode_responses(self.tokenizer, [ids])[0]
 
     def decode_prompt(self, ids: Tensor | Sequence[int]) -> str:
         """The text of a prompt, for people and logs: without special tokens."""
         return self.tokenizer.batch_decode([ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
 
-    def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
+    def read_turn(self, text: str, row: dict) -> tuple[str, list[dict[str, Any]]]:
         """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
 
         Args:
@@ -217,26 +207,17 @@ class LLMEnv(EnvBase):
 
         A turn at which the parser fails is text without calls; the first failure is logged.
         """
-        turn = self.decode(ids)
-        if self._tool_parser is not None:
+        if self._tool_parser is not None and plays_turns(self.task):
             try:
-                text, calls = self._tool_parser.parse(turn)
+                with self._reading:  # a parser may hold the state of a turn
+                    said, calls = self._tool_parser.parse(text)
                 if calls:
-                    return text or "", checked_calls(calls)
+                    return said or "", checked_calls(calls)
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
                 self.guard.tell_once(
-                    "parser", f"The parser of env.tool_parser failed, on {turn:.80}: {one_line(error)}"
+                    "parser", f"The parser of env.tool_parser failed, on {text:.80}: {one_line(error)}"
                 )
-        return turn, []
-
-    def encode_reply(self, reply: Messages, last: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Ids that go behind a sampled response: the end of its turn, the reply, the beginning of the next turn.
-
-        Args:
-            last: the response's last id.
-            calls: ``tool_calls`` of the response.
-        """
-        return encode_reply(self.tokenizer, reply, last, calls)
+        return text, []
 
     def query(self, row: int) -> str:
         """The question of a row, for people and logs."""
@@ -261,105 +242,117 @@ class LLMEnv(EnvBase):
         self.guard.restore(state)
         self.task.restore(state.get("counts", {}))
 
-    def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
-        return decode_responses(self.tokenizer, responses)
-
     # ---- TorchRL ----
-
-    def _make_specs(self) -> None:
-        batch: Any = self.batch_size
-        prompt = Unbounded((-1,), dtype=torch.long)
-        response = Bounded(0, len(self.tokenizer) - 1, (-1,), dtype=torch.long)
-        self.observation_spec = self._ragged(  # pyrefly: ignore[bad-assignment]
-            {
-                keys.QUERY: NonTensor(shape=(), example_data="a question"),
-                keys.TOKENS_PROMPT[0]: Composite({keys.TOKENS_PROMPT[1]: prompt}),
-                keys.GROUP_ID: Unbounded((1,), dtype=torch.long),
-                keys.ROW: Unbounded((1,), dtype=torch.long),
-            }
-        )
-        self.action_spec = self._ragged({keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: response})})  # pyrefly: ignore[bad-assignment]
-        parts = Composite({name: Unbounded((*batch, 1)) for name in self.task.reward_parts}, shape=batch)
-        self.reward_spec = Composite(  # pyrefly: ignore[bad-assignment]
-            {keys.REWARD[-1]: Unbounded((*batch, 1)), keys.REWARD_PARTS[0]: parts}, shape=batch
-        )
-
-    def _ragged(self, row: dict) -> StackedComposite:
-        """The spec of a lazily stacked batch, whose rows differ in length: one dense spec would ask to stack them."""
-        return StackedComposite(*[Composite(row)] * self.batch_size[0], dim=0)
 
     def fake_tensordict(self) -> TensorDictBase:
         """Zeros in the form of one step of a rollout; their rows are stacked as those of ``reset`` and ``step``."""
         return lazy_stack(list(super().fake_tensordict().unbind(0)))
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+    def _assert_tensordict_shape(self, tensordict: TensorDictBase) -> None:
+        """Takes any rows, where TorchRL's asks for the whole batch."""
+
+    @classmethod
+    def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> TensorDictBase:
+        return data  # complete already, whatever the number of rows
+
+    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
+        return next_tensordict_out  # likewise
+
+    def _reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        prompts: int | Sequence[Prompt] | None = None,
+        repeats: int | None = None,
+        rows: Sequence[dict] | None = None,
+        **_: object,
+    ) -> TensorDictBase:
+        """The beginning of conversations, lazily stacked.
+
+        Args:
+            prompts: the number of next prompts, ``num_envs`` if None; or prompts that were taken before.
+            repeats: rows of each; those of the environment if None.
+            rows: held-out rows in the place of next prompts; these are numbered by themselves.
+        """
         if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
             raise ValueError("a part of the batch can't be reset alone: a group's responses begin at the same time")
-        rows = []
-        self._dialogs: list[Dialog] = []
-        for prompt in self.next_prompts():
-            messages = self.task.prompt(self.task.rows[prompt.row])
-            self._dialogs += [Dialog(list(messages)) for _ in range(self.repeats)]
-            row = TensorDict(
+        if rows is None:
+            taken = self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts
+            begun = [(prompt, self.task.rows[prompt.row], f"row {prompt.row}") for prompt in taken]
+        else:
+            begun = [
+                (Prompt(i, i, "", torch.tensor(self.encode(row))), row, f"held-out row {i}")
+                for i, row in enumerate(rows)
+            ]
+        beginnings = []
+        for prompt, row, where in begun:
+            beginning = TensorDict(
                 {
                     keys.QUERY: NonTensorData(prompt.query),  # pyrefly: ignore[bad-assignment]
+                    keys.HISTORY: NonTensorData(Dialog(self.task.prompt(row), row, where, self.turns_of(row))),  # pyrefly: ignore[bad-assignment]
                     keys.TOKENS_PROMPT: prompt.ids,
                     keys.GROUP_ID: torch.tensor([prompt.group_id]),
                     keys.ROW: torch.tensor([prompt.row]),
+                    **{name: torch.tensor([False]) for name in (keys.FAILED, *DONE)},
                 }
             )
             # Shallow copies: the rows of a group share their tensors, and each gets a place for its own response.
-            rows += [row.copy() for _ in range(self.repeats)]
-        return lazy_stack(rows)
+            beginnings += [beginning.copy() for _ in range(repeats or self.repeats)]
+        return lazy_stack(beginnings)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        responses = list(tensordict.unbind(0))
-        judged: list[Reward | Messages] = []
-        for start in range(0, len(responses), self.repeats):
-            judged += self._judge(start, responses[start : start + self.repeats])
-        rows = []
-        for response, result, dialog in zip(responses, judged, self._dialogs, strict=True):
-            row = response.select(*_OBSERVATION)
-            reward = result if isinstance(result, Reward) else self._no_reward
-            if not isinstance(result, Reward):
-                last = int(response[keys.TOKENS_RESPONSE][-1])
-                reply = torch.tensor(self.encode_reply(result, last, dialog.calls), dtype=torch.long)
-                row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], response[keys.TOKENS_RESPONSE], reply])
-            row[keys.REWARD[-1]] = torch.tensor([reward.total])
-            for name in self.task.reward_parts:
-                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts.get(name, 0.0)])
-            row["done"], row["terminated"] = (torch.tensor([isinstance(result, Reward)]) for _ in range(2))
-            rows.append(row)
-        return lazy_stack(rows)
+        return lazy_stack(self.step_rows(list(tensordict.unbind(0))))
 
-    def _judge(self, first: int, responses: Sequence[TensorDictBase]) -> list[Reward | Messages]:
-        """The rewards of the responses to one prompt, or what the task replies where the conversation goes on."""
-        index = int(responses[0][keys.ROW])
-        row = self.task.rows[index]
-        turns = [self.read_turn(response[keys.TOKENS_RESPONSE], row) for response in responses]
+    def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """What each row's step leads to: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
-        judged: list[Reward | Messages] = [self._no_reward] * len(responses)
-        ended = []
-        for k, (dialog, turn) in enumerate(zip(self._dialogs[first : first + len(responses)], turns, strict=True)):
-            if dialog.over:
-                continue
-            dialog.say(*turn)
-            if (reply := dialog.reply(self.task, row, self.max_turns)) is not None:
-                dialog.hear(reply)
-                judged[k] = reply
-            else:
-                ended.append(k)
-        messages = [self._dialogs[first + k].messages for k in ended]
-        for k, result in zip(ended, self.guard.score_dialogs(row, messages, f"row {index}"), strict=True):
-            if isinstance(result, Failure):
-                # A batch of TorchRL's has no place for a response without a reward; the project's own collectors have.
-                raise ScoreError(result.message)
-            judged[k] = result
-        return judged
+        open_rows = [i for i, row in enumerate(rows) if not dialog_of(row).over]
+        texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])
+        dialogs: dict[int, Dialog] = {}
+        for i, text in zip(open_rows, texts, strict=True):
+            before = dialog_of(rows[i])
+            dialogs[i] = before.said(*self.read_turn(text, before.row))
+        cut = {i for i, row in enumerate(rows) if bool(row.get(keys.TRUNCATED if i in dialogs else "truncated", False))}
+        # A turn that was cut has no end: a reply would go into the middle of a sentence.
+        asked = [i for i in open_rows if i not in cut and dialogs[i].turns < dialogs[i].max_turns]
+        prompts: dict[int, Tensor] = {}
+        replies = self.guard.replies([partial(self._reply, rows[i], dialogs[i]) for i in asked]) if asked else []
+        for i, reply in zip(asked, replies, strict=True):
+            if isinstance(reply, Exception):
+                dialogs[i] = dialogs[i].ended(self._failure(dialogs[i], reply))
+            elif reply is not None and len(reply[1]) < float(rows[i].get(keys.MAX_TOKENS, math.inf)):
+                dialogs[i], prompts[i] = dialogs[i].heard(reply[0]), reply[1]
+            elif reply is not None:
+                cut.add(i)  # the policy never reads the reply
+        self._judge(rows, dialogs, [i for i in open_rows if i not in prompts])
+        return led_to(rows, dialogs, cut, prompts, self.task.reward_parts)
 
-    @property
-    def _no_reward(self) -> Reward:
-        return Reward(dict.fromkeys(self.task.reward_parts, 0.0))
+    def _reply(self, row: TensorDictBase, dialog: Dialog) -> tuple[Messages, Tensor] | None:
+        """The task's reply, and the ids of the conversation with it; None where the conversation is over."""
+        reply = dialog.reply_of(self.task)
+        if reply is None:
+            return None
+        response = row[keys.TOKENS_RESPONSE]
+        ids = encode_reply(self.tokenizer, reply, int(response[-1]) if len(response) else None, dialog.calls)
+        # What was sampled is never tokenised again.
+        return reply, torch.cat([row[keys.TOKENS_PROMPT], response, torch.tensor(ids, dtype=torch.long)])
+
+    def _failure(self, dialog: Dialog, error: Exception) -> Failure:
+        message = f"{type(self.task).__name__}.reply failed on {dialog.where}, turn {dialog.turns}: {one_line(error)}"
+        return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
+
+    def _judge(self, rows: Sequence[TensorDictBase], dialogs: dict[int, Dialog], ended: Sequence[int]) -> None:
+        """Scores the conversations that have ended, those of a group together."""
+        groups: dict[int, list[int]] = {}
+        for i in ended:
+            groups.setdefault(int(rows[i][keys.GROUP_ID]), []).append(i)
+        for members in groups.values():
+            first = dialogs[members[0]]
+            self.guard.record([dialogs[i].verdict for i in members if dialogs[i].verdict], first.row)
+            whole = [i for i in members if not dialogs[i].verdict]
+            if whole:
+                results = self.guard.score_dialogs(first.row, [dialogs[i].messages for i in whole], first.where)
+                dialogs |= {i: dialogs[i].ended(result) for i, result in zip(whole, results, strict=True)}
 
     def _set_seed(self, seed: int | None) -> None:
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""

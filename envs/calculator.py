@@ -53,15 +53,9 @@ class Calculator(ToolTask):
     >>> task.reply(row, messages) is None, task.score_dialog(row, messages).parts
     (True, {'correctness': 2.0, 'tool_use': 0.5, 'answer_format': 0.5})
 
-    Args:
-        rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
-        correctness: paid where the last message answers, and its number equals the gold number, see
-            :func:`~grpo_rl.envs.gsm8k.is_right`.
-        tool_use: paid where an expression with an operation was calculated, and a later message of the policy has its
-            result, as a number.
-        answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.
-        form, tool_role, system_prompt: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
-        examples: ``question``, ``call`` and ``answer`` of solved problems, shown as earlier turns.
+    Rows have ``question`` and ``answer``; the gold number is what follows ``####`` in the answer. ``tool_use`` is paid
+    where an expression with an operation was calculated, and a later message of the policy has its result, as a number.
+    Settings: `grpo_rl.settings.tasks.Calculator`.
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a key, or a row's answer has no number.
@@ -89,7 +83,7 @@ class Calculator(ToolTask):
 
     @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        said, _, final = self._turns(messages)
+        turns, _, final = self._turns(messages)
         right = gsm8k.is_right(final, row["answer"])
         if right is None:
             # Otherwise a response without a number would equal it.
@@ -98,9 +92,9 @@ class Calculator(ToolTask):
             "correctness": right,
             "tool_use": any(
                 result in _numbers(" ".join([later["content"], *(call.argument for call in self._calls(later))]))
-                for turn, message in enumerate(said[:-1])
+                for turn, message in enumerate(turns[:-1])
                 for result in self._results(message, row["question"])
-                for later in said[turn + 1 :]
+                for later in turns[turn + 1 :]
             ),
             "answer_format": re.search(gsm8k.ANSWER_PATTERN, final) is not None,
         }
@@ -142,12 +136,8 @@ def _numbers(text: str) -> set[str]:
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    """Problems with ``question`` and ``answer``.
-
-    Args:
-        path: ``arithmetic`` for :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out;
-            otherwise as :func:`grpo_rl.envs.gsm8k.load_rows` takes it: a file, a shipped set, or None for the hub's.
-        split: ``train`` or ``test``; a file is one split.
+    """Problems of :func:`grpo_rl.envs.gsm8k.load_rows`, or by the path ``arithmetic`` of
+    :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out.
 
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'

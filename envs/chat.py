@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, cast
@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.tables import EXTRA_FIELDS
+from grpo_rl.envs.tables import EXTRA_FIELDS, is_message
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
@@ -27,33 +27,43 @@ _REWRITES = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Dialog:
-    """One conversation as it grows.
+    """One conversation at one moment; what follows makes another.
 
     Args:
         messages: the prompt's, then the policy's and the task's.
-        turns: of the policy.
+        row: of the data, which the conversation is about; ``where`` names it in messages.
+        max_turns: most turns of the policy.
+        turns: those so far.
         over: nothing follows.
+        verdict: the reward, or the failure in its place, once the conversation was scored.
+        prompt_messages: number of the prompt's messages; all of them where none is given.
     """
 
     messages: Messages
+    row: dict = field(default_factory=dict)
+    where: str = ""
+    max_turns: int = 1
     turns: int = 0
     over: bool = False
+    verdict: Any = None
+    prompt_messages: int = -1
 
     def __post_init__(self) -> None:
-        self._prompt_messages = len(self.messages)
+        if self.prompt_messages < 0:
+            object.__setattr__(self, "prompt_messages", len(self.messages))
 
     @property
     def text(self) -> str:
         """The conversation after the prompt: the policy's turns, and the replies between them."""
-        return "\n\n".join(map(_written, self.messages[self._prompt_messages :]))
+        return "\n\n".join(map(_written, self.messages[self.prompt_messages :]))
 
-    def say(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> None:
-        """Appends a turn of the policy.
+    def said(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> Dialog:
+        """The conversation with another turn of the policy.
 
         Args:
-            text: what it said beside its calls.
+            text: of the turn, without its calls.
             calls: ``tool_calls`` in OpenAI's form. An id of the parser's own is replaced by the call's number, in the
                 form that every chat template takes: parsers draw theirs, and a resumed run would read other ones.
         """
@@ -61,8 +71,15 @@ class Dialog:
         if calls:
             before = sum(len(said.get("tool_calls", ())) for said in self.messages)
             message["tool_calls"] = [{**call, "id": f"call{before + i:05d}"} for i, call in enumerate(calls)]
-        self.messages.append(message)
-        self.turns += 1
+        return replace(self, messages=[*self.messages, message], turns=self.turns + 1)
+
+    def heard(self, reply: Messages) -> Dialog:
+        """The conversation with the task's reply."""
+        return replace(self, messages=[*self.messages, *reply])
+
+    def ended(self, verdict: Any) -> Dialog:
+        """The conversation once it is over and was scored."""
+        return replace(self, over=True, verdict=verdict)
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -70,21 +87,16 @@ class Dialog:
         said = next((message for message in reversed(self.messages) if message["role"] == "assistant"), {})
         return said.get("tool_calls", [])
 
-    def reply(self, task: Task, row: dict, max_turns: int) -> Messages | None:
+    def reply_of(self, task: Task) -> Messages | None:
         """The task's reply; None where the conversation is over.
 
         Raises:
             TypeError: it replies with something else than messages.
         """
-        reply = task.reply(row, list(self.messages)) if self.turns < max_turns else None
+        reply = task.reply(self.row, list(self.messages))
         if reply is not None:
             _check_reply(reply)
-        self.over = reply is None
         return reply
-
-    def hear(self, reply: Messages) -> None:
-        """Appends what the task replied."""
-        self.messages += reply
 
 
 def _written(message: Mapping[str, Any]) -> str:
@@ -94,8 +106,7 @@ def _written(message: Mapping[str, Any]) -> str:
 
 
 def _check_reply(reply: Any) -> None:
-    whole = isinstance(reply, list) and reply and all(isinstance(message, dict) for message in reply)
-    if not whole or not all(isinstance(message.get(key), str) for message in reply for key in ("role", "content")):
+    if not isinstance(reply, list) or not reply or not all(map(is_message, reply)):
         raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 

@@ -47,17 +47,9 @@ class Code(GroupTask):
     The program is the last fenced block. What it should print or return stays outside its sandbox
     (:class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`).
 
-    Args:
-        rows: ``question``, a text or chat messages, and tests (:func:`~grpo_rl.envs.grading.program_tests.read_tests`).
-        tests: paid for each test that is passed, over the number of tests.
-        all_passed: paid where all tests are passed.
-        answer_format: paid where there is a fenced block.
-        sandbox: the sandbox, see :class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`.
-        time_s: CPU seconds for one run of a program, which a test of printed output has alone, and all other
-            tests of a row together.
-        memory_mib: memory of a program.
-        max_tests: tests of a row that are run; None runs all.
-        system_prompt: the first message; None or an empty text leaves it out.
+    Rows have ``question``, a text or chat messages, and tests (`grpo_rl.envs.grading.program_tests.read_tests`). A test
+    of printed output has ``time_s`` alone, all other tests of a row have it together.
+    Settings: `grpo_rl.settings.tasks.Code`.
 
     Raises:
         ValueError: there is no sandbox, or a weight is not a finite number.
@@ -95,7 +87,7 @@ class Code(GroupTask):
         """The rewards of a group; equal programs run once, others side by side.
 
         A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
-        A program that waits takes no sibling's share of the group's time; one that this leaves no time has no reward.
+        A program that waits takes no other's share of the group's time; one that is left no time has no reward.
         """
         until = time.monotonic() + self._budget_s * _SPENT
         tests = {id(row): read_tests(row, self._max_tests) for row in rows}
@@ -149,11 +141,7 @@ class Code(GroupTask):
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    """Rows with ``question`` and tests.
-
-    Args:
-        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None generates small tasks.
-        split: ``train`` or ``test``; a file is one split.
+    """Rows with ``question`` and tests, of :func:`grpo_rl.envs.tables.load_rows`; without a path small generated ones.
 
     Raises:
         ValueError: there is no such file, or a row has no question or no tests.
@@ -164,7 +152,8 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     source = Source.of(path)
     if source.path is None:
         return generated_rows(split)
-    return tables.load_rows(source, split, COLUMNS, chat=("question", None)).map(_checked)
+    rows = tables.load_rows(source, split, COLUMNS, chat=("question", None))
+    return [row.now(_checked(row, row.where)) for row in rows]
 
 
 def _checked(row: dict, where: str) -> dict:

@@ -47,14 +47,8 @@ class Countdown(Task):
 
     What is judged is the inside of the last ``<answer>…</answer>``, as in https://github.com/Jiayi-Pan/TinyZero.
 
-    Args:
-        rows: ``numbers`` and ``target``, and ``solution`` for logs where there is one.
-        correctness: paid where the expression reaches the target by the rules, see
-            :func:`~grpo_rl.envs.grading.expressions.check`.
-        answer_format: paid where there is an answer and it has a value, whatever that is and whatever its numbers.
-        use_all: whether each number must be used exactly once, instead of at most once.
-        system_prompt: the first message; None or an empty text leaves it out.
-        examples: ``numbers``, ``target`` and ``response`` of solved puzzles, shown as earlier turns.
+    Rows have ``numbers`` and ``target``, and ``solution`` for logs where there is one.
+    Settings: `grpo_rl.settings.tasks.Countdown`.
 
     Raises:
         ValueError: a weight is not a finite number, or an example lacks a column.
@@ -125,17 +119,10 @@ class Countdown(Task):
 def load_rows(
     path: str | Path | Source | None = None, split: str = "train", puzzles: Mapping | None = None
 ) -> Sequence[dict]:
-    """Rows with ``numbers`` and ``target``.
+    """Rows with ``numbers`` (or ``nums``, as ``Jiayi-Pan/Countdown-Tasks-3to4`` has) and ``target``.
 
-    Args:
-        path: a file or a hub name with columns ``numbers`` (or ``nums``, as ``Jiayi-Pan/Countdown-Tasks-3to4`` has) and
-            ``target``, see :func:`grpo_rl.envs.tables.load_rows`; None generates 10,000 puzzles to train on, or 500
-            held-out ones.
-        split: ``train`` or ``test``; a file is one split.
-        puzzles: settings of :class:`~grpo_rl.envs.generated.puzzles.Puzzles`, where they are generated.
-
-    Raises:
-        ValueError: a setting makes no sense, there is no such file, or a row lacks a column.
+    Without a path 10,000 puzzles are generated to train on, or 500 held-out ones, with the settings ``puzzles`` of
+    :class:`~grpo_rl.envs.generated.puzzles.Puzzles`.
 
     >>> row = load_rows(split="test")[0]
     >>> check(row["numbers"], row["target"], row["solution"], use_all=True)
@@ -144,7 +131,7 @@ def load_rows(
     source = Source.of(path)
     if source.path is None:
         return Puzzles(**{"count": 10_000 if split == "train" else 500, "split": split, **(puzzles or {})})
-    return tables.load_rows(source, split).map(_checked)
+    return [row.now(_checked(row, row.where)) for row in tables.load_rows(source, split)]
 
 
 def _checked(row: dict, where: str) -> dict:

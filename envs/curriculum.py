@@ -21,7 +21,7 @@ class Bounds:
         low: pass rate below which a row is too hard.
         high: pass rate above which a row is too easy.
         rest: epochs in which such a row is left out, before it is tried again.
-        passing: reward from which on a response passes; None: where the task says that it is right.
+        passing: reward from which on a response passes; None: where the task judges it right.
     """
 
     low: float = 0.1
@@ -84,7 +84,7 @@ class Curriculum:
         """Epochs in which every row was drawn, as the one before had none within bounds."""
 
     def note(self, row: int, results: Sequence[object], epoch: int) -> None:
-        """Counts a group's responses to a row; those without a reward, or a verdict, say nothing."""
+        """Counts a group's responses to a row; those without a reward or verdict are ignored."""
         verdicts = [self._passes(result) for result in results if isinstance(result, Reward)]
         known = [verdict for verdict in verdicts if verdict is not None]
         if known:

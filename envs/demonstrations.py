@@ -60,7 +60,7 @@ class Demonstrations:
         self._long_prompt = long_prompt
         if not ends:
             raise ValueError(
-                "the model has no end of sequence, so that what it imitates would not end; give it one: "
+                "the model has no end of sequence, so that its responses would not end; give it one: "
                 "eos_token_id in generation_config.json"
             )
         self.end, self._ends = _end_of_turn(tokenizer, ends), set(ends)
@@ -125,7 +125,7 @@ class Demonstrations:
         return decode_responses(self.tokenizer, [ids])[0]
 
     def query(self, row: int) -> str:
-        """The question of a row, for people and logs."""
+        """The question of a row, for logs."""
         return self.task.prompt(self.task.rows[row])[-1]["content"]
 
     def _encoded(self, rows: Sequence[dict], places: Sequence[str]) -> list[list[int]]:
@@ -155,10 +155,10 @@ class Demonstrations:
 
     def _text(self, row: dict) -> str | None:
         """The text of a row's demonstration, with calls and reasoning as the chat template writes them."""
-        said = self.task.demonstration(row)
-        if not isinstance(said, Mapping):
-            return said
-        return written_turn(self.tokenizer, self.task.prompt(row), said, self.task.tools_of(row), self._opened)
+        demonstration = self.task.demonstration(row)
+        if not isinstance(demonstration, Mapping):
+            return demonstration
+        return written_turn(self.tokenizer, self.task.prompt(row), demonstration, self.task.tools_of(row), self._opened)
 
     def _check(self) -> None:
         """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
@@ -184,8 +184,8 @@ class Demonstrations:
         if not self.tokenizer.chat_template or not encoded:
             return []
         rows = [self.task.rows[row] for row, _ in encoded]
-        said = [self.task.demonstration(row) or "" for row in rows]
-        replies = [[text if isinstance(text, dict) else {"role": "assistant", "content": text}] for text in said]
+        texts = [self.task.demonstration(row) or "" for row in rows]
+        replies = [[text if isinstance(text, dict) else {"role": "assistant", "content": text}] for text in texts]
         written = encode_rows(self.tokenizer, self.task, rows, replies=replies)
         return [row for (row, ids), ours in zip(encoded, written, strict=True) if ours[: len(ids)] != ids]
 
@@ -227,7 +227,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int
 
 
 def _group(prompt: Prompt, response: Sequence[int]) -> Group:
-    """A group of one response, of advantage 1: SFT climbs the log-probability of what it imitates."""
+    """A group of one response, of advantage 1: SFT raises the log-probability of the demonstration."""
     tokens = len(response)
     return Group(
         group_id=prompt.group_id,

@@ -73,7 +73,7 @@ class _Kept(Generic[State]):
 
 
 class Episodes(Task, Generic[State]):
-    """A task of an environment that is stepped: what the policy says is an action, and the observation its reply.
+    """A task of an environment that is stepped: the policy's message is an action, and the observation the reply.
 
     A response earns the sum of its steps' rewards, as the part ``episode``.
 
@@ -116,17 +116,17 @@ class Episodes(Task, Generic[State]):
 
     @abstractmethod
     def step(self, state: State, text: str) -> tuple[str, float, bool]:
-        """Takes what the policy said: the observation, the reward of this step, and whether the episode has ended.
+        """Takes the policy's message; returns observation, reward of this step, and whether the episode has ended.
 
         Several episodes are stepped at the same time, each in a thread.
         """
 
     def cut_off(self, state: State) -> float:
-        """The reward of an episode's end where a limit cuts it off; what its steps earned is paid beside."""
+        """The reward of an episode's end where a limit cuts it off; it is paid on top of what its steps earned."""
         return 0.0
 
     def measures(self, state: State) -> dict[str, float]:
-        """The measures of an episode that has ended, which are logged beside its reward."""
+        """The measures of an episode that has ended, which are logged next to its reward."""
         return {}
 
     def close(self, state: State) -> None:
@@ -208,10 +208,10 @@ class Episodes(Task, Generic[State]):
         if waiting := self._kept.going_on.take(key):
             return waiting
         state, observation = self.reset(row)
-        episode, said = _Open(state), key[1:]
-        seen = [self._first(row), *said[1::2]]
+        episode, texts = _Open(state), key[1:]
+        seen = [self._first(row), *texts[1::2]]
         with self._closed_on_error(episode):
-            for text, before in zip([*said[::2], None], seen, strict=True):
+            for text, before in zip([*texts[::2], None], seen, strict=True):
                 if observation != before:
                     raise RuntimeError(
                         f"{type(self).__name__} plays another episode from the same row: {observation!r:.80} instead "

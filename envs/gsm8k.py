@@ -45,20 +45,12 @@ class GSM8K(GroupTask):
     >>> reward.total, reward.parts
     (3.0, {'correctness': 2.0, 'reasoning_format': 0.5, 'answer_format': 0.5})
 
-    Args:
-        rows: ``question``, a text or chat messages, and ``answer``; the gold number is what follows ``####`` in it.
-        correctness: paid where the response's final number equals the gold number, see :func:`is_right`.
-        reasoning_format: paid where ``reasoning_pattern`` is found in the response.
-        answer_format: paid where ``answer_pattern`` is found in the response.
-        reasoning_pattern: a regular expression, searched in a process of its own, which is killed where it takes too
-            long (`grpo_rl.envs.grading.patterns`).
-        answer_pattern: likewise.
-        system_prompt: the first message; None or an empty text leaves it out.
-        examples: ``question`` and ``answer`` of solved problems, shown as earlier turns.
+    Rows have ``question``, a text or chat messages, and ``answer``; the gold number is what follows ``####`` in it.
+    Patterns are searched in a process of its own, which is killed where it takes too long
+    (`grpo_rl.envs.grading.patterns`). Settings: `grpo_rl.settings.tasks.GSM8K`.
 
     Raises:
-        ValueError: a weight is not a finite number, a pattern is no regular expression, an example lacks a column, or a
-            row's answer has no number.
+        ValueError: a setting makes no sense, an example lacks a column, or a row's answer has no number.
     """
 
     reward_parts = ("correctness", "reasoning_format", "answer_format")
@@ -151,12 +143,9 @@ def _final_number(response: str) -> str | None:
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:
-    """Problems with ``question`` and ``answer``; the question may be chat messages.
+    """Problems with ``question`` and ``answer``, of :func:`grpo_rl.envs.tables.load_rows` or of :data:`SHIPPED`.
 
     Args:
-        path: see :func:`grpo_rl.envs.tables.load_rows`; or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` of
-            the hub (or its cache).
-        split: of the hub's data, ``train`` or ``test``; a file is one split.
         chat: whether questions may be chat messages.
 
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
@@ -169,7 +158,7 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train", cha
         source = replace(source, path=str(SHIPPED[source.path]))
     asked = ("question", "answer") if chat else None
     rows = tables.load_rows(source, split, COLUMNS, chat=asked, hub=f"{HUB_NAME}:main")
-    return rows.checked(CHAT_COLUMNS if chat else COLUMNS)
+    return [tables.checked_row(row, CHAT_COLUMNS if chat else COLUMNS, row.where) for row in rows]
 
 
 def check_gold(rows: Sequence[dict]) -> None:

@@ -8,16 +8,15 @@ from pathlib import Path
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import Row, Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import Rows
 from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
 HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("HuggingFaceH4/MATH-500", "test")}
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
 
 COLUMNS = ("problem", "answer", "solution")
-"""The columns that are read of the data; some sets have whole conversations beside them."""
+"""The columns that are read of the data; some sets have whole conversations next to them."""
 
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 
@@ -32,15 +31,8 @@ class Math(GroupTask):
     >>> reward.total, reward.parts
     (1.1, {'correctness': 1.0, 'answer_format': 0.1})
 
-    Args:
-        rows: ``problem``, a text or chat messages, and ``answer`` or ``solution``: the gold answer is ``answer``, else
-            what the solution's last ``\boxed{}`` holds.
-        correctness: paid where the response equals the gold answer, see
-            :func:`~grpo_rl.envs.grading.verification.verify`.
-        answer_format: paid where the response has a box that is closed.
-        deadline_s: seconds for one comparison.
-        system_prompt: the first message; None or an empty text leaves it out.
-        examples: ``problem`` and ``solution`` of solved problems, shown as earlier turns.
+    Rows have ``problem``, a text or chat messages, and ``answer`` or ``solution``: the gold answer is ``answer``, else
+    what the solution's last ``\boxed{}`` holds. Settings: `grpo_rl.settings.tasks.Math`.
 
     Raises:
         ValueError: a weight is not a finite number, an example lacks a column, or not one row has a gold answer.
@@ -121,28 +113,22 @@ class Math(GroupTask):
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    """Problems with ``problem``, a text or chat messages, and ``answer`` or ``solution``.
-
-    Args:
-        path: see :func:`grpo_rl.envs.tables.load_rows`; None takes the hub's :data:`HUB_SETS`.
-        split: ``train`` or ``test``; a file is one split.
-    """
+    """Problems of :func:`grpo_rl.envs.tables.load_rows`, or of the hub's :data:`HUB_SETS`."""
     source = Source.of(path)
     if source.path is None and split not in HUB_SETS:
         raise ValueError(f"the math task has no split {split!r}; it has {' and '.join(HUB_SETS)}")
     hub, hub_split = HUB_SETS.get(split, (None, split))
     rows = tables.load_rows(source, split if source.path else hub_split, COLUMNS, chat=("problem", "solution"), hub=hub)
-    return Rows((where, _checked(row, where, present), present) for where, row, present in rows.placed())
+    return [_checked(row) for row in rows]
 
 
-def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
-    row = dict(row)
+def _checked(row: Row) -> dict:
     answer = row.pop("answer", None)
     if answer not in (None, ""):
         row["answer"] = answer
     # The error on a row that has neither names "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
-    return tables.checked_row(row, {"problem": str | list, given: str}, where, present)
+    return tables.checked_row(row, {"problem": str | list, given: str}, row.where)
 
 
 MathEnv = TaskSpec(Math, load_rows, hub=HUB_SETS["train"][0])

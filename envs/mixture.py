@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast, overload
 
-from torch import Tensor
 from typing_extensions import override
 
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
@@ -325,9 +324,12 @@ class MixtureEnv(LLMEnv):
         return self.envs[row[TASK]].encode(row[ROW])
 
     @override
-    def read_turn(self, ids: Tensor | Sequence[int], row: dict | None = None) -> tuple[str, list[dict[str, Any]]]:
-        assert row is not None, "a mixture has its row's task read a turn"
-        return self.envs[row[TASK]].read_turn(ids, row[ROW])
+    def turns_of(self, row: dict) -> int:
+        return self.max_turns if plays_turns(self.envs[row[TASK]].task) else 1
+
+    @override
+    def read_turn(self, text: str, row: dict) -> tuple[str, list[dict[str, Any]]]:
+        return self.envs[row[TASK]].read_turn(text, row[ROW])
 
     def check_prompts(self) -> None:
         """Tokenises every row of every task; see :meth:`LLMEnv.check_prompts`."""

@@ -1,10 +1,11 @@
-"""OpenEnv: environments behind a server that speaks OpenEnv's protocol, each conversation with a session of its own."""
+"""OpenEnv: environments behind a server with OpenEnv's protocol, each conversation with a session of its own."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ TIMEOUT_S = 60.0
 MAX_BYTES = 10 * 2**20
 """The largest answer of a server."""
 _REFUSED = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Errors that tell an action's fault, which the policy may read."""
+"""Errors about an action, which the policy may read."""
 
 
 class Refused(ValueError):
@@ -33,10 +34,8 @@ class OpenEnv(Episodes[Any]):
 
     Source: https://github.com/meta-pytorch/OpenEnv, protocol of openenv 0.10.
 
-    Args:
-        rows: arguments of the server's ``reset``, such as ``seed``.
-        url: the server, ``http://127.0.0.1:8000``; no other address is asked, and redirects are not followed.
-        system_prompt: the first message; None or an empty text leaves it out.
+    Rows are arguments of the server's ``reset``, such as ``seed``. No other address than ``url`` is contacted, and
+    redirects are not followed. Settings: `grpo_rl.settings.tasks.OpenEnv`.
 
     Raises:
         ValueError: the address is none, or no one answers there.
@@ -54,7 +53,7 @@ class OpenEnv(Episodes[Any]):
             self._action = _schema(self._url)["action"]
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             raise ValueError(
-                f"env.url={url}: no OpenEnv server tells its schema there ({type(error).__name__}: {error}); start it, "
+                f"env.url={url}: no OpenEnv server gives its schema there ({type(error).__name__}: {error}); start it, "
                 "or correct the address"
             ) from error
 
@@ -110,15 +109,12 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 def _schema(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-    try:
+    with closing(kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)) as connection:
         connection.request("GET", f"{parts.path}/schema")
         answer = connection.getresponse()
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}")
         return json.loads(answer.read(MAX_BYTES))
-    finally:
-        connection.close()
 
 
 def _connected(url: str) -> Any:
@@ -126,7 +122,7 @@ def _connected(url: str) -> Any:
         from websockets.sync.client import connect
     except ImportError as error:
         raise ValueError("env.dataset=openenv needs websockets: pip install grpo-rl[openenv]") from error
-    # Nor is a proxy asked that the environment names.
+    # Nor is a proxy of the environment used.
     address = "ws" + url.removeprefix("http") + "/ws"
     # A session stays open from turn to turn, and `close` ends it: no block could.
     return connect(address, max_size=MAX_BYTES, proxy=None, open_timeout=TIMEOUT_S).__enter__()
@@ -138,17 +134,17 @@ def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
     text = session.recv(timeout=TIMEOUT_S)
     try:
         answer = json.loads(text)
-        told = answer.get("data") or {}
+        reply = answer.get("data") or {}
     except (ValueError, AttributeError, RecursionError) as error:
         raise RuntimeError(f"the OpenEnv server answers {text!r:.200}, which is no JSON object") from error
     if answer.get("type") != "error":
-        return told
-    faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in told.get("errors") or ()]
-    message = "; ".join([str(told.get("message")), *faults])[:500]
-    if what == "step" and told.get("code") in _REFUSED:
+        return reply
+    faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in reply.get("errors") or ()]
+    message = "; ".join([str(reply.get("message")), *faults])[:500]
+    if what == "step" and reply.get("code") in _REFUSED:
         raise Refused(message)
-    remedy = "; start the server with more max_concurrent_envs" if told.get("code") == "CAPACITY_REACHED" else ""
-    raise RuntimeError(f"the OpenEnv server answers {told.get('code')}: {message}{remedy}")
+    remedy = "; start the server with more max_concurrent_envs" if reply.get("code") == "CAPACITY_REACHED" else ""
+    raise RuntimeError(f"the OpenEnv server answers {reply.get('code')}: {message}{remedy}")
 
 
 def _observation(data: Mapping[str, Any]) -> str:
@@ -158,12 +154,7 @@ def _observation(data: Mapping[str, Any]) -> str:
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", episodes: int = 1000) -> Sequence[dict]:
-    """Arguments of ``reset``.
-
-    Args:
-        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None makes seeds.
-        split: ``train`` or ``test``, which has other seeds; a file is one split.
-        episodes: how many seeds; a tenth as many are held out.
+    """Arguments of ``reset``, of :func:`grpo_rl.envs.tables.load_rows`; without a path seeds, others in each split.
 
     >>> load_rows(episodes=2), load_rows(split="test", episodes=20)
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000000}, {'seed': 1000000001}])

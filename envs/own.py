@@ -16,25 +16,32 @@ if TYPE_CHECKING:
     from grpo_rl.envs.base import LLMEnv
 
 
-def task_class(name: str) -> type[Task]:
-    """The class that ``package.module:Class`` names.
+def own_class(name: str) -> type:
+    """The class of a task or an environment that ``package.module:Class`` names.
 
     Raises:
-        ValueError: there is none, or it is no task.
+        ValueError: there is none, or it is neither.
     """
     found = object_by_name(name, "env.dataset")
-    if not (inspect.isclass(found) and issubclass(found, Task)):
+    if not (inspect.isclass(found) and (issubclass(found, Task) or is_env(found))):
         raise ValueError(
-            f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task"
+            f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task, or "
+            "from torchrl.envs.EnvBase"
         )
     return found
 
 
-def parameters_of(task: type[Task]) -> list[inspect.Parameter]:
-    """The parameters of a task's class that are its settings: all behind ``rows``."""
+def is_env(found: type) -> bool:
+    """True for a class that derives from TorchRL's EnvBase; found by name, as a task needs no import of TorchRL."""
+    return not issubclass(found, Task) and any(base.__qualname__ == "EnvBase" for base in found.__mro__)
+
+
+def parameters_of(own: type) -> list[inspect.Parameter]:
+    """The parameters of a class that are settings: a task's behind ``rows``, an environment's behind the tokenizer."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    _, *own = inspect.signature(task).parameters.values()
-    return [parameter for parameter in own if parameter.kind not in variadic]
+    parameters = list(inspect.signature(own.__init__).parameters.values())[1:]
+    settings = [each for each in parameters[3:] if each.name != "seed"] if is_env(own) else parameters[1:]
+    return [parameter for parameter in settings if parameter.kind not in variadic]
 
 
 def load_own_rows(
@@ -43,7 +50,7 @@ def load_own_rows(
     """The rows of a task at ``path``: by its own ``load_rows(path, split)``, else as those of any data set."""
     source, own = Source.of(path), getattr(task, "load_rows", None)
     if own is None:
-        return load_rows(source, split, reader=name)
+        return load_rows(source, split)
     source.refuse(f"{name}, which has a load_rows of its own", "subset", "revision", "columns")
     return own(source.path, source.split or split)
 
@@ -56,7 +63,7 @@ def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Ta
 def check_task_of(env: LLMEnv, name: str) -> None:
     """Checks what an environment needs of the user's own task or reward functions, with two empty responses to a row.
 
-    Added rewards are not asked: a judge costs money, a model is not loaded yet. `grpo_rl.testing.check_task` checks
+    Added rewards are not called: a judge costs money, a model is not loaded yet. `grpo_rl.testing.check_task` checks
     more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:

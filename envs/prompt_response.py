@@ -30,7 +30,7 @@ _LAST_MESSAGE = "the assistant's last message"
 
 
 class PromptResponse(GroupTask):
-    """Prompts of a data set; a response earns what one or more reward functions say.
+    """Prompts of a data set; a response earns what one or more reward functions return.
 
     "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
     training." With the two rewards of the tutorials, a response of 22 characters that ends as a sentence earns -2 + 1:
@@ -52,19 +52,12 @@ class PromptResponse(GroupTask):
 
     Where a function returns None, its part is missing in that response's reward; where all do, the response has none.
 
-    The chat template gets what messages have beside role and content, such as ``tool_calls`` and ``reasoning_content``,
+    The chat template gets all other keys of the messages, such as ``tool_calls`` and ``reasoning_content``,
     and the JSON schemas in a row's ``tools``.
 
-    Args:
-        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
-            where there is no such column, the messages in ``messages``. Of messages, an assistant's last one is no part
-            of the prompt: it is the demonstration.
-        reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
-            weight. Functions themselves are taken too. The parts of the reward bear these names, without the module.
-            None where all rewards are added ones, as in ``env.rewards``.
-        prompt_column: of the rows.
-        completion_column: of the rows, the data's own response; None where there is none.
-        system_prompt: the first message, for prompts that have none of their own.
+    A row's prompt is a text, a list of texts (joined by spaces), or chat messages with role and content; where there is
+    no such column, the messages in ``messages``. Of messages, an assistant's last one is no part of the prompt: it is
+    the demonstration. Settings: `grpo_rl.settings.tasks.PromptResponse`; ``reward`` may be functions themselves, too.
 
     A function that is named is called in a process of its own, which keeps what the function keeps, and is killed where
     a call takes too long or freezes; then another one is started. A function itself, as from one's own script, is
@@ -141,7 +134,7 @@ class PromptResponse(GroupTask):
         if not rows:
             return []
         away = self._named()
-        results = dict(zip(away, self._called_away(away, rows, responses), strict=True)) if away else {}
+        results = dict(zip(away, self._called_in_process(away, rows, responses), strict=True)) if away else {}
         here = [function for function, _ in self._functions if function.where not in results]
         batch = self._batch(here, rows, responses)
         results |= {function.where: function(batch, len(rows)) for function in here}
@@ -160,7 +153,7 @@ class PromptResponse(GroupTask):
             return ()
         return tuple(function.where for function, _ in self._functions if function.is_named)
 
-    def _called_away(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
+    def _called_in_process(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
         batch = self._batch([function for function, _ in self._functions if function.is_named], rows, responses)
         workers = _workers(names, tuple(self._columns), os.getpid())
         [result] = workers.map([(batch, len(rows))], self._deadline_s)
@@ -178,18 +171,18 @@ class PromptResponse(GroupTask):
         """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            said = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
-            value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
+            replies = [item for item in value if isinstance(item, Mapping) and item.get("role") == "assistant"]
+            value = (replies or [None])[-1] if isinstance(value[0], Mapping) else value[0]
         if isinstance(value, Mapping):
             calls = value.get("tool_calls")
-            said = value.get("content") or ""
-            value = said if said or not calls else json.dumps(calls, ensure_ascii=False, default=str)
+            content = value.get("content") or ""
+            value = content if content or not calls else json.dumps(calls, ensure_ascii=False, default=str)
         return None if value is None else str(value)
 
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
 
-        Where that says more than its content, as by calls, it is the message itself.
+        Where that has more than its content, such as calls, it is the message itself.
 
         >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")

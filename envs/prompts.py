@@ -41,7 +41,7 @@ class PromptSource:
         max_tokens: the longest prompt that leaves room for a response; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`too_long`.
         seed: of the shuffles.
-        curriculum: says which rows are drawn; None: all.
+        curriculum: decides which rows are drawn; None: all.
 
     Raises:
         ValueError: there are no rows, or a limit or choice makes no sense.
@@ -114,7 +114,7 @@ class PromptSource:
         self._order = random.Random(f"{seed}/{epoch}").sample(range(len(self._task.rows)), len(self._task.rows))
 
     def note(self, row: int, results: Sequence[object]) -> None:
-        """Tells the curriculum, if there is one, of the rewards of the responses to a row."""
+        """Passes the rewards of the responses to a row to the curriculum, if there is one."""
         if self.curriculum:
             self.curriculum.note(row, results, self._epoch)
 

@@ -14,7 +14,6 @@ from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import Rows
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.search_index import HUB_NAME, HUB_SPLITS, SearchIndex, load_corpus
@@ -68,17 +67,12 @@ class SearchQA(ToolTask):
     What is judged is inside the last message's last ``<answer>…</answer>``, else all of that message; a conversation
     that was cut off at a search has no answer.
 
+    Rows have ``question``, ``answer``, and ``documents``: titles of those that the answer follows from, may be empty.
+    At the weight 0 ``supporting_recall`` is no part of the reward, and measured all the same.
+    Settings: `grpo_rl.settings.tasks.SearchQA`.
+
     Args:
-        rows: ``question``, ``answer``, and ``documents``: titles of those that the answer follows from, may be empty.
         index: finds documents; None makes one of ``corpus``.
-        corpus: see :func:`~grpo_rl.envs.tools.search_index.load_corpus`.
-        exact_match: paid where the answer is the gold answer, see :func:`~grpo_rl.envs.grading.words.exact_match`.
-        f1: paid by the share of common words, see :func:`~grpo_rl.envs.grading.words.f1`.
-        supporting_recall: paid by the share of ``documents`` that were shown; at 0 it is no part of the reward, and
-            measured all the same.
-        results: documents that a search shows.
-        max_result_chars: most characters shown of a document's text.
-        form, tool_role, system_prompt, examples: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a key, or documents are to be found and a row names none.
@@ -174,22 +168,20 @@ def load_rows(
 ) -> Sequence[dict]:
     """Questions with ``question``, ``answer`` and ``documents``, the titles of their supporting facts.
 
-    Args:
-        path: HotpotQA's JSON file, or rows with the same columns in any form of `grpo_rl.envs.tables`;
-            ``supporting_facts`` may be left out. None takes ``hotpotqa/hotpot_qa`` (distractor) from the hub.
-        split: ``train`` or ``test``; the hub's validation split is the test split.
-        held_out: fraction of a file's rows that is its test split; at 0 the file is one split.
+    They are of HotpotQA's JSON file, of rows with the same columns, where ``supporting_facts`` may be left out, or of
+    ``hotpotqa/hotpot_qa`` (distractor) of the hub, whose validation split is the test split.
 
-    Raises:
-        ValueError: there is no such file or split, the hub can't be reached, a row lacks a column, or a split is empty.
+    Args:
+        held_out: fraction of a file's rows that is its test split; at 0 the file is one split.
     """
     if split not in HUB_SPLITS:
         raise ValueError(f"there is no split {split!r}; there are {' and '.join(HUB_SPLITS)}")
     source = Source.of(path)
-    rows = tables.load_rows(source, HUB_SPLITS[split], COLUMNS, hub=HUB_NAME).map(_question)
+    loaded = tables.load_rows(source, HUB_SPLITS[split], COLUMNS, hub=HUB_NAME)
+    rows = [row.now(_question(row, row.where)) for row in loaded]
     if source.path is not None and held_out:
         chosen = set(random.Random(0).sample(range(len(rows)), round(held_out * len(rows))))
-        rows = Rows(row for index, row in enumerate(rows.placed()) if (index in chosen) == (split == "test"))
+        rows = [row for index, row in enumerate(rows) if (index in chosen) == (split == "test")]
     if not rows:
         raise ValueError(f"no row of {source.path or HUB_NAME} is left for {split} at env.held_out={held_out}")
     return rows

@@ -15,31 +15,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Endings of compressed files of text, behind that of their format, and what opens them."""
+_FORMATS = ".jsonl, .json, .csv, .parquet"
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-Choose = Callable[[tuple[str, ...]], Sequence[str]]
+Choose = Callable[[Sequence[str]], Sequence[str]]
 """Chooses the columns to read from those that are there; others may be larger than memory."""
 LOADED: dict[tuple[str, str | None], str] = {}
 """The commit of each data set of the hub that this process has read, by its name and ``env.revision``."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-Placed = tuple[str, dict, Sequence[str]]
-"""A row: the place where it stands, its values, and the names of all columns that it has there."""
+
+
+class Row(dict):
+    """A row with its place, a file and a line, and the names of all columns that it has there, read or not."""
+
+    __slots__ = ("columns", "where")
+
+    def __init__(self, values: Mapping[str, Any], where: str, columns: Sequence[str]) -> None:
+        super().__init__(values)
+        self.where, self.columns = where, columns
+
+    def now(self, values: Mapping[str, Any]) -> Row:
+        """Other values in the same place."""
+        return Row(values, self.where, self.columns)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of rows: a path or hub name, and what of it is read under which names.
-
-    Args:
-        path: a file, a folder, a pattern of files (``data/*.jsonl``), or a hub name: ``hf:owner/name``, or without
-            ``hf:`` where no file has that name. None: the task's own data.
-        subset: configuration of the hub's data, or of a folder with a data set card.
-        split: read instead of the split that the task reads for training, or for evaluation.
-        revision: commit, tag or branch of the hub's data; a commit pins it.
-        columns: the data's name of a column, by the name that the task uses.
+    """``env``'s ``path``, ``subset``, ``split``, ``revision`` and ``columns``; without a path: a task's own data.
 
     >>> Source.of("rows.jsonl").path
     'rows.jsonl'
@@ -62,12 +66,8 @@ class Source:
             raise ValueError(f"the {given[0]} {getattr(self, given[0])} means nothing for {what}")
 
 
-def read(source: Source, split: str, choose: Choose, texts: Sequence[str] = ()) -> list[Placed]:
-    """Every row of a source that has a path.
-
-    Args:
-        split: of a folder with several, or of the hub's data, unless the source has its own; a file is one split.
-        texts: columns that are texts in CSV files too, where they look like numbers.
+def read(source: Source, split: str, choose: Choose, texts: Sequence[str] = ()) -> list[Row]:
+    """Every row of a source that has a path; ``texts`` are columns that are texts in CSV files, too.
 
     Raises:
         ValueError: there is no such file, data set or split, or it can't be read.
@@ -75,9 +75,7 @@ def read(source: Source, split: str, choose: Choose, texts: Sequence[str] = ()) 
     assert source.path is not None
     file, split = Path(os.path.expanduser(source.path)), source.split or split
     if repository_of(source.path):
-        return _of_hub(source.path.removeprefix(HUB_PREFIX), source, split, choose)
-    if file.is_dir() and source.subset:
-        return _of_hub(str(file), source, split, choose)
+        return _of_hub(source, split, choose)
     if file.is_dir():
         return _of_folder(file, source, split, choose, texts)
     source.refuse("files, which are one split", "subset", "split", "revision")
@@ -100,46 +98,45 @@ def repository_of(path: str | None) -> str | None:
     name = path.removeprefix(HUB_PREFIX)
     if name == path:
         file = Path(os.path.expanduser(path))
-        if not _HUB_NAME.fullmatch(path) or format_of(file) or file.exists():
+        if not _HUB_NAME.fullmatch(path) or _ending(file) or file.exists():
             return None
     return name.partition(":")[0]
 
 
-def format_of(file: Path) -> str | None:
-    """The format that a file's name tells, compressed or not; None: another one.
-
-    >>> format_of(Path("rows.jsonl.gz")), format_of(Path("ROWS.CSV")), format_of(Path("rows.txt"))
-    ('.jsonl', '.csv', None)
-    """
-    *_, first, last = ["", "", *(suffix.lower() for suffix in file.suffixes)]
-    ending = first if last in PACKED else last
-    return ending if ending in FORMATS else None
+def _ending(file: Path) -> str | None:
+    found = re.search(r"\.(jsonl|json|csv|parquet)(\.(gz|bz2|xz))?$", file.name.lower())
+    return found and found[1]
 
 
-def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Placed]:
-    ending = format_of(file)
+def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Row]:
+    ending = _ending(file)
     if ending is None:
         raise ValueError(
-            f"{file} is no file that ends in {', '.join(FORMATS)}, no folder or pattern of such files, and no hub name "
+            f"{file} is no file that ends in {_FORMATS}, no folder or pattern of such files, and no hub name "
             "(owner/name)"
         )
-    if ending in (".jsonl", ".json"):
+    if ending in ("jsonl", "json"):
         return _of_json(file, choose)
-    # Imported here: it takes a second, which other files need not pay.
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)} if ending == ".csv" else {}
-    try:
-        data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"{file} can't be read: {error.__cause__ or error}") from error
+    options = {"keep_default_na": False, "converters": dict.fromkeys(texts, str)} if ending == "csv" else {}
+    data = _loaded(str(file), "", ending, data_files=glob.escape(str(file)), split="train", **options)
     return _of_table(data, str(file), choose)
 
 
-def _of_json(file: Path, choose: Choose) -> list[Placed]:
-    """The rows of one object a line, or of one list of objects; not by `datasets`, which makes dates of texts."""
+def _loaded(what: str, remedy: str, *named: str | None, **options: Any) -> Any:
+    """The table that `datasets` reads; it takes a second to import, which other files need not pay."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+    from httpx2 import HTTPError  # what huggingface_hub raises
+
+    try:
+        return load_dataset(*named, **options)
+    except (DatasetsError, HTTPError, OSError, ValueError) as error:
+        raise ValueError(f"{what} can't be read: {error.__cause__ or error}{remedy}") from error
+
+
+def _of_json(file: Path, choose: Choose) -> list[Row]:
+    """The rows of one object a line, or of one list of objects; `datasets` would make dates of texts, and no lines."""
     try:
         with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
             text = opened.read()
@@ -152,7 +149,7 @@ def _of_json(file: Path, choose: Choose) -> list[Placed]:
         # Not splitlines(), which also breaks at characters that a JSON string may hold.
         lines = ((f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
         found = ((where, _parsed(line, where)) for where, line in lines if line.strip())
-    rows: list[Placed] = []
+    rows: list[Row] = []
     for where, row in found:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
@@ -162,7 +159,7 @@ def _of_json(file: Path, choose: Choose) -> list[Placed]:
         except UnicodeEncodeError as error:  # JSON can write what no tokenizer reads
             half = ascii(error.object[error.start])
             raise ValueError(f"{where} has half of a character, {half}, as of an emoji cut in two") from error
-        rows.append((where, chosen, tuple(row)))
+        rows.append(Row(chosen, where, tuple(row)))
     return rows
 
 
@@ -173,57 +170,55 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
 
 
-def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Placed]:
-    """The rows of a folder: what `datasets` saved, or files, whose names tell their splits."""
+def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: Sequence[str]) -> list[Row]:
+    """The rows of what `datasets` saved, of a subset by the folder's card, or of files by the splits in their names."""
     from datasets import DatasetDict, load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-    by_split: dict[Any, Any] = {}
-    saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
-    if saved:
+    if source.subset:
+        remedy = "; env.subset, env.split and env.eval_split choose others"
+        data = _loaded(f"{folder}, split {split},", remedy, str(folder), source.subset, split=split)
+        return _of_table(data, f"{folder} {split}", choose)
+    by_split: dict[str, Any] = {}
+    if saved := (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         data = load_from_disk(str(folder))
-        by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
+        by_split = (
+            {str(name): part for name, part in data.items()} if isinstance(data, DatasetDict) else {"train": data}
+        )
     else:
-        endings = [ending + packed for ending in FORMATS for packed in ("", *PACKED)]
+        endings = [f".{name}{packed}" for name in ("jsonl", "json", "csv", "parquet") for packed in ("", *PACKED)]
         with contextlib.suppress(EmptyDatasetError, FileNotFoundError):
-            patterns = get_data_patterns(str(folder))
-            found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=endings)
-            by_split = {str(name): sorted(map(Path, files)) for name, files in found.items() if files}
+            found = DataFilesDict.from_patterns(
+                get_data_patterns(str(folder)), base_path=str(folder), allowed_extensions=endings
+            )
+            by_split = {str(name): files for name, files in found.items() if files}
     if not by_split:
-        raise ValueError(f"{folder} is a folder without files that end in {', '.join(FORMATS)}")
+        raise ValueError(f"{folder} is a folder without files that end in {_FORMATS}")
     # One split alone is read for any, as a file is, unless a setting names another.
     if split not in by_split and not source.split and len(by_split) == 1:
         (split,) = by_split
     if split not in by_split:
         raise ValueError(
-            f"{folder} has no split {split}; it has {', '.join(by_split)}: set env.split, and env.eval_split for "
-            "the held-out rows"
+            f"{folder} has no split {split}; it has {', '.join(by_split)}: set env.split, and env.eval_split "
+            "for the held-out rows"
         )
     if saved:
         return _of_table(by_split[split], f"{folder} {split}", choose)
-    return [row for file in by_split[split] for row in _of_file(file, choose, texts)]
+    return [row for file in sorted(by_split[split]) for row in _of_file(Path(file), choose, texts)]
 
 
-def _of_hub(told: str, source: Source, split: str, choose: Choose) -> list[Placed]:
-    """The rows of a split of a data set of the hub, or of its cache, or of a folder in the hub's layout."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-    from httpx2 import HTTPError  # what huggingface_hub raises
-
+def _of_hub(source: Source, split: str, choose: Choose) -> list[Row]:
+    """The rows of a split of a data set of the hub, or of its cache."""
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
-    name, _, subset = told.partition(":")
+    name, _, subset = str(source.path).removeprefix(HUB_PREFIX).partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
-    try:
-        data = load_dataset(name, source.subset or subset or None, split=split, revision=source.revision)
-    except (ConnectionError, DatasetsError, HTTPError) as error:
-        raise ValueError(
-            f"{told} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl (and "
-            "env.eval_path for the held-out rows)"
-        ) from error
-    except ValueError as error:
-        # It names the splits and configurations that there are.
-        raise ValueError(f"{told}, split {split}: {error}; env.subset, env.split and env.eval_split choose") from error
+    remedy = (
+        "; env.subset, env.split and env.eval_split choose others; with a copy of it, set env.path=FILE.jsonl (and "
+        "env.eval_path for the held-out rows)"
+    )
+    what = f"{name}, split {split}, of the hub"
+    data = _loaded(what, remedy, name, source.subset or subset or None, split=split, revision=source.revision)
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
     folders = {Path(file["filename"]).parent.name for file in data.cache_files}
     if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):
@@ -231,7 +226,7 @@ def _of_hub(told: str, source: Source, split: str, choose: Choose) -> list[Place
     return _of_table(data, f"{name} {split}", choose)
 
 
-def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
+def _of_table(data: Any, where: str, choose: Choose) -> list[Row]:
     present = tuple(data.column_names)
     rows = data.select_columns(list(choose(present))).to_list()
-    return [(f"{where}, row {index}", row, present) for index, row in enumerate(rows)]
+    return [Row(row, f"{where}, row {index}", present) for index, row in enumerate(rows)]

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from grpo_rl.by_name import is_name
-from grpo_rl.envs.own import load_own_rows, make_own_task, task_class
+from grpo_rl.envs.own import is_env, load_own_rows, make_own_task, own_class
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.task import Task
 
@@ -62,8 +64,7 @@ class TaskSpec:
             num_envs: prompts in flight.
             repeats: responses to each, the group size G.
             tokenizer: of the policy.
-            path: see the task's ``load_rows``.
-            split: see the task's ``load_rows``.
+            path, split: see the task's ``load_rows``.
             settings: those of :class:`~grpo_rl.envs.base.LLMEnv`, such as ``seed``; all others are the task's, with
                 its weights in ``reward``, as in the config's ``env``.
         """
@@ -95,8 +96,37 @@ class TaskSpec:
         return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})
 
     def holds_out(self, path: str | None, settings: Mapping[str, Any]) -> bool:
-        """True if the data at ``path`` has held-out rows beside those to train on."""
+        """True if the data at ``path`` has held-out rows next to those to train on."""
         return bool(settings.get("held_out")) or path in self.generated
+
+
+class OwnEnvSpec(TaskSpec):
+    """A TorchRL environment of the user's own; see `grpo_rl.envs.own_env`."""
+
+    @override
+    def __call__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str | Path | Source | None = None,
+        split: str = "train",
+        **settings: Any,
+    ) -> LLMEnv:
+        from grpo_rl.envs.own_env import OwnEnv
+
+        if split != "train":
+            _no_rows()
+        own, shared = self.parted(settings)
+        if unused := [name for name in ("rewards", "mcp", "curriculum") if shared.get(name)]:
+            raise ValueError(f"env.{unused[0]} is for tasks; an environment of your own gives its rewards itself")
+        made: Any = self.task(num_envs, repeats, tokenizer, seed=shared.get("seed", 0), **own)
+        return OwnEnv(made, num_envs, repeats, tokenizer, shared.get("max_failed_fraction", 0.1))
+
+
+def _no_rows(*_: object) -> Sequence[dict]:
+    raise ValueError("an environment of your own has no rows to evaluate or imitate; set evaluate.rows=0")
 
 
 TASKS = {
@@ -119,12 +149,14 @@ def task_spec(name: str) -> TaskSpec:
     """The task and the loader of ``env.dataset=name``, one of :data:`TASKS` or ``package.module:Class``.
 
     Raises:
-        ValueError: there is no such class, or it is no task.
+        ValueError: there is no such class, or it is neither a task nor an environment.
 
     >>> task_spec("gsm8k").load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'
     """
     if is_name(name):
-        own = task_class(name)
+        own = own_class(name)
+        if is_env(own):
+            return OwnEnvSpec(own, _no_rows)
         return TaskSpec(partial(make_own_task, own), partial(load_own_rows, own, name), takes_reward=True)
     return getattr(importlib.import_module(f"grpo_rl.envs.{name}"), TASKS[name])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from grpo_rl.envs.sources import Placed, Source, read
+from grpo_rl.envs.sources import Row, Source, read
 from grpo_rl.envs.task import Messages
 
 Kind = type | UnionType
@@ -22,29 +22,6 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Names that chat templates have for what an assistant's message holds next to its content."""
 
 
-class Rows(list[dict]):
-    """Rows as a list, which knows where each stands and which columns it has there."""
-
-    def __init__(self, placed: Iterable[Placed]) -> None:
-        placed = list(placed)
-        super().__init__(row for _, row, _ in placed)
-        self.places = [where for where, _, _ in placed]
-        self.columns = [columns for _, _, columns in placed]
-
-    def checked(self, columns: Mapping[str, Kind]) -> Rows:
-        """The rows, each as :func:`checked_row` gives it."""
-        placed = self.placed()
-        return Rows((where, checked_row(row, columns, where, present), present) for where, row, present in placed)
-
-    def map(self, change: Callable[[dict, str], dict]) -> Rows:
-        """Rows in the same places, each what ``change`` makes of a row and its place."""
-        return Rows((where, change(row, where), present) for where, row, present in self.placed())
-
-    def placed(self) -> Iterable[Placed]:
-        """Each place, row, and the names of its columns in the data."""
-        return zip(self.places, self, self.columns, strict=True)
-
-
 def load_rows(
     path: str | Path | Source | None = None,
     split: str = "train",
@@ -52,8 +29,7 @@ def load_rows(
     *,
     chat: tuple[str, str | None] | None = None,
     hub: str | None = None,
-    reader: str = "prompt_response",
-) -> Rows:
+) -> list[Row]:
     """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
     Args:
@@ -62,11 +38,9 @@ def load_rows(
         columns: which to read, as far as they are there; None reads all. Of CSV they are read as texts.
         chat: the columns of prompts and gold answers, where chat messages may stand; see :func:`asked_in_chat`.
         hub: the name that is read where ``path`` is None.
-        reader: the task, for messages.
 
     Raises:
-        ValueError: no path is given, there is no such file or data set or split, or it can't be read or is empty; or a
-            column that is to have another name is not there.
+        ValueError: there is no such data, it can't be read or is empty, or a column to be renamed is not there.
 
     >>> from grpo_rl.envs.gsm8k import SHIPPED
     >>> list(load_rows(SHIPPED["quickstart-test"])[0])
@@ -75,45 +49,37 @@ def load_rows(
     source = Source.of(path)
     if source.path is None and hub is None:
         raise ValueError(
-            f"{reader} has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
+            "the task has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
             "pattern of such files, or to a hub name such as trl-lib/tldr"
         )
     source = replace(source, path=source.path or hub)
+    theirs = [source.columns.get(name, name) for name in columns or ()]
 
-    def choose(present: tuple[str, ...]) -> Sequence[str]:
-        names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
+    def choose(present: Sequence[str]) -> Sequence[str]:
+        names = {*(theirs if columns else present), *source.columns.values()}
         if chat:
             names |= {TOOLS, *(CHAT if source.columns.get(chat[0], chat[0]) not in present else ())}
-        # All where none of those wanted is there, so that a message can tell what is.
+        # All where none of those wanted is there: without a column there would be no rows.
         return [name for name in present if name in names] or present
 
-    placed = read(source, split, choose, [source.columns.get(name, name) for name in columns or ()])
-    if not placed:
+    rows = [_renamed(row, source.columns) for row in read(source, split, choose, theirs)]
+    if not rows:
         raise ValueError(f"{source.path} has no rows")
-    rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
-    return rows.map(lambda row, where: _asked_in_text(row, where, *chat)) if chat else rows
+    return [row.now(asked_in_chat(row, row.where, *chat, tools=False)) for row in rows] if chat else rows
 
 
-def _asked_in_text(row: dict, where: str, column: str, gold: str | None) -> dict:
-    """:func:`asked_in_chat`, of a task that shows no tools of a row."""
-    asked = asked_in_chat(row, where, column, gold)
-    if isinstance(asked.get(column), list) and row.get(TOOLS):
-        raise ValueError(f"{where} has tools, which this task would leave out; env.dataset=prompt_response takes them")
-    return asked
-
-
-def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     """The row under the task's names; the values that stood under these names before are left out."""
     for ours, theirs in names.items():
         if theirs not in row:
-            hint = column_hint(theirs, present, ours)
-            raise ValueError(f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{hint}")
+            hint = column_hint(theirs, row.columns, ours)
+            raise ValueError(f"env.columns={{{ours}: {theirs}}}: {row.where} has no {theirs}{hint}")
     kept = {name: value for name, value in row.items() if name not in names and name not in names.values()}
-    return kept | {ours: row[theirs] for ours, theirs in names.items()}
+    return row.now(kept | {ours: row[theirs] for ours, theirs in names.items()})
 
 
-def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -> dict:
-    """The row; if its prompt is chat messages, under ``column``.
+def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None, tools: bool = True) -> dict:
+    """The row; if its prompt is chat messages, under ``column``; ``tools``: whether the task shows those of a row.
 
     They stand in ``column`` itself, or where that is missing in one of :data:`CHAT`. If the last one is the
     assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
@@ -128,6 +94,8 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     there = column if column in row else next((name for name in CHAT if name in row), None)
     if there is None or not isinstance(row[there], list):
         return row
+    if row.get(TOOLS) and not tools:
+        raise ValueError(f"{where} has tools, which this task would leave out; env.dataset=prompt_response takes them")
     where = f"{where}: {there}" if where else there
     messages = read_messages(row[there], where)
     last = messages.pop() if messages[-1]["role"] == "assistant" else None
@@ -152,7 +120,7 @@ def read_messages(value: Any, where: str) -> Messages:
         if isinstance(message, Mapping) and (calls := message.get("tool_calls")):
             _check_calls(calls, where)
             message = {**message, "content": ""} if message.get("content") is None else message
-        messages.append(without_nulls(message))
+        messages.append(_without_nulls(message))
     if not (messages and all(map(is_message, messages))):
         raise ValueError(f"{where} is {value!r:.80}; messages have texts as role and content")
     return messages
@@ -172,9 +140,6 @@ def _check_calls(calls: Any, where: str) -> None:
 def read_tools(value: Any) -> list[dict]:
     """The JSON schemas of a row's tools, which stand in the column as such or as JSON text; nulls are left out.
 
-    Raises:
-        ValueError: they are something else.
-
     >>> read_tools('[{"name": "add", "parameters": {"x": null}}]'), read_tools(None)
     ([{'name': 'add', 'parameters': {}}], [])
     """
@@ -183,7 +148,7 @@ def read_tools(value: Any) -> list[dict]:
     from grpo_rl.envs.tools.schemas import tool_schemas  # with transformers, which few rows need
 
     try:
-        tools = without_nulls(json.loads(value) if isinstance(value, str) else value)
+        tools = _without_nulls(json.loads(value) if isinstance(value, str) else value)
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise ValueError("it must be a list of JSON schemas of functions")
         tool_schemas(tools)
@@ -193,15 +158,15 @@ def read_tools(value: Any) -> list[dict]:
 
 
 def message_text(message: dict[str, Any]) -> str | dict[str, Any]:
-    """The text of an assistant's message; the message itself where it says more."""
+    """The text of an assistant's message; the message itself where it has more."""
     return message if any(map(message.get, EXTRA_FIELDS)) else message["content"]
 
 
-def without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """The value without the nulls in its objects, which tables put where rows differ in their keys."""
     if isinstance(value, Mapping):
-        return {name: without_nulls(own) for name, own in value.items() if own is not None}
-    return [without_nulls(own) for own in value] if isinstance(value, list) else value
+        return {name: _without_nulls(own) for name, own in value.items() if own is not None}
+    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def is_message(message: object) -> bool:
@@ -210,32 +175,23 @@ def is_message(message: object) -> bool:
 
 
 def place_of(rows: Sequence[dict], index: int) -> str:
-    """The place of a row: its file and line, where that is known.
-
-    >>> place_of([{}, {}], 1)
-    'row 1'
-    """
-    return rows.places[index] if isinstance(rows, Rows) else f"row {index}"
+    """The place of a row: its file and line, where that is known."""
+    return getattr(rows[index], "where", f"row {index}")
 
 
-def checked_row(row: Any, columns: Mapping[str, Kind], where: str, present: Sequence[str] = ()) -> dict:
+def checked_row(row: Any, columns: Mapping[str, Kind], where: str) -> dict:
     """The row, with a number's text where a column is to be a text.
 
-    Args:
-        present: the columns in the data, where the row has fewer.
-
     Raises:
-        ValueError: it is no object with these columns, each of its type.
+        ValueError: it has not these columns, each of its type.
 
     >>> checked_row({"answer": 2}, {"answer": str}, "row 0")
     {'answer': '2'}
     """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where} is no object with {', '.join(columns)}, but {str(row)[:80]!r}")
-    row = dict(row)
+    row = row.now(row) if isinstance(row, Row) else dict(row)
     for column, kind in columns.items():
         if column not in row:
-            raise ValueError(f"{where} has no {column}{column_hint(column, present or list(row))}")
+            raise ValueError(f"{where} has no {column}{column_hint(column, getattr(row, 'columns', row))}")
         value, text = row[column], isinstance("", kind) and not isinstance(0, kind)
         if text and isinstance(value, (int, float)) and not isinstance(value, bool):
             row[column] = str(value)

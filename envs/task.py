@@ -1,4 +1,4 @@
-"""Task: one dataset row's life, strings in and numbers out. Pure Python, no tensors."""
+"""Task: the prompt and the reward of a dataset row, strings in and numbers out. Pure Python, no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 Messages = list[dict[str, Any]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them.
 
-A message of the policy that calls functions has ``tool_calls`` beside these, as OpenAI writes them, and a result has
+A message of the policy that calls functions has ``tool_calls`` next to these, as OpenAI writes them, and a result has
 the call's ``tool_call_id`` and ``name``.
 """
 
@@ -24,7 +24,7 @@ RESERVED_PARTS = {
     "mean", "std", "zero_std_fraction", "reward", "standard_error", "mean_length", "truncated_fraction", "total",
     "failed", "measure", "sampled_accuracy", "sampled_reward", "tied",
 }  # fmt: skip
-"""Names under ``reward/`` and ``eval/`` that metrics have taken already, beside those that begin as :data:`SCORES`."""
+"""Names under ``reward/`` and ``eval/`` that metrics have taken already, next to those that begin as :data:`SCORES`."""
 SCORES = ("pass@", "maj@")
 
 
@@ -34,7 +34,7 @@ class Reward:
 
     Args:
         parts: of the reward.
-        measures: what is logged beside the reward and is no part of it; a response lacks those that mean nothing there.
+        measures: what is logged next to the reward, no part of it; a response lacks those that mean nothing there.
 
     >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
     2.5
@@ -62,7 +62,7 @@ class Spent(Exception):
 
 
 class Task(ABC):
-    """One dataset row's life: its prompt, and the reward of a response to it. Pure Python, no tensors.
+    """The prompt of a dataset row, and the reward of a response to it. Pure Python, no tensors.
 
     A wrong response scores 0. A scorer that can't do its work raises: a bug must never look like a wrong response. What
     is raised is counted by kind, and leaves that response out of its group (`grpo_rl.envs.guards.guard`).
@@ -87,7 +87,7 @@ class Task(ABC):
     """The functions that the policy can call, or their JSON schemas, as the chat template shows them."""
 
     correct_part: str | None = None
-    """The part of the reward that is above 0 for right responses alone; None: no part says so."""
+    """The part of the reward that is above 0 for right responses alone; None: there is none."""
 
     _weights: Mapping[str, float] = {}
     _budget_s: float = math.inf
@@ -133,7 +133,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
-        """The conversation that the policy goes on with; its last message is what people read as the question."""
+        """The conversation that the policy goes on with; its last message is shown as the question."""
 
     @abstractmethod
     def score(self, row: dict, response: str) -> Reward:
@@ -197,7 +197,7 @@ class Task(ABC):
     def demonstration(self, row: dict) -> str | dict[str, Any] | None:
         """The response to this row that SFT imitates; None where the row has none.
 
-        A text, or a message with calls or reasoning beside it, which the chat template writes.
+        A text, or a message with calls or reasoning next to it, which the chat template writes.
         """
         return None
 

@@ -34,7 +34,7 @@ class Verifiers(Episodes["_Exchange"]):
     """Tasks of a taskset of verifiers, played by its environment; a response earns ``episode``, the sum of its rewards.
 
     The environment runs as it does under verifiers; the one agent that it talks to is the policy, in a plain chat. Its
-    rewards and metrics, by their names, are measures beside.
+    rewards and metrics, by their names, are logged as measures.
 
     Source: https://github.com/PrimeIntellect-ai/verifiers, ``verifiers.v1`` of 0.4.
 
@@ -63,7 +63,7 @@ class Verifiers(Episodes["_Exchange"]):
         return "\n\n".join(message["content"] for message in messages), 0.0, False
 
     def cut_off(self, state: _Exchange) -> float:
-        """Tells the environment that the policy has no further turn, so that it scores what there is."""
+        """Notifies the environment that the policy has no further turn, so that it scores what there is."""
         state.answer(None)
         while state.next() is not None:  # it may ask once more
             state.answer(None)
@@ -88,46 +88,46 @@ class _Exchange:
 
     def __init__(self, env: Any, data: Mapping[str, Any]) -> None:
         self.reward, self.measures = 0.0, {}
-        self._asked: queue.SimpleQueue[Messages | Exception | None] = queue.SimpleQueue()
-        self._loop, self._heard = _loop(os.getpid()), asyncio.Queue[str | None]()
+        self._prompts: queue.SimpleQueue[Messages | Exception | None] = queue.SimpleQueue()
+        self._loop, self._replies = _loop(os.getpid()), asyncio.Queue[str | None]()
         self._future = asyncio.run_coroutine_threadsafe(self._play(env, data), self._loop)
         _under_way.add(self._future)
         self._future.add_done_callback(_under_way.discard)
 
     def next(self) -> Messages | None:
-        """The environment's words to the policy; None: the episode has ended.
+        """The environment's messages to the policy; None: the episode has ended.
 
         Raises:
-            TimeoutError: it says nothing in time.
+            TimeoutError: it sends nothing in time.
         """
         try:
-            said = self._asked.get(timeout=TIMEOUT_S)
+            messages = self._prompts.get(timeout=TIMEOUT_S)
         except queue.Empty:
             raise TimeoutError(f"the environment has been silent for {TIMEOUT_S:g} s") from None
-        if isinstance(said, Exception):
-            raise said
-        return said
+        if isinstance(messages, Exception):
+            raise messages
+        return messages
 
     def answer(self, text: str | None) -> None:
         """Gives the policy's turn; None: it has none."""
-        self._loop.call_soon_threadsafe(self._heard.put_nowait, text)
+        self._loop.call_soon_threadsafe(self._replies.put_nowait, text)
 
     def close(self) -> None:
         """Cancels what is under way."""
         self._future.cancel()
 
     async def turn(self, messages: Messages) -> str | None:
-        """Says something to the policy, and waits for its turn."""
-        self._asked.put(messages)
-        return await self._heard.get()
+        """Sends messages to the policy, and waits for its turn."""
+        self._prompts.put(messages)
+        return await self._replies.get()
 
     async def _play(self, env: Any, data: Mapping[str, Any]) -> None:
         import verifiers.v1 as vf
 
         try:
             task = _task_of(env, data)
-            told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-            episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=told)
+            trace_task = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+            episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=trace_task)
             agents = vf.Agents(env.config, lambda name, spec: _PolicyAgent(name, spec, episode, self))
             await env.setup(agents)
             await env.run(task, agents)
@@ -138,20 +138,13 @@ class _Exchange:
             self.reward = sum(trace.reward for trace in episode.traces)
         # Foreign code: whatever it raises is passed to the thread that waits.
         except Exception as error:
-            self._asked.put(error)
+            self._prompts.put(error)
         else:
-            self._asked.put(None)
+            self._prompts.put(None)
 
 
 class _PolicyAgent:
-    """The agent of an environment that the policy plays: a chat without tools.
-
-    Args:
-        name: its field in the environment's config.
-        spec: its config.
-        episode: gets its trace.
-        exchange: leads to the policy.
-    """
+    """The agent of an environment that the policy plays: a chat without tools, whose trace the episode gets."""
 
     trainable = True
 
@@ -170,9 +163,9 @@ class _PolicyAgent:
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 
-        told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        trace_task = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         info = vf.AgentInfo(config=self.spec, name=self.name)
-        trace = vf.Trace(task=told, state=state_cls(type(task))(), agent=info)
+        trace = vf.Trace(task=trace_task, state=state_cls(type(task))(), agent=info)
         yield _Interaction(task, trace, self.spec.max_turns, self._exchange)
         trace.stop("user_closed")
         trace.ok = True
@@ -193,11 +186,11 @@ class _Interaction:
 
         if await self._stopped():
             return Segment(messages=[], terminated=True)
-        said = self._opening() if not self.trace.nodes else []
-        said += [vf.UserMessage(content=message)] if isinstance(message, str) else [_typed(m) for m in message or ()]
-        for each in said:
+        turns = self._opening() if not self.trace.nodes else []
+        turns += [vf.UserMessage(content=message)] if isinstance(message, str) else [_typed(m) for m in message or ()]
+        for each in turns:
             self._add(each)
-        text = await self._exchange.turn([{"role": each.role, "content": _text(each)} for each in said])
+        text = await self._exchange.turn([{"role": each.role, "content": _text(each)} for each in turns])
         if text is None:
             self.trace.stop("max_turns")
             return Segment(messages=[], terminated=True)
@@ -263,8 +256,8 @@ def _environment(taskset: str) -> Any:
         env = vf.load_environment(vf.resolve_env_config({"taskset": config}))
     # A foreign package's code runs here: its name, its settings and its imports may be wrong in any way.
     except Exception as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"env.name={name} can't be loaded: {type(error).__name__}: {told}") from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"env.name={name} can't be loaded: {type(error).__name__}: {why}") from error
     kind, given = type(env.taskset).task_type(), env.taskset.config
     agents = [field for field, value in env.config if isinstance(value, vf.AgentConfig)]
     faults = {
@@ -308,15 +301,7 @@ def load_rows(
     episodes: int | None = None,
     held_out: float = 0.1,
 ) -> Sequence[dict]:
-    """The tasks of a taskset, as plain values.
-
-    Args:
-        path: None; the data is the taskset's.
-        split: ``train``, or ``test`` for those held out, which come last.
-        name: the taskset, as verifiers finds it: an installed package, or one that comes with it.
-        taskset: its settings, those of ``--env.taskset``.
-        episodes: how many tasks are taken; None takes all.
-        held_out: share of them that is held out.
+    """The tasks of a taskset, as plain values; those held out come last. Settings: `grpo_rl.settings.tasks.Verifiers`.
 
     Raises:
         ValueError: a path is given; verifiers or the taskset can't be loaded; it has no end, or too few tasks; it needs

@@ -10,7 +10,7 @@ CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def _hide_cuda_builds() -> None:
-    """Makes those packages count as not installed where they stand beside a CPU build of torch.
+    """Makes those packages count as not installed where they are installed next to a CPU build of torch.
 
     There importing torchvision raises, and so does transformers, which imports it wherever it is found. Text needs
     none of them.

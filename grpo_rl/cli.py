@@ -17,16 +17,16 @@ TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; -
 """The help of ``train``."""
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
-    "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
-    "check-model": ("checks.commands", "say whether a model can be trained here, line by line, or what to do"),
+    "plan": ("planner.commands", "show a config's requirements of a cluster: memory and seconds, by role and device"),
+    "check-model": ("checks.commands", "check whether a model can be trained here, line by line, with remedies"),
     "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
     "serve-policy": ("serving.command", "serve a model to an agent by OpenAI's API on loopback, without training"),
-    "doctor": ("checks.commands", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
-    "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
-    "status": ("run.status", "say whether a run is alive, how far it is, and which of its waits were late"),
+    "doctor": ("checks.commands", "check a run's requirements in two minutes, here or on every node of a Ray cluster"),
+    "from-trl": ("migration.command", "convert a GRPO config of TRL, and list the differences"),
+    "status": ("run.status", "show whether a run is alive, its progress, and which of its waits were late"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
-    "send": ("assembly.send", "give a run's metrics and responses to its loggers again"),
+    "send": ("assembly.send", "send a run's metrics and responses to its loggers again"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
     "push-to-hub": ("run.push", "upload the model of a finished run to the Hugging Face hub"),
 }
@@ -35,10 +35,10 @@ description as docstring; its help."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that tells a wrong word in one line, without the usage."""
+    """A parser that reports a usage error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {shown(message)}; {self.prog} --help says more\n")
+        self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,16 +63,16 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"grpo-rl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("train", help=TRAIN)
-    for name, (module, says) in COMMANDS.items():
-        command = commands.add_parser(name, help=says)
+    for name, (module, help_line) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line)
         if name in arguments:
             declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name.replace('-', '_')}")
             command.description = declare.__doc__
             declare(command)
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.
     options, overrides = parser.parse_known_args(arguments)
-    if strange := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
-        parser.error(f"{strange[0]!r} is neither an option nor an override such as env.repeats=8")
+    if invalid := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
+        parser.error(f"{invalid[0]!r} is neither an option nor an override such as env.repeats=8")
     try:
         return options.run_command(options, overrides)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""95 % intervals of means over rows, and of paired gains: the one home of every interval that the project states."""
+"""95 % intervals of means over rows, and of paired gains: the one source of every interval that the project states."""
 
 from __future__ import annotations
 

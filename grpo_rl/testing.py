@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import runpy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +18,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import check_env_specs
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
-from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -64,52 +61,6 @@ def random_group(
         rewards=torch.rand(len(lengths), generator=generator) if rewards is None else torch.tensor(rewards),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
     )
-
-
-def forked_groups(vocab: int = 32) -> list[Group]:
-    """Three groups under one system message, with forks: 151 tokens, 71 of which differ enough to be computed.
-
-    Two prompts begin with the same question; one of them goes on with another group's response and a tool's reply.
-    Responses have a long beginning in common, end where others go on, or are equal.
-
-    >>> [group.num_tokens for group in forked_groups()]
-    [72, 34, 45]
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def piece(first: int, length: int) -> list[int]:
-        """Random tokens, but for the first, in which all pieces differ."""
-        return [first, *torch.randint(vocab, (length - 1,), generator=generator).tolist()]
-
-    system, question, start, end, equal = (piece(i, n) for i, n in enumerate((12, 5, 14, 3, 9)))
-    prompts = [system + question, system + piece(5, 3), system + question + start + end + piece(6, 4)]
-    responses = [
-        [start + end, start + piece(7, 6), start, piece(8, 4)],
-        [equal, equal, piece(9, 1)],
-        [piece(10, 5), piece(11, 2)],
-    ]
-    groups = []
-    for i, (prompt, texts) in enumerate(zip(prompts, responses, strict=True)):
-        group = random_group(len(prompt), [len(text) for text in texts], vocab, group_id=i)
-        ids = torch.tensor(list(itertools.chain(*texts)))
-        groups.append(replace(group, prompt_ids=torch.tensor(prompt), response_ids=ids))
-    return groups
-
-
-def left_if_killed(pid: int) -> set[str]:
-    """Names of the files in /dev/shm that the process has mapped, which would stay there if it were killed. (Linux)
-
-    Files without a name disappear with the last process that holds them.
-
-    >>> import os; from multiprocessing import get_context
-    >>> before = left_if_killed(os.getpid())
-    >>> lock, nameless = get_context("spawn").Lock(), get_context("fork").Lock()
-    >>> [name.split(".")[0] for name in left_if_killed(os.getpid()) - before]
-    ['sem']
-    """
-    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    mapped = {line[4] for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/")}
-    return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) in mapped}
 
 
 def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) -> Path:
@@ -212,41 +163,6 @@ def same(a: Any, b: Any) -> bool:
     return a == b or (a != a and b != b)
 
 
-class KeepFp64(TorchFunctionMode):
-    """Turns casts to fp32 into casts to fp64: transformers' norms, RoPE and eager softmax cast inside, in any model.
-
-    >>> with KeepFp64():
-    ...     torch.zeros(1, dtype=torch.float64).to(torch.float32).dtype, torch.zeros(1).float().dtype
-    (torch.float64, torch.float64)
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def keep(x: object) -> object:
-            return torch.float64 if x is torch.float32 else x
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(keep, args), **{name: keep(x) for name, x in (kwargs or {}).items()})
-
-
-def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in fp64 throughout, for comparisons at 1e-9: its norms and RoPE no longer round to fp32.
-
-    Other modules are unchanged, so that a cast in the code under test still shows.
-    """
-
-    def unrounded(forward):
-        def call(*args, **kwargs):
-            with KeepFp64():
-                return forward(*args, **kwargs)
-
-        return call
-
-    for module in model.double().modules():
-        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
-            module.forward = unrounded(module.forward)
-    return model
-
-
 RESPONSES = ("", "I don't know.", "It is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
 """Responses of the kinds that an untrained policy samples."""
 
@@ -275,7 +191,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
     """Checks that a task fulfils the contract that environments, collectors, buffers and losses rely on.
 
     A tiny random model and a scripted engine run it on CPU in seconds: specs, determinism under a seed, complete
-    groups, masks, unchanged token ids, and the path through the buffer to a gradient.
+    groups, masks, unchanged token ids, groups as TensorDicts, and the gradient.
 
     Args:
         task: any, with at least two rows.
@@ -311,7 +227,7 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
 
     ids = [tokenizer(text)["input_ids"] for text in responses]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect(4)
+    groups = SyncCollector(make_env(), EnginePolicy(engine, Sampling(max_new_tokens=512)), 8).collect()
     assert [group.size for group in groups] == [4, 4], "a group is not complete"
     assert groups[0].group_id != groups[1].group_id
     sampled = {tuple([*response, tokenizer.eos_token_id]) for response in ids}
@@ -341,13 +257,9 @@ def _check_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
     for group, same in zip(groups, back, strict=True):
         assert torch.equal(group.response_ids, same.response_ids) and torch.equal(group.trainable, same.trainable)
         assert torch.equal(group.rewards, same.rewards)
-    buffer = GroupBuffer(len(groups), len(groups))
-    buffer.extend(AdvantageEstimator()(groups))
     loss = GRPOLoss()
-    for batch in buffer.batches():
-        for tokens in scored_micro_batches(policy, batch, MicroBatching(4096)):
-            losses = loss(tokens)
-            losses["loss"].backward()
+    for tokens in scored_micro_batches(policy, AdvantageEstimator()(back), MicroBatching(4096)):
+        loss(tokens)["loss"].backward()
     gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
     differ = any((group.rewards != group.rewards[0]).any() for group in groups)

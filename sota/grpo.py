@@ -25,7 +25,7 @@ def grpo(settings):
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-        parts.weights.push()  # verifies that the engine holds the weights that will be trained
+        parts.collector.update_policy_weights_()  # verifies that the engine holds the weights that will be trained
         run.evaluate_before()
         for groups in run.collections():  # samples; each yields groups with rewards
             with run.phase("score"):
@@ -46,7 +46,7 @@ def grpo(settings):
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break  # KL to the sampling policy is too large: stop reusing this collection
             with run.phase("sync"):
-                parts.weights.push()
+                parts.collector.update_policy_weights_()
             run.finish_step(parts.buffer.drain())
         return run.finish()
 

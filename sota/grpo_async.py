@@ -30,7 +30,7 @@ def train(settings, folder, site):
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-        parts.weights.push()
+        parts.collector.update_policy_weights_()
         run.evaluate_before()
         for groups in run.collections():  # sampling goes on meanwhile, as far as train.max_staleness allows
             with run.phase("score"):
@@ -51,7 +51,7 @@ def train(settings, folder, site):
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break
             with run.phase("sync"):
-                parts.weights.push()  # responses in flight go on with the new weights, and there is room for new groups
+                parts.collector.update_policy_weights_()  # responses in flight go on with them; new groups have room
             run.finish_step(parts.buffer.drain())
         return run.finish()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import xml.etree.ElementTree as ET
 
 import pytest
 import yaml
@@ -13,13 +12,9 @@ from grpo_rl.cli import main
 from grpo_rl.settings import command_line
 
 
-def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, tmp_path):
-    picture = tmp_path / "batches.svg"
-    assert main(["batches", "env.repeats=4", "--svg", str(picture), "train.optim_batch_size=16"]) == 0
-    out = capsys.readouterr().out
-    assert "4 prompts x 4 responses = 16 responses a collection" in out
-    texts = {text.strip().replace("\xa0", " ") for text in ET.parse(picture).getroot().itertext()}
-    assert "4 prompts x 4 responses = 16 responses a collection" in texts
+def test_batches_takes_the_overrides_of_the_script(capsys):
+    assert main(["batches", "env.repeats=4", "train.optim_batch_size=16"]) == 0
+    assert "4 prompts x 4 responses = 16 responses a collection" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -31,7 +26,7 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
         (["replay", "/no/such/run", "1"], "train.lineage=true"),
     ],
 )
-def test_bad_input_is_told_in_one_line(arguments, message, capsys):
+def test_bad_input_is_reported_in_one_line(arguments, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error

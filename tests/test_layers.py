@@ -67,7 +67,7 @@ ONLY_IN = {
     "wandb": ("grpo_rl/monitor/wandb.py",),
     "tensorboard": (),
     "websockets": ("envs/openenv.py",),
-    "verifiers": ("envs/verifiers.py", "envs/as_taskset.py"),
+    "verifiers": ("envs/verifiers.py",),
     "trackio": ("grpo_rl/monitor/trackio.py",),
     "mlflow": ("grpo_rl/monitor/mlflow.py",),
 }

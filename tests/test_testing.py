@@ -14,6 +14,15 @@ from transformers import AutoTokenizer
 
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.envs.base import Reward, ScoreError, Task
+from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.code import Code
+from grpo_rl.envs.countdown import Countdown
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.ifeval import IFEval
+from grpo_rl.envs.math import Math
+from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.search_qa import SearchQA
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.testing import check_task, save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -56,7 +65,7 @@ def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
     real = SyncCollector.collect
 
     def broken(change):
-        monkeypatch.setattr(SyncCollector, "collect", lambda self, size: [change(group) for group in real(self, size)])
+        monkeypatch.setattr(SyncCollector, "collect", lambda self: [change(group) for group in real(self)])
 
     for change, message in (
         (lambda g: replace(g, trainable=torch.zeros_like(g.trainable)), "response has no trainable token"),
@@ -72,6 +81,37 @@ def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
 
 def test_a_task_that_keeps_its_promises_passes():
     check_task(Good())
+
+
+SUMS = [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}, {"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}]
+PAPERS = [Document("Emma", "Emma is a novel by Jane Austen."), Document("Jane Austen", "She was born in Steventon.")]
+
+
+TASKS = {
+    "gsm8k": lambda: GSM8K(SUMS),
+    "calculator": lambda: Calculator(SUMS),
+    "math": lambda: Math([{"problem": "1 + 1?", "answer": "2"}, {"problem": "2 + 3?", "answer": "5"}]),
+    "countdown": lambda: Countdown([{"numbers": [1, 2], "target": 3}, {"numbers": [4, 2], "target": 8}]),
+    "ifeval": lambda: IFEval(
+        [{"key": 1, "prompt": text, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for text in "ab"]
+    ),
+    "search_qa": lambda: SearchQA(
+        [{"question": text, "answer": "Steventon", "documents": ["Emma"]} for text in "ab"], SearchIndex(PAPERS)
+    ),
+    "code": lambda: Code(
+        [{"question": text, "tests": [{"input": "a", "output": "a"}]} for text in "ab"], sandbox="i_accept_no_sandbox"
+    ),
+    "prompt_response": lambda: PromptResponse([{"prompt": "a"}, {"prompt": "b"}], reward=lengths),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_of_ours_passes(name):
+    check_task(TASKS[name](), responses=["2", "<answer>5</answer>", "no number at all"])
+
+
+def lengths(completions, **columns):
+    return [float(len(text)) for text in completions]
 
 
 @pytest.mark.parametrize(

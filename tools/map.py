@@ -31,12 +31,12 @@ ORDER = [
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")
-"""Folders beside grpo_rl that are imported as its own, through links."""
+"""Folders next to grpo_rl that are imported as its own, through links."""
 BESIDE = {
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
     "tools/": "Set-up, the curves of runs, and what writes this page and [model classes](model_classes.md).",
-    "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
+    "docs/": "A page for each question; `docs/log.md` lists what was tried, with results.",
 }
 
 
@@ -69,7 +69,7 @@ def page() -> str:
             lines += rows(folder, f"{name}/")
         else:
             lines.append(f"| `{name}.py` | {sentence(folder.with_suffix('.py'))} | |")
-    lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
+    lines += ["", "| next to it | what it is | modules |", "| --- | --- | --- |"]
     lines += [row for name in MOUNTED for row in rows(ROOT / name, f"{name}/")]
     lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
     imported = "`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`."

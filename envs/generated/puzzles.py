@@ -23,16 +23,7 @@ class Puzzles(Sequence[dict]):
     Which sets of numbers are held out is fixed for good, by a checksum of the numbers: no training puzzle has the
     numbers of a held-out one, whatever seeds and counts. Rows of one split may repeat.
 
-    Args:
-        count: length.
-        split: ``train`` or ``test``.
-        sizes: how many numbers a puzzle has; one of these at random.
-        max_number: numbers are 1 to this.
-        max_target: targets are 1 to this.
-        seed: of all rows.
-
-    Raises:
-        ValueError: there is no such split.
+    Settings: `grpo_rl.settings.tasks.Puzzles`.
 
     >>> Puzzles(1000)[7] == Puzzles(2000)[7], sorted(Puzzles(1000)[7])
     (True, ['numbers', 'solution', 'target'])

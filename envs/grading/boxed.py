@@ -71,9 +71,9 @@ _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 def equal(gold: str, answer: str | None) -> bool | None:
     r"""True if the answer equals the gold answer, both as LaTeX without box; None if the gold can't be parsed.
 
-    A gold answer that math-verify only knows as a text would make every other way to write it wrong.
+    A gold answer that math-verify only reads as a text would make every other way to write it wrong.
 
-    Four things math-verify is helped with. It takes the letter of ``4\mathrm{i}`` for a unit, where it is i, and
+    Four things are worked around in math-verify. It takes the letter of ``4\mathrm{i}`` for a unit, where it is i, and
     likewise e. It reads a ``\pm`` between two terms alone, and none in a fraction. It does not look at
     the base of ``52_8``: an answer in another base than the gold answer's, or in none, is wrong here. And with the
     ANTLR that Hydra needs it can't read percents: ``28\%`` is 28/100, and either side may leave the sign out, as other
@@ -216,7 +216,7 @@ def _verified(golds: list[Any], answer: str) -> bool:
 def _contradicts(latex: str) -> bool:
     r"""True if an equation says that two different rational numbers are equal.
 
-    Decimals may be rounded or cut off, as in ``\frac{1}{3}=0.33``. Other numbers say nothing, nor does an equation with
+    Decimals may be rounded or cut off, as in ``\frac{1}{3}=0.33``. Other numbers are no proof, nor is an equation with
     a base, a percent sign, degrees or a congruence.
 
     >>> _contradicts("1=72"), _contradicts(r"\frac{22}{7}=3.14"), _contradicts("111_2=7")

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
     """A comparison's outcome: whether both are equal, None if the gold can't be parsed; and whether it timed out.
 
     Args:
-        timed_out: the comparison ran out of time or memory through the response's doing, which so is wrong.
+        timed_out: the comparison ran out of time or memory because of the response, which counts as wrong.
     """
 
     equal: bool | None
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 
 class _Unknown(RuntimeError):
-    """The machine, not the response, kept a comparison from its end."""
+    """A comparison did not finish because of the machine, not the response."""
 
 
 def verify(gold: str, response: str) -> bool | None:

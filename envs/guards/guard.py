@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import queue
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -156,12 +159,12 @@ class ScoreGuard:
 
     def _results(self, method: str, calls: Sequence[tuple], where: str) -> list[Any]:
         """The result of each call of the task, or the exception that it raised."""
-        with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
-            if self._processes:
-                # Processes start with the first call, and again after one that was killed.
-                with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
-                    arguments = [(method, *arguments) for arguments in calls]
-                    return self._processes.map(arguments, on_result=lambda _: wait.again())
+        if self._processes:
+            # Processes start with the first call, and again after one that was killed.
+            with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
+                arguments = [(method, *arguments) for arguments in calls]
+                return self._processes.map(arguments, on_result=lambda _: wait.again())
+        with self._turn:  # one call at a time, though conversations end by themselves and a run may evaluate meanwhile
             self._task.ready(self.deadline_s)
             return self._in_thread(getattr(self._task, method), calls, where)
 
@@ -180,6 +183,19 @@ class ScoreGuard:
                 results.append(TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind"))
             finally:
                 left_behind.set()
+        return results
+
+    def replies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The result or exception of each call, all made at the same time; a late thread is left behind."""
+        results: list[Any] = [TimeoutError(f"no reply within {self.deadline_s:g} s")] * len(calls)
+        done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for i, call in enumerate(calls):
+            in_thread(lambda i=i, call=call: done.put((i, outcome(call))))
+        end = time.monotonic() + self.deadline_s
+        with waiting("the task's reply", deadline_s=self.deadline_s), suppress(queue.Empty):
+            for _ in calls:
+                i, result = done.get(timeout=max(0.0, end - time.monotonic()))
+                results[i] = result
         return results
 
     def _waiting(self, where: str, deadline_s: float) -> Wait:
@@ -243,9 +259,27 @@ class ScoreGuard:
         return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
 
 
+_idle: deque[queue.SimpleQueue[Any]] = deque()
+"""A queue of each idle thread, from which it takes its next call."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def in_thread(function: Callable[..., object], *arguments: object) -> None:
-    """Calls the function in a thread that does not keep the process from ending."""
-    threading.Thread(target=function, args=arguments, daemon=True).start()
+    """Calls the function in a thread that does not keep the process from ending; idle threads are reused."""
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), daemon=True).start()
+    calls.put((function, arguments))
+
+
+def _work(calls: queue.SimpleQueue[Any]) -> None:
+    while True:
+        function, arguments = calls.get()
+        function(*arguments)
+        del function, arguments
+        _idle.append(calls)
 
 
 def _run(
@@ -254,13 +288,17 @@ def _run(
     for arguments in calls:
         if left_behind.is_set():
             return
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            result = error
-        except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            result = RuntimeError(one_line(error))
-        done.put(result)
+        done.put(outcome(function, *arguments))
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, or the exception that it raised."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+    except BaseException as error:  # a scorer or tool that calls sys.exit() ends itself, not the run
+        return RuntimeError(one_line(error))
 
 
 def _to_stderr(text: str) -> None:

@@ -3,7 +3,7 @@
 A worker is a fresh interpreter that imports the function's module and nothing else. The processes of multiprocessing,
 which pebble's and concurrent.futures' pools are made of, run the main script again instead: `python sota/grpo.py` would
 import torch and vLLM into every worker, and again after every kill. A worker has a pipe of its own, so that its death
-says which call it was, and takes no one else's lock with it.
+identifies the failed call, and holds no lock of another.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> 
 
 def forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
     """True if none of the words is there, whatever its case; inside another word it is none."""
-    # Not \b: beside "C++" it would ask for a letter.
+    # Not \b: next to "C++" it would ask for a letter.
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in forbidden_words)
 
 

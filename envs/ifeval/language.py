@@ -20,10 +20,6 @@ from grpo_rl.storage.cache import cache_folder
 if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktTokenizer
 
-SEED = 0
-"""The seed of langdetect's draws; unseeded, it judges the same short text now so, now so."""
-DATA = Path("tokenizers", "punkt_tab")
-
 
 @lru_cache(maxsize=32)  # the strict and the loose verdict ask about the same text
 def detect_language(text: str) -> str | None:
@@ -33,7 +29,7 @@ def detect_language(text: str) -> str | None:
     ('de', None)
     """
     detector = detectors().create()
-    detector.seed = SEED
+    detector.seed = 0  # unseeded, its result for a short text varies
     detector.append(text)
     try:
         return detector.detect()
@@ -78,19 +74,16 @@ def punkt() -> PunktTokenizer:
     import nltk
     from nltk.tokenize.punkt import PunktTokenizer
 
-    folder = cache_folder() / "nltk_data"
+    folder, data = cache_folder() / "nltk_data", "tokenizers/punkt_tab"
     nltk.data.path.append(str(folder))
-    try:
+    with contextlib.suppress(LookupError, OSError):  # it is in no folder, or a file of it lacks
         return PunktTokenizer("english")
-    except (LookupError, OSError):  # it is in no folder, or a file of it lacks
-        pass
     try:
-        (folder / DATA).parent.mkdir(parents=True, exist_ok=True)
+        (folder / data).parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder, prefix=".fetched-") as fetched:  # all of the data or nothing
-            quiet = {"quiet": True, "print_error_to": io.StringIO()}
-            nltk.download(DATA.name, download_dir=fetched, raise_on_error=True, **quiet)
+            nltk.download("punkt_tab", fetched, quiet=True, raise_on_error=True, print_error_to=io.StringIO())
             with contextlib.suppress(OSError):  # another process may be faster
-                Path(fetched, DATA).rename(folder / DATA)
+                Path(fetched, data).rename(folder / data)
         return PunktTokenizer("english")
     except (LookupError, OSError, ValueError, SyntaxError) as error:  # a network may answer anything
         raise ValueError(

@@ -14,7 +14,6 @@ from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import Rows
 from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening
 
 COLUMNS = {"key": int | str, "prompt": str | list, "instruction_id_list": list, "kwargs": list}
@@ -41,15 +40,8 @@ class IFEval(Task):
     >>> task.score(row, "Hark, on the first day thou shalt behold fair Kyoto.").total
     0.0
 
-    Only parts with a weight other than 0 are judged and named in :attr:`reward_parts`.
-
-    Args:
-        rows: ``key``, ``prompt``, a text or chat messages, ``instruction_id_list`` and ``kwargs``.
-        strict: paid in full where every instruction is followed, in part where some are.
-        all: paid where every instruction is followed, and not at all otherwise: the benchmark's prompt-level accuracy.
-        loose: as ``strict``, but a greeting, a closing line or bold type is forgiven; see
-            :func:`~grpo_rl.envs.ifeval.verdicts.variants`.
-        system_prompt: the first message; None or an empty text leaves it out.
+    Rows have ``key``, ``prompt``, a text or chat messages, ``instruction_id_list`` and ``kwargs``. Only parts with a
+    weight other than 0 are judged and named in :attr:`reward_parts`. Settings: `grpo_rl.settings.tasks.IFEval`.
 
     Raises:
         ValueError: a weight is not a finite number, or all are 0; a row lacks a column, has an unknown instruction or
@@ -97,22 +89,18 @@ class IFEval(Task):
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
-    """Prompts with their instructions: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``.
-
-    Args:
-        path: see :func:`grpo_rl.envs.tables.load_rows`, with these columns; None takes ``google/IFEval`` from
-            the hub (or its cache).
-        split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
+    """Prompts with their instructions, of :func:`grpo_rl.envs.tables.load_rows`; the hub's are parted by
+    :func:`split_of`.
     """
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
     source = Source.of(path)
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
-    rows = rows.checked(COLUMNS)
-    for where, row, _ in rows.placed():  # of held-out rows no task is made
-        _instructions(row, where)
-    return rows if source.path else Rows(placed for placed in rows.placed() if split_of(placed[1]["key"]) == split)
+    rows = [tables.checked_row(row, COLUMNS, row.where) for row in rows]
+    for index, row in enumerate(rows):  # of held-out rows no task is made
+        _instructions(row, tables.place_of(rows, index))
+    return [row for row in rows if source.path or split_of(row["key"]) == split]
 
 
 def split_of(key: int | str) -> str:

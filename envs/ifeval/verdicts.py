@@ -15,37 +15,18 @@ Instruction = Callable[[str], bool]
 """True if a text as it is follows one instruction of a row, whose arguments have been checked."""
 
 
-def check(
-    instruction_ids: Sequence[str],
-    kwargs: Sequence[Mapping[str, Any]],
-    response: str,
-    *,
-    prompt: str,
-    loose: bool = False,
-) -> list[bool]:
-    """For each instruction of a row of IFEval, whether the response follows it.
+def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
+    """For each instruction, whether the response follows it; a blank response follows none.
 
     Args:
-        instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
-        kwargs: arguments of each; None is one that is not given, while 0 and empty ones count.
-        response: its text.
-        prompt: of the row, which errors name; what an instruction needs of it is among its arguments.
         loose: whether it is enough that a variant of the response follows the instruction, see :func:`variants`.
 
-    Raises:
-        ValueError: an instruction is unknown, or an argument is missing, unknown or of no sense.
-
-    >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
     >>> kwargs = [{}, {"num_words": 3, "relation": "less than"}]
+    >>> instructions = parse(["punctuation:no_comma", "length_constraints:number_words"], kwargs, "row 0")
     >>> response = "Sure, here you are:\\nHello World"
-    >>> check(ids, kwargs, response, prompt="Greet us."), check(ids, kwargs, response, prompt="Greet us.", loose=True)
+    >>> verdicts(instructions, response), verdicts(instructions, response, loose=True)
     ([False, False], [True, True])
     """
-    return verdicts(parse(instruction_ids, kwargs, f"the row of {prompt[:60]!r}"), response, loose=loose)
-
-
-def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
-    """For each instruction, whether the response follows it; a blank response follows none."""
     texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
     return [any(follows(text) for text in texts) for follows in instructions]
 
@@ -66,8 +47,13 @@ def variants(response: str) -> list[str]:
 def parse(instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], where: str) -> list[Instruction]:
     """The instructions of a row, ready to be checked.
 
+    Args:
+        instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
+        kwargs: arguments of each; None is one that is not given, while 0 and empty ones count.
+
     Raises:
-        ValueError: see :func:`check`; ``where`` says in which row it is.
+        ValueError: an instruction is unknown, or an argument is missing, unknown or of no sense; ``where`` names the
+            row.
     """
     if not instruction_ids or len(instruction_ids) != len(kwargs):
         raise ValueError(

@@ -157,8 +157,8 @@ class Classifier:
             return None
         found = [number for number, name in names.items() if self._label in (number, name)]
         if config.num_labels == 1 or not found:
-            told = ", ".join(names.values())
-            what = "one logit; leave label out" if config.num_labels == 1 else f"the labels {told}; choose one"
+            labels = ", ".join(names.values())
+            what = "one logit; leave label out" if config.num_labels == 1 else f"the labels {labels}; choose one"
             raise ValueError(f"env.rewards.model: label={self._label}, and {self._name} has {what}")
         if self._sigmoid:
             raise ValueError(f"env.rewards.model: sigmoid=true, and {self._name} has several logits")

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from typing_extensions import override
+
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
@@ -19,7 +21,7 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """The number of tokens in each text."""
 
 CORRECTNESS = ("accuracy", "correctness")
-"""Reward parts that say whether a response is right, where a reward names none."""
+"""Reward parts that are above 0 for right responses, where a reward names none."""
 
 
 class WithRewards(GroupTask):
@@ -35,7 +37,7 @@ class WithRewards(GroupTask):
     Raises:
         ValueError: a reward or setting makes no sense, has the name of a part of the task, needs a part or a counter
             that is not there, or compares the responses of a group where they are scored one by one: in a task of
-            several turns, and where an agent tells its reward.
+            several turns, and where an agent sends its reward.
     """
 
     def __init__(self, task: Task, rewards: Mapping[str, Any], count_tokens: CountTokens | None = None) -> None:
@@ -91,30 +93,30 @@ class WithRewards(GroupTask):
         for made in self._made:
             made.place(device)
 
+    @override
     def prompt(self, row: dict) -> Messages:
-        """The task's prompt."""
         return self.task.prompt(row)
 
+    @override
     def tools_of(self, row: dict) -> Sequence[Any]:
-        """The task's tools."""
         return self.task.tools_of(row)
 
+    @override
     def gold(self, row: dict) -> str | None:
-        """The task's gold answer."""
         return self.task.gold(row)
 
+    @override
     def is_right(self, reward: Reward) -> bool | None:
-        """The task's own verdict."""
         return self.task.is_right(reward)
+
+    @override
+    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
+        return self.task.final_answers(responses)
 
     @property
     def tells_right(self) -> bool:
-        """True if the task itself says which responses are right."""
+        """True if the task itself judges which responses are right."""
         return self.task.tells_right
-
-    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
-        """The task's own extraction."""
-        return self.task.final_answers(responses)
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each response; neighbours with the same row are the responses to one prompt.
@@ -129,7 +131,7 @@ class WithRewards(GroupTask):
         return self._extended(rows, responses, score_many(rows, responses))
 
     def _begin(self) -> None:
-        """Tells the added rewards of the deadline of a call: the task's own scoring takes its part of it."""
+        """Passes the deadline of a call, which includes the task's own scoring, to the added rewards."""
         for made in self._made:
             made.ready(self._budget_s)
 
@@ -169,7 +171,7 @@ class WithRewards(GroupTask):
         return replace(reward, parts=parts)
 
     def _correctness(self, part: Part) -> str:
-        """The name of the part that tells whether a response is right; empty where no reward asks."""
+        """The name of the part that shows whether a response is right; empty where no reward needs it."""
         if "correct" not in part.known.inputs:
             return ""
         # An added accuracy first: it is judged before it is weighted.
@@ -177,7 +179,7 @@ class WithRewards(GroupTask):
         if name in self.task.reward_parts and not self.task.pays(name):
             raise ValueError(
                 f"env.rewards.{part.name} asks whether a response is right, and the weight of {name} is not above 0, "
-                f"so that it can't be told; pay for it, or add env.rewards.accuracy"
+                f"so that it is unknown; pay for it, or add env.rewards.accuracy"
             )
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(
@@ -216,8 +218,8 @@ class WithRewards(GroupTask):
 class WithRewardsInTurns(WithRewards):
     """A task of several turns with rewards added; these judge the policy's last message."""
 
+    @override
     def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """The task's reply."""
         return self.task.reply(row, messages)
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:

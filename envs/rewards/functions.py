@@ -15,7 +15,7 @@ from grpo_rl.envs.task import Unjudgeable
 
 
 class RewardFunctionError(RuntimeError):
-    """A reward function did not do its work; the message names it."""
+    """A reward function failed; the message names it."""
 
 
 class RewardFunction:

@@ -1,4 +1,4 @@
-"""JsonClient: requests to an HTTP server that speaks JSON, repeated where they fail for now."""
+"""JsonClient: requests to a JSON HTTP server, repeated where they fail for now."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonClient:
-    """A server that speaks JSON. The key goes into the request's header alone: it is in no message or representation.
+    """A JSON HTTP server. The key goes into the request's header alone: it is in no message or representation.
 
     Args:
         url: before the paths of requests.
@@ -118,7 +118,7 @@ class JsonClient:
         raise EndpointError(f"{self.url}{path} failed in {attempt + 1} tries; the last: {why}")
 
     def without_key(self, text: str) -> str:
-        """What a server says, as it may be shown: some repeat what they were sent."""
+        """A server's message without secrets: some repeat what they were sent."""
         return text.replace(self._key, "[key]") if self._key else text
 
     def _left(self, until: float | None) -> float:
@@ -158,7 +158,7 @@ def _json(body: bytes, url: str) -> Any:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The seconds that a server asks to wait for; None if it names none, or a date.
+    """The seconds to wait that a server requests; None if it names none, or a date.
 
     >>> _seconds("3"), _seconds("nan"), _seconds("Wed, 21 Oct 2026 07:28:00 GMT"), _seconds(None)
     (3.0, 0.0, None, None)

@@ -62,24 +62,7 @@ class Judge:
     Counts are of the run, over resumes.
     The judges of a mixture's tasks that have the same settings share one budget.
 
-    Args:
-        url: of the endpoint, up to and with ``/v1``.
-        model: the judge's name there.
-        rubric: what a response is graded by, in words.
-        low: lowest score; it gives 0.
-        high: highest score; it gives 1.
-        auth_variable: name of the environment variable with the endpoint's key; None: no key is sent.
-        reference: whether the judge sees the row's gold answer, where there is one.
-        structured: whether the endpoint is asked for JSON of the verdict's schema, which most enforce.
-        max_tokens: of the judge's reply.
-        concurrency: requests at the same time.
-        retries: further tries of a request that failed for now.
-        deadline_s: seconds of one try; no try begins at the end of the scorer's deadline.
-        budget_calls: requests of the run, repeated ones included, after which it has no judge; None: any number.
-        budget_tokens: tokens of requests and replies, likewise; the endpoint has to give its ``usage``.
-        budget_cost: their price, likewise.
-        when_spent: ``stop`` ends the run where a budget is used up; ``drop`` goes on without this part of the reward.
-        input_price: of a million tokens of requests, in any currency; ``output_price`` of replies.
+    The score ``low`` gives 0, ``high`` 1. docs/judges.md has the other settings.
 
     Raises:
         ValueError: a setting makes no sense.
@@ -141,7 +124,7 @@ class Judge:
 
         Args:
             one_by_one: whether the responses of a group are judged one after the other, as conversations of several
-                turns are, and sessions whose agent tells its reward.
+                turns are, and sessions whose agent sends its reward.
 
         Raises:
             ValueError: the environment variable that should have it is not set, or holds no key; or ``drop`` would pay
@@ -150,7 +133,7 @@ class Judge:
         budgets = [f"budget_{name}" for name, most in self._budgets.items() if most is not None]
         if one_by_one and budgets and self._when_spent == "drop":
             raise ValueError(
-                "when_spent=drop leaves out whole groups, and sessions whose agent tells its reward and conversations "
+                "when_spent=drop leaves out whole groups, and sessions whose agent sends its reward and conversations "
                 f"of several turns are judged one by one; set when_spent=stop, or leave {budgets[0]} out"
             )
         if self._variable and not os.environ.get(self._variable, "").strip():
@@ -182,7 +165,7 @@ class Judge:
     def __call__(
         self, questions: Sequence[str], responses: Sequence[str], golds: Sequence[str | None]
     ) -> list[float | Exception]:
-        """The value of each response, or why it has none; equal responses to a question are asked for once."""
+        """The value of each response, or why it has none; equal responses to a question are judged once."""
         until = self._until
         shown = golds if self._reference else [None] * len(golds)
         cases = list(zip(questions, responses, shown, strict=True))
@@ -197,7 +180,7 @@ class Judge:
         if spent is not None:
             if self._when_spent == "stop":
                 return [spent] * len(cases)
-            # A group of which some responses were judged would be paid for being asked first.
+            # A group of which some responses were judged would be paid for being judged first.
             self._count(unjudged=len(cases))
             return [0.0] * len(cases)
         return [self._value(verdicts[case]) for case in cases]
@@ -234,13 +217,13 @@ class Judge:
             body["response_format"] = {"type": "json_schema", "json_schema": self._schema()}
         reply = self._connected().ask("/chat/completions", body, until, self._reserve)
         usage = reply.get("usage") if isinstance(reply, dict) else None
-        asked, said = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
-        if not asked and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
+        prompts, completions = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
+        if not prompts and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
             raise ValueError(
-                f"{self._url} tells no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
+                f"{self._url} reports no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
             )
-        cost = (asked * self._prices[0] + said * self._prices[1]) / 1e6
-        self._count(prompt_tokens=asked, completion_tokens=said, cost=cost)
+        cost = (prompts * self._prices[0] + completions * self._prices[1]) / 1e6
+        self._count(prompt_tokens=prompts, completion_tokens=completions, cost=cost)
         try:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
@@ -308,7 +291,7 @@ def messages(
     A space breaks control tokens of chat templates in the quoted texts, as servers read them there, too.
 
     Args:
-        mark: of the quotes; None draws one that occurs in none of the texts, 128 bits that no one knew before.
+        mark: of the quotes; None draws one that occurs in none of the texts, 128 random bits.
 
     >>> system, user = messages("Is it polite?", "Say hello.", "Hello!", None, 0, 10, mark="4f2c")
     >>> print(user["content"])

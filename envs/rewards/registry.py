@@ -150,7 +150,7 @@ def _read(name: str, setting: Any) -> Part:
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
         if allowed:
             known.function(*nothing, **settings)
-    except (TypeError, ValueError, OverflowError) as error:  # a TypeError: a setting is missing
+    except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError: a setting is missing
         raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
 

@@ -108,12 +108,12 @@ class Objects:
         return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(self.read, content))
 
 
-def serve(source, asked, told):
-    """Runs a program, then calls of it what is asked for on one handle, and tells the results on the other."""
+def serve(source, calls, results):
+    """Runs a program, then its functions as requested on one handle, and writes the results to the other."""
     objects = Objects()
     objects.known.append(type("Names", (), dict(run(source, "program"))))
-    with open(asked) as asked, open(told, "w") as told:
-        for line in asked:
+    with open(calls) as calls, open(results, "w") as results:
+        for line in calls:
             number, name, arguments, keywords = json.loads(line)
             reply = {}
             try:
@@ -126,8 +126,8 @@ def serve(source, asked, told):
                 reply["value"] = objects.written(value)
             except BaseException as error:
                 reply = {"raised": [type(error).__name__, str(error)[:200]]}
-            told.write(json.dumps(reply) + "\n")
-            told.flush()
+            results.write(json.dumps(reply) + "\n")
+            results.flush()
 
 
 class Remote:
@@ -183,29 +183,29 @@ class Program(dict):
             raise NameError(name) from None
 
 
-def test(source, told, asked, verdicts):
+def test(source, results, calls, verdicts):
     """Runs tests of a program that another process serves, and writes one line for each that it passes.
 
     What fails before the program was asked for anything would fail for any program, and is written as "broken".
 
     Args:
         source: JSON: the arguments of :meth:`~grpo_rl.envs.sandbox.sandbox.Sandbox.test`.
-        told: handle on which the program answers.
-        asked: handle on which it is asked.
+        results: handle on which the program answers.
+        calls: handle on which its functions are called.
         verdicts: handle for the lines.
     """
     content = json.loads(source)
-    asked, told = open(asked, "w"), open(told)  # noqa: SIM115  the process ends with them
-    was_asked = False
+    calls, results = open(calls, "w"), open(results)  # noqa: SIM115  the process ends with them
+    was_called = False
 
     def ask(number, name, arguments, keywords):
-        nonlocal was_asked
-        was_asked = True
+        nonlocal was_called
+        was_called = True
         written = None if arguments is None else [objects.written(value) for value in arguments]
         line = [number, name, written, {key: objects.written(value) for key, value in keywords.items()}]
-        asked.write(json.dumps(line) + "\n")
-        asked.flush()
-        reply = json.loads(told.readline() or '{"raised": ["RuntimeError", "the program has ended"]}')
+        calls.write(json.dumps(line) + "\n")
+        calls.flush()
+        reply = json.loads(results.readline() or '{"raised": ["RuntimeError", "the program has ended"]}')
         if "raised" in reply:
             kind = getattr(builtins, reply["raised"][0], RuntimeError)
             known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS)
@@ -217,19 +217,19 @@ def test(source, told, asked, verdicts):
     try:
         exec(compile(content["setup"], "setup", "exec", dont_inherit=True), names)
     except Exception:
-        if not was_asked:
+        if not was_called:
             os.write(verdicts, b"broken\n")
         raise
     if content["entry_point"]:
-        in_setup, was_asked = was_asked, True
+        in_setup, was_called = was_called, True
         names["candidate"] = ask(0, content["entry_point"], None, {})
-        was_asked = in_setup
+        was_called = in_setup
     for index, code in enumerate(content["tests"]):
         try:
             exec(compile(code, "test", "exec", dont_inherit=True), names)
         except Exception as error:
             print(index, type(error).__name__, str(error)[:200], file=sys.stderr)
-            if not was_asked:
+            if not was_called:
                 os.write(verdicts, b"broken\n")
             continue
         os.write(verdicts, b"%d\n" % index)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HOME = "/python"
-_NOBODY = "65534"
+_UNPRIVILEGED = "65534"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def jails() -> list[Jail]:
         words += ["--tmpfs", hidden, "--remount-ro", hidden]
     words += ["--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/"]
     python = f"{_HOME}/bin/python3"
-    mapped = Jail((*words, "--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY), python)
+    mapped = Jail((*words, "--unshare-user", "--uid", _UNPRIVILEGED, "--gid", _UNPRIVILEGED), python)
     if os.getuid():
         return [mapped]
     return [Jail((*words, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), python, changes_user=True), mapped]

@@ -30,7 +30,7 @@ signal."""
 _END_S = 1.0
 """Seconds in which a program ends after its tests."""
 _START_S = 5.0
-"""Seconds beside a program's own that its interpreter may take to start, on a machine that is busy."""
+"""Seconds on top of a program's own that its interpreter may take to start, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Limits:
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_CORE": 0,
         }
-        # At the soft limit the signal tells why; a program that ignores it has a second more.
+        # At the soft limit the signal shows why; a program that ignores it has a second more.
         return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{name: (value, value) for name, value in same.items()}}
 
 
@@ -164,11 +164,11 @@ class Sandbox:
         with contextlib.ExitStack() as files:
             verdicts = _file(files)
             with contextlib.ExitStack() as ends:  # closed before the wait, or neither would notice the other's end
-                asked, ask, told, tell = *os.pipe(), *os.pipe()
-                for handle in (asked, ask, told, tell):
+                calls, write_calls, results, write_results = *os.pipe(), *os.pipe()
+                for handle in (calls, write_calls, results, write_results):
                     ends.callback(os.close, handle)
-                serving = self._start(files, "serve", program, [asked, tell])
-                testing = self._start(files, "test", json.dumps(content), [told, ask, verdicts.fileno()])
+                serving = self._start(files, "serve", program, [calls, write_results])
+                testing = self._start(files, "test", json.dumps(content), [results, write_calls, verdicts.fileno()])
             try:
                 outcome = testing.ended(self._until(within_s))
                 # Its pipes are closed, and it ends by itself, if it has not: only then does its exit code tell why.

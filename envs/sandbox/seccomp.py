@@ -43,7 +43,7 @@ def filter_of(machine: str | None = None) -> bytes:
     """The filter, as an array of ``sock_filter``; a denied call fails with EPERM. Threads may be started.
 
     Args:
-        machine: as ``platform.machine`` tells it; None: this one.
+        machine: as ``platform.machine`` returns it; None: this one.
 
     Raises:
         ValueError: there is none for this machine.

@@ -68,7 +68,7 @@ def has_operation(expression: str) -> bool:
 
 
 class Unreadable(Exception):
-    """An expression can't be computed; the message tells the model why."""
+    """An expression can't be computed; the message is the reason, for the model."""
 
 
 def _normalised(expression: str) -> str:
@@ -170,7 +170,7 @@ class _Evaluator(SimpleEval):
     def parse(expr: str) -> ast.AST:
         """The expression's syntax tree.
 
-        Python 3.11 counts how deep a tree is for all threads together, and tells a wrong count where two parse at a
+        Python 3.11 counts how deep a tree is for all threads together, and gets a wrong count where two parse at a
         time, here or in a library (SystemError: AST constructor recursion depth mismatch).
         """
         while True:

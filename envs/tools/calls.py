@@ -122,7 +122,7 @@ def find_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
 def is_final(text: str, tools: Sequence[Tool]) -> bool:
     """True if the policy's message ends the conversation: it states an answer, or it calls nothing.
 
-    Calls beside an answer are not run: a policy that answers already has not waited for their results.
+    Calls next to an answer are not run: a policy that answers already has not waited for their results.
 
     >>> is_final("Search: Turandot\\n<answer>Puccini</answer>", [Tool("search", "query", "opera", str)])
     True
@@ -135,7 +135,7 @@ def reply_to_calls(text: str, tools: Sequence[Tool], role: str) -> Messages | No
 
     Args:
         role: ``tool`` gives one message a call; ``user`` puts all results into one message, for chat templates without
-            that role, which also want turns to alternate.
+            that role, which also require alternating turns.
 
     >>> reply_to_calls("Shout: hello", [Tool("shout", "text", "hi", str.upper)], "tool")
     [{'role': 'tool', 'content': 'HELLO'}]

@@ -88,7 +88,7 @@ class FunctionTask(Task):
 
 
 def check_functions(task: Task) -> None:
-    """Refuses a tool that nothing would run, which the policy alone would be told of, at its first call.
+    """Refuses a tool that nothing would run, which only the policy would notice, at its first call.
 
     Raises:
         ValueError: a tool is a JSON schema, and the task does not override :meth:`FunctionTask.call`.
@@ -175,7 +175,7 @@ def _result(
         kind = (call["function"]["name"], type(error).__name__)
         if kind not in _logged:
             _logged.add(kind)
-            log.warning("the tool %s raised %s: %s (told to the policy; further ones are not logged)", *kind, error)
+            log.warning("the tool %s raised %s: %s (the policy reads it; further ones are not logged)", *kind, error)
         return f"Error: {type(error).__name__}: {error}"
 
 

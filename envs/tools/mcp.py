@@ -27,7 +27,7 @@ from grpo_rl.envs.tools.schemas import tool_schemas
 from grpo_rl.storage.masking import LEAST, MASK, masked, may_be_secret
 
 START_S = 60.0
-"""Seconds that a server may take until it has told its tools."""
+"""Seconds that a server may take until it has listed its tools."""
 ANSWER_S = 2.0
 """Seconds in which a server that was late has to name its tools again, or it is restarted."""
 END_S = 10.0
@@ -69,17 +69,17 @@ class Server:
         """The JSON schemas of its tools.
 
         Raises:
-            ValueError: it can't be started, or tells no tools in time.
+            ValueError: it can't be started, or lists no tools in time.
         """
         try:
             tools = self._wait(_all_tools(self._connected().client), START_S)
         # A foreign process: whatever goes wrong before the first call is a wrong setting.
         except Exception as error:
             self.close()
-            said = self._stderr.decode(errors="replace").strip()
-            why = f"it said …{said}" if said else "start it by hand to see why"
+            stderr = self._stderr.decode(errors="replace").strip()
+            why = f"stderr: …{stderr}" if stderr else "start it by hand to see why"
             why = self._shown(f"{_words(error)}; {why}")
-            raise ValueError(f"env.mcp: {self.name} told no tools: {why}") from error
+            raise ValueError(f"env.mcp: {self.name} listed no tools: {why}") from error
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in tools
@@ -90,7 +90,7 @@ class Server:
 
         Raises:
             Dropped: the server died or hangs, and ``on_failure`` is ``drop``.
-            RuntimeError: it did, and the policy is to be told.
+            RuntimeError: it did, and the policy reads the error.
         """
         refused, until = Dropped if self.drops else RuntimeError, time.monotonic() + self.deadline_s - SPARE_S
         # A foreign process: it may not start, die in the middle, hang, or send what is no message.
@@ -128,7 +128,7 @@ class Server:
             self._thread.join(END_S)
 
     def _shown(self, text: str) -> str:
-        """A text of the server's, as the policy and people may read it: some repeat the keys that they were given."""
+        """A text of the server's without secrets: some servers repeat the keys that they were given."""
         for secret in self._secrets:
             text = text.replace(secret, MASK)
         return text
@@ -315,7 +315,7 @@ def with_mcp(
     reply_s: float = float("inf"),
     opened: list[Server] | None = None,
 ) -> Task:
-    """The task with the tools of MCP servers beside its own; the task itself where there are none.
+    """The task with the tools of MCP servers next to its own; the task itself where there are none.
 
     Args:
         reply_s: seconds that a reply to a message may take, ``env.score_timeout_s``.

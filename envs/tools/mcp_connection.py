@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 LAST_BYTES = 2000
-"""Bytes of what a server writes to stderr that are kept for people: the last ones."""
+"""Bytes at the end of a server's stderr that are kept for error messages."""
 
 
 class Connection:
@@ -21,14 +21,12 @@ class Connection:
 
     Args:
         target: a URL, or the parameters of a command as the client of MCP takes them.
-        loop: that it lives on.
-        said: is given the last bytes that the process writes to stderr.
     """
 
-    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, said: bytearray) -> None:
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, stderr_tail: bytearray) -> None:
         self.started: Future[Any] = Future()
         self.begun = time.monotonic()
-        self._target, self._loop, self._stderr = target, loop, said
+        self._target, self._loop, self._stderr = target, loop, stderr_tail
         self._stop, self.ended = asyncio.Event(), threading.Event()
         self.task = asyncio.run_coroutine_threadsafe(self._hold(), loop)
 
@@ -58,8 +56,8 @@ class Connection:
         except BaseException as error:
             if self.started.done():
                 raise
-            told = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
-            self.started.set_exception(told)
+            cause = error if isinstance(error, Exception) else RuntimeError("it was closed while it started")
+            self.started.set_exception(cause)
         finally:
             self.ended.set()
 
@@ -79,23 +77,23 @@ async def _direct(url: str) -> AsyncGenerator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _process(target: Any, said: bytearray) -> AsyncGenerator[Any]:
-    """The transport to a process, the last words of which are kept: a terminal would obey what it writes."""
+async def _process(target: Any, stderr_tail: bytearray) -> AsyncGenerator[Any]:
+    """The transport to a process; the end of its stderr is kept, not printed: it may hold escape sequences."""
     from mcp.client.stdio import stdio_client
 
     reading, writing = os.pipe()
 
-    def hear() -> None:
+    def read_stderr() -> None:
         with open(reading, "rb", buffering=0) as pipe:
             while piece := pipe.read(1 << 16):
-                said.extend(piece)
-                del said[:-LAST_BYTES]
+                stderr_tail.extend(piece)
+                del stderr_tail[:-LAST_BYTES]
 
-    hearing = threading.Thread(target=hear, daemon=True)
-    hearing.start()
+    reader = threading.Thread(target=read_stderr, daemon=True)
+    reader.start()
     try:
         with open(writing, "w") as stderr:
             async with stdio_client(target, stderr) as streams:
                 yield streams
     finally:
-        hearing.join(0.5)  # what has left the process's group may hold the pipe for ever
+        reader.join(0.5)  # what has left the process's group may hold the pipe for ever

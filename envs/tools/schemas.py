@@ -74,11 +74,11 @@ def with_tools_in_text(messages: Messages, schemas: Sequence[Mapping[str, Any]])
     messages = [_with_calls_in_text(message) for message in messages]
     if not schemas:
         return messages
-    told = TOOLS_IN_TEXT.format(tools="\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
+    shown = TOOLS_IN_TEXT.format(tools="\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
     first, *others = messages
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{told}"}, *others]
-    return [{"role": "system", "content": told}, *messages]
+        return [{**first, "content": f"{first['content']}\n\n{shown}"}, *others]
+    return [{"role": "system", "content": shown}, *messages]
 
 
 def _with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:

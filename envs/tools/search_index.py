@@ -77,7 +77,7 @@ class SearchIndex:
 
 @functools.cache
 def _bm25s() -> Any:
-    """The library, imported without numba and jax: of no use here, seconds to load, and vLLM can't start beside numba.
+    """The library, imported without numba and jax: of no use here, seconds to load, and vLLM can't start with numba.
 
     vLLM 0.32 looks through all modules for kernels and takes every attribute for one that may be asked for its own.
     """
@@ -174,11 +174,11 @@ def _found(path: str | Path | None, name: str) -> Iterator[Document]:
         yield from (_document(title, text, name) for title, text in titles.items())
         return
     for split in ("train",) if path else HUB_SPLITS.values():
-        for where, row, _ in tables.load_rows(name, split).placed():
+        for row in tables.load_rows(name, split):
             if "title" in row and "text" in row:
-                yield _document(row["title"], row["text"], where)
+                yield _document(row["title"], row["text"], row.where)
             else:
-                yield from _context(row, where)
+                yield from _context(row, row.where)
 
 
 def _titled(file: Path) -> dict | None:

@@ -14,8 +14,6 @@ from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, 
 from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
 from grpo_rl.envs.tools.schemas import read_arguments
 
-FORMS = ("line", "json", "function")
-ROLES = ("tool", "user")
 LIMITS = Limits(calls=MAX_CALLS)
 EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 
@@ -23,18 +21,8 @@ EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 class ToolTask(Task):
     """A task of several turns: the policy's calls are run and replied to, until it states an answer.
 
-    Args:
-        rows: with a ``question``.
-        tool: what the policy can call.
-        weights: of the reward's parts.
-        form: how the prompt writes a call, see `grpo_rl.envs.tools.calls`; both forms are read. With ``function`` the
-            chat template shows the tool, and calls are in the model's own format.
-        tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where a call stands; None or an empty text leaves it out.
-        examples: ``question``, ``call``, ``result`` and ``answer`` of answered questions, shown as earlier turns.
-
-    Raises:
-        ValueError: a setting makes no sense, or an example lacks a key.
+    Both forms of `grpo_rl.envs.tools.calls` are read, whichever the prompt shows. Rows have a ``question``, examples
+    ``question``, ``call``, ``result`` and ``answer``. Settings: `grpo_rl.settings.tasks.Calculator`.
     """
 
     def __init__(
@@ -47,13 +35,9 @@ class ToolTask(Task):
         system_prompt: str | None,
         examples: Sequence[Mapping[str, str]],
     ) -> None:
-        if form not in FORMS:
-            raise ValueError(f"env.form={form}; a call is written as {' or '.join(FORMS)}")
         self._is_function = form == "function"
         if self._is_function and tool_role != "tool":
             raise ValueError(f"env.tool_role={tool_role} with env.form=function: results of functions come as tool")
-        if tool_role not in ROLES:
-            raise ValueError(f"env.tool_role={tool_role}; results come in the role {' or '.join(ROLES)}")
         check_weights(weights)
         self.rows, self._tool, self._weights, self.reply_role = rows, tool, weights, tool_role
         self.tools = (tool.schema,) if self._is_function else ()
@@ -62,10 +46,10 @@ class ToolTask(Task):
         for index, given in enumerate(examples or ()):
             example = checked_row(given, EXAMPLE, f"env.examples[{index}]")
             call, result = _example(tool, index, example) if self._is_function else ({}, {})
-            said = "" if self._is_function else tool.written(form, example["call"])
+            written = "" if self._is_function else tool.written(form, example["call"])
             self._before += [
                 {"role": "user", "content": example["question"]},
-                {"role": "assistant", "content": said, **call},
+                {"role": "assistant", "content": written, **call},
                 {"role": tool_role, "content": example["result"], **result},
                 {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
             ]
@@ -104,10 +88,10 @@ class ToolTask(Task):
         message, though there are numbers in the call.
         """
         after = messages[len(self._before) + 1 :]
-        said = [message for message in after if message["role"] == "assistant"]
+        turns = [message for message in after if message["role"] == "assistant"]
         replies = [message["content"] for message in after if message["role"] != "assistant"]
-        waits = bool(said) and "tool_calls" in said[-1] and last_answer(said[-1]["content"]) is None
-        return said, replies, self._final(said[-1]["content"]) if said and not waits else ""
+        waits = bool(turns) and "tool_calls" in turns[-1] and last_answer(turns[-1]["content"]) is None
+        return turns, replies, self._final(turns[-1]["content"]) if turns and not waits else ""
 
     def _final(self, message: str) -> str:
         """The conversation's last message; nothing where it is a call in the text."""

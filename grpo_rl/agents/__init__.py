@@ -1,1 +1,1 @@
-"""Agents: programs that speak to the policy as to an OpenAI endpoint, and the record of the tokens of their calls."""
+"""Agents: programs that call the policy as an OpenAI endpoint, and the record of the tokens of their calls."""

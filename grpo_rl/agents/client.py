@@ -13,7 +13,7 @@ class Client:
     """Settings of an OpenAI client, for one session.
 
     Args:
-        base_url: of the endpoint, up to and with ``/v1``.
+        base_url: of the endpoint, including ``/v1``.
         api_key: names the session.
         model: the served model's name.
     """

@@ -1,4 +1,4 @@
-"""Messages as OpenAI's clients write them: compared with what was said before, and written for chat templates."""
+"""Messages as OpenAI's clients write them: compared with earlier messages, and rendered for chat templates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from grpo_rl.envs.chat import decode_responses
 Message = dict[str, Any]
 """A message of OpenAI's chat format."""
 SILENT = ("refusal", "annotations", "audio", "function_call")
-"""Keys that clients send back with what they were given, and that no template reads."""
+"""Keys that clients echo back and no chat template reads."""
 
 
 class ToolParser(Protocol):
     """Finds a model's calls of tools in its text, in the model's own format."""
 
     def parse(self, text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        """The text beside the calls, and the calls as OpenAI's ``tool_calls``; without calls, the text as it is.
+        """The text without the calls, and the calls as OpenAI's ``tool_calls``; without calls, the text as it is.
 
         Args:
             text: with special tokens, some formats being made of them, and without the one that ended it.
@@ -57,10 +57,10 @@ def text_of(content: Any) -> str:
 
 
 def for_template(message: Any) -> Message:
-    """The message in one form: content as one text, arguments of tool calls as JSON without spaces to spare.
+    """The message in one form: content as one text, arguments of tool calls as compact JSON.
 
     Raises:
-        ValueError: it is no message.
+        ValueError: it is not a message.
 
     >>> for_template({"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "refusal": None})
     {'role': 'system', 'content': 'Be brief.'}
@@ -91,10 +91,10 @@ def _call(call: Any) -> Message:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """For each number of messages from 0 on, a digest of the tools and so many messages.
+    """Digests of the tools and the first n messages, for each n from 0.
 
     Ids of calls count as the numbers of the calls, as some clients number them anew and the policy never wrote them; of
-    the policy's own messages, what it said counts alone, since clients add keys of theirs.
+    the policy's own messages, only text and calls count, since clients add keys of theirs.
 
     Args:
         messages: as of :func:`for_template`.

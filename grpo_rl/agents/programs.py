@@ -24,12 +24,12 @@ from grpo_rl.loopback import LOOPBACK
 from grpo_rl.storage.masking import may_be_secret
 
 LAST_BYTES = 2000
-"""Bytes of a program's messages that are kept for people: the last ones."""
+"""Bytes at the end of a program's stderr that are kept for error messages."""
 STDIN, STDERR = 0, 2
 
 
 class AgentError(Exception):
-    """An agent failed; the message says how. A TimeoutError says that it was late instead."""
+    """An agent failed, in a way that the message describes; a late one raises TimeoutError instead."""
 
 
 class Agent(Protocol):
@@ -99,12 +99,12 @@ class Program(Agent):
 
     @override
     async def play(self, client: Client, row: Mapping[str, Any]) -> None:
-        told_row = json.dumps(row, default=str).encode()
+        row_json = json.dumps(row, default=str).encode()
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         loop = asyncio.get_running_loop()
         try:
-            process, heard = await loop.subprocess_exec(
-                _Heard,
+            process, watch = await loop.subprocess_exec(
+                _ProgramWatch,
                 *ending_with_parent(self._words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -117,22 +117,22 @@ class Program(Agent):
         stdin = process.get_pipe_transport(STDIN)
         assert isinstance(stdin, asyncio.WriteTransport)
         try:
-            stdin.write(told_row)  # which a program need not read
+            stdin.write(row_json)  # which a program need not read
             stdin.close()
             # Not asyncio's Process.wait(), which also waits for the pipes: what it has started may hold them open.
-            done, _ = await asyncio.wait({heard.exited}, timeout=self._deadline_s)
+            done, _ = await asyncio.wait({watch.exited}, timeout=self._deadline_s)
         finally:
             kill_group(process.get_pid())
             # What was written before the end may still be on its way.
-            await asyncio.wait({heard.exited, heard.silent}, timeout=1.0)
+            await asyncio.wait({watch.exited, watch.pipes_closed}, timeout=1.0)
             if stdin.get_write_buffer_size():
                 stdin.abort()
             process.close()
         if not done:
             raise TimeoutError(f"it was not done within {self._deadline_s:g} s")
         if code := process.get_returncode():
-            said = heard.said.decode(errors="replace").strip()
-            raise AgentError(f"it ended with {ending(code)}" + (f": …{said}" if said else ""))
+            stderr = watch.stderr_tail.decode(errors="replace").strip()
+            raise AgentError(f"it ended with {ending(code)}" + (f": …{stderr}" if stderr else ""))
 
     @override
     def for_now(self) -> contextlib.AbstractContextManager[None]:
@@ -142,22 +142,22 @@ class Program(Agent):
     def close(self) -> None: ...
 
 
-class _Heard(asyncio.SubprocessProtocol):
-    """Hears a program: keeps the last of what it says on stderr, and notes its exit and when no one can say more."""
+class _ProgramWatch(asyncio.SubprocessProtocol):
+    """Watches a program: keeps the end of its stderr, and notes its exit and the closing of its pipes."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.said = bytearray()
+        self.stderr_tail = bytearray()
         self.exited: asyncio.Future[None] = loop.create_future()
-        self.silent: asyncio.Future[None] = loop.create_future()
+        self.pipes_closed: asyncio.Future[None] = loop.create_future()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self.said += data
-        del self.said[:-LAST_BYTES]
+        self.stderr_tail += data
+        del self.stderr_tail[:-LAST_BYTES]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd == STDERR and not self.silent.done():
-            self.silent.set_result(None)
+        if fd == STDERR and not self.pipes_closed.done():
+            self.pipes_closed.set_result(None)
 
     def process_exited(self) -> None:
         if not self.exited.done():

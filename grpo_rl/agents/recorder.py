@@ -106,7 +106,7 @@ class Recorded:
         prompt_ids: of the first call.
         ids: all tokens behind it; the other lists have an entry for each.
         trainable: which tokens the policy sampled, and no earlier sequence of the session holds.
-        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.multi_turn.Trajectory`.
+        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.groups.Trajectory`.
         routes: experts of all tokens, the prompt's too, from the last call, which read them all.
         truncated: the last response reached a token limit.
         messages: the conversation.
@@ -169,7 +169,7 @@ class Session:
         """All responses that the agent was given, in the order in which they came."""
         self.counts: Counter[str] = Counter()
         """Counts of ``calls``, refused ones too; of calls that ``extended`` an earlier response, or had
-        ``rewritten`` the history of all; of responses that are ``branches``, beside another to the same messages or
+        ``rewritten`` the history of all; of responses that are ``branches``, next to another to the same messages or
         behind the same response; of sampled ``tokens``."""
         self.problems: dict[str, str] = {}
         """The kinds of trouble that made the record worse than it could be, with the first example of each."""
@@ -198,9 +198,9 @@ class Session:
             ValueError: the chat template refuses the messages, or they are none.
         """
         self.check_open()
-        self.counts["calls"] += 1  # at once: a session that is refused whatever it asks has an end, too
+        self.counts["calls"] += 1  # first, so that a session whose calls are all refused reaches its limit, too
         # In a thread: a long text takes its time, in which other sessions go on.
-        said, history, parent, new_ids, parser = await asyncio.to_thread(self._read, messages, tools)
+        conversation, history, parent, new_ids, parser = await asyncio.to_thread(self._read, messages, tools)
         prompt = [*parent.prompt_ids, *parent.ids, *new_ids] if parent else new_ids
         sampling = await self._within(sampling or Sampling(), len(prompt), n)
         self._reserved += n * sampling.max_new_tokens
@@ -208,7 +208,7 @@ class Session:
             sampled = await _side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
         finally:
             self._reserved -= n * sampling.max_new_tokens
-            self._given_back.set()  # who waits goes on once this call's tokens are counted: nothing is awaited before
+            self._given_back.set()  # waiting calls go on once this call's tokens are counted: nothing is awaited before
         if self.ended:
             raise SessionError("session_ended", "the session ended while this call was sampled")
         self._count(parent, history[-1], n)
@@ -218,7 +218,7 @@ class Session:
             message, problem = response_message(self._tokenizer, ids, sampling.stop, parser, number)
             if problem:
                 self.problems.setdefault("parser", problem)
-            whole = [*said, for_template(message)]
+            whole = [*conversation, for_template(message)]
             response = Response(parent, prompt, list(new_ids), samples, message, whole)
             self._by_history[digests(whole, tools)[-1]] = response
             self.responses.append(response)
@@ -253,23 +253,23 @@ class Session:
         self, messages: Sequence[Any], tools: Sequence[Any]
     ) -> tuple[list[Message], list[bytes], Response | None, list[int], ToolParser | None]:
         """The messages in one form, their digests, the response that they go on from, the ids behind it, the parser."""
-        said = [for_template(message) for message in messages]
-        if not said:
+        conversation = [for_template(message) for message in messages]
+        if not conversation:
             raise ValueError("messages is empty; give at least one")
-        history = digests(said, tools)
-        parent, new_ids = self._continued(said, history)
+        history = digests(conversation, tools)
+        parent, new_ids = self._continued(conversation, history)
         if parent is None:
-            new_ids = encode_prompts(self._tokenizer, [harmless(self._tokenizer, said)], tools)[0]
-        return said, history, parent, new_ids, self._parser(tools, history[0])
+            new_ids = encode_prompts(self._tokenizer, [harmless(self._tokenizer, conversation)], tools)[0]
+        return conversation, history, parent, new_ids, self._parser(tools, history[0])
 
-    def _continued(self, said: Sequence[Message], history: Sequence[bytes]) -> tuple[Response | None, list[int]]:
+    def _continued(self, messages: Sequence[Message], history: Sequence[bytes]) -> tuple[Response | None, list[int]]:
         """The latest response that the messages go on from, and the ids of the messages behind it."""
-        for count in range(len(said), 0, -1):
-            if said[count - 1]["role"] == "assistant" and (response := self._by_history.get(history[count])):
+        for count in range(len(messages), 0, -1):
+            if messages[count - 1]["role"] == "assistant" and (response := self._by_history.get(history[count])):
                 last = response.ids[-1] if response.ids else None
                 try:
                     calls = response.message.get("tool_calls", ())
-                    return response, encode_reply(self._tokenizer, list(said[count:]), last, calls)
+                    return response, encode_reply(self._tokenizer, list(messages[count:]), last, calls)
                 except ValueError as error:  # such a template may still write the conversation from its beginning
                     self.problems.setdefault(
                         "template", f"an agent's calls can't extend earlier ones, and are written anew: {error}"
@@ -295,7 +295,7 @@ class Session:
             raise SessionError("session_ended", "this session has ended")
 
     async def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
-        """The settings, shortened to the tokens that are left when no other call holds some of those that are asked."""
+        """The settings, shortened to the tokens that are left, once no other call holds any of those requested."""
         self._check_not_ended()
         if not 0 < prompt < self._max_model_len:
             raise SessionError(

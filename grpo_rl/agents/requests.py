@@ -1,4 +1,4 @@
-"""Requests of OpenAI's clients, checked field by field: read, left aside with a note, or refused with words."""
+"""Requests of OpenAI's clients, checked field by field: read, ignored with a note, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "tool_choice": ("auto", "none"),
 }
-"""Fields that are taken with these values alone, which ask for nothing, or null."""
+"""Fields that are accepted with null or with these values alone, which change nothing."""
 LEFT_ASIDE = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
@@ -55,7 +55,7 @@ class ChatRequest:
     """One call of the chat endpoint.
 
     Args:
-        notes: fields that were left aside or replaced, in words.
+        notes: fields that were ignored or replaced, in words.
     """
 
     messages: list[Any]
@@ -72,7 +72,7 @@ def read_json(body: bytes) -> Any:
     """The JSON of a body.
 
     Raises:
-        RequestError: it is none, or has halves of characters, which no tokenizer takes.
+        RequestError: it is not JSON, or has lone surrogates, which no tokenizer takes.
     """
     try:
         found = json.loads(body)
@@ -84,7 +84,7 @@ def read_json(body: bytes) -> Any:
 
 
 def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> ChatRequest:
-    """The call that the body asks for.
+    """The call that a request's body describes.
 
     Args:
         base: what holds for all that the request leaves open; its ``max_new_tokens`` is the most there can be.
@@ -93,12 +93,12 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
             distribution.
 
     Raises:
-        RequestError: a field is wrong, unknown, or asks for what there is not.
+        RequestError: a field is wrong, unknown or unsupported.
 
     >>> asked = {"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4, "temperature": 0.2, "user": "me"}
     >>> request = read_request(asked, Sampling(), "m", is_trained=True)
     >>> request.sampling.max_new_tokens, request.notes
-    (4, ['user is left aside', "temperature=0.2 is replaced by the run's 1.0: all responses are sampled at one"])
+    (4, ['user is ignored', "temperature=0.2 is replaced by the run's 1.0: all responses are sampled at one"])
     """
     if not isinstance(body, Mapping):
         raise RequestError("the body must be a JSON object")
@@ -116,7 +116,7 @@ def read_request(body: Any, base: Sampling, model: str, is_trained: bool) -> Cha
     _check_tools(tools)
     if given.get("tool_choice") == "none":
         tools = []
-    notes = [f"{name} is left aside" for name in LEFT_ASIDE if name in given]
+    notes = [f"{name} is ignored" for name in LEFT_ASIDE if name in given]
     if given.get("model", model) != model:
         notes.append(f"model={given['model']!r:.80} is answered by {model}")
     return ChatRequest(

@@ -1,4 +1,4 @@
-"""ChatServer: OpenAI's chat endpoint over sessions, on loopback unless asked otherwise."""
+"""ChatServer: OpenAI's chat endpoint over sessions, on loopback by default."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ChatServer:
         is_trained: the run's own distribution holds, whatever requests ask for.
         max_model_len: most tokens of a prompt and its response; a request may have :data:`TOKEN_BYTES` for each.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
-        takes_rewards: agents tell the rewards of their sessions; otherwise they are refused.
+        takes_rewards: agents send the rewards of their sessions; otherwise they are refused.
         keep_alive_s: see :data:`KEEP_ALIVE_S`.
     """
 
@@ -71,11 +71,11 @@ class ChatServer:
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
-        """Fields of requests that were left aside or replaced, in words, each once; the first hundred."""
+        """Fields of requests that were ignored or replaced, in words, each once; the first hundred."""
         self.problems: dict[str, str] = {}
-        """What agents did to the endpoint that costs them calls, each kind once."""
+        """Misuses of the endpoint that cost agents calls, each kind once."""
         self.rewards: dict[str, float] = {}
-        """Rewards that agents have told, by the session's key."""
+        """Rewards that agents have sent, by the session's key."""
         self._connections: WeakKeyDictionary[Session, set[web.RequestHandler]] = WeakKeyDictionary()
         self._begun = int(time.time())
         self._runner: web.AppRunner | None = None
@@ -133,7 +133,7 @@ class ChatServer:
         return _Closed()
 
     async def close(self) -> None:
-        """Ends the calls under way, and listens no more."""
+        """Ends the calls under way and stops listening."""
         if self._listening:
             self._listening.close()
         if self._runner:
@@ -147,7 +147,7 @@ class ChatServer:
         return key
 
     def end(self, key: str) -> float | None:
-        """Ends a session, and returns the reward that its agent has told, if it has."""
+        """Ends a session, and returns the reward that its agent sent, if any."""
         self._sessions.pop(key).ended = True
         return self.rewards.pop(key, None)
 
@@ -249,7 +249,7 @@ class ChatServer:
         except Exception as error:  # as for all requests, see _in_openais_form
             if not stream.prepared:
                 raise
-            chunks = [_told(error)[0]]
+            chunks = [_error_reply(error)[0]]
         if not stream.prepared:
             await stream.prepare(request)
         for chunk in chunks:
@@ -293,7 +293,7 @@ def _usage(responses: list[Response]) -> dict[str, int]:
 
 
 async def _read(request: web.Request, reader: Callable[[bytes], T]) -> T:
-    """What a request's body is, read in a thread: a long one takes its time, in which others are answered."""
+    """The parsed body of a request, read in a thread so that a long one does not hold up others."""
     try:
         async with asyncio.timeout(READ_S):
             body = await request.read()
@@ -316,14 +316,14 @@ async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResp
     except ConnectionError:  # the client is gone
         raise
     except Exception as error:  # untrusted requests: whatever breaks is sent in the form that clients read
-        content, status = _told(error)
+        content, status = _error_reply(error)
         response = web.json_response(content, status=status)
         if status in (408, 429):
             response.force_close()
         return response
 
 
-def _told(error: Exception) -> tuple[dict[str, Any], int]:
+def _error_reply(error: Exception) -> tuple[dict[str, Any], int]:
     """The error in OpenAI's form, and its status."""
     if isinstance(error, RequestError):
         message, param, code, status = error.message, error.param, error.code, error.status

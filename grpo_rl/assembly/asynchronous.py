@@ -59,7 +59,7 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
     }
 
     cache: dict[str, int] = {}
-    """Size of the KV cache beside a trainer, once vLLM has measured it: it can't while the trainer takes memory."""
+    """Size of the KV cache next to a trainer, once vLLM has measured it: it can't while the trainer takes memory."""
 
     # An actor has its own working directory; a name that is no folder here is downloaded where the engine runs.
     name_or_path = settings.model.name

@@ -46,7 +46,7 @@ def check_devices(settings: Settings, devices: Devices) -> None:
     """Refuses a plan that a run in this process can't follow, see :func:`plan_devices`.
 
     Raises:
-        ValueError: says why, and what to set.
+        ValueError: with the reason, and what to set.
     """
     if len(devices.train) > 1 and settings.train_model.parallel is None:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_devices(settings: Settings, devices: Devices) -> None:
             f"{len(devices.inference)} inference devices with tensor_parallel_size={devices.tensor_parallel_size} are "
             f"{devices.replicas} engines; this script runs one: leave tensor_parallel_size null or ask for fewer"
         )
-    # vLLM in this process takes the first GPUs that are visible, whatever a plan says.
+    # vLLM in this process takes the first GPUs that are visible, whatever the plan.
     first = tuple(torch.device("cuda", i) for i in range(len(devices.inference)))
     if settings.inference_model.engine == "vllm" and devices.inference[0].type == "cuda" and devices.inference != first:
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl.envs import Compose, TransformedEnv
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.programs import Function, Program
@@ -52,6 +53,12 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
     return env
 
 
+def with_transforms(env: LLMEnv, names: Sequence[str]) -> LLMEnv:
+    """The environment in the transforms of ``env.transforms``, the last one outermost."""
+    made = [object_by_name(name, f"env.transforms[{i}]")() for i, name in enumerate(names)]
+    return TransformedEnv(env, Compose(*made)) if made else env  # pyrefly: ignore[bad-return]
+
+
 def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any) -> LLMEnv:
     return task_spec(settings.env.dataset)(
         tokenizer=tokenizer,
@@ -64,12 +71,12 @@ def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any)
 
 def _own(settings: Settings) -> dict[str, Any]:
     """The settings of the task and of the environment."""
-    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    own = {name: settings.env[name] for name in settings.env if name not in (*OF_DATA, "transforms")}
     return own | {"tool_parser": tool_parser_of(settings)}
 
 
 def _try_out(env: LLMEnv, dataset: str) -> None:
-    """Has the user's own task or reward functions score once, on rank zero alone, which will do all scoring."""
+    """Scores once with the user's own task or reward functions, on rank zero alone, which does all scoring."""
     if task_spec(dataset).takes_reward and os.environ.get("RANK", "0") == "0":
         check_task_of(env, dataset)
 
@@ -149,7 +156,7 @@ def make_eval_env(
 
 
 def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
-    """The plan of what is evaluated beside greedy responses to the training task's held-out rows.
+    """The plan of all evaluations other than greedy responses to the training task's held-out rows.
 
     Raises:
         ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
@@ -245,7 +252,7 @@ def held_out_rows(settings: Settings, task: Task) -> list[dict]:
         same = given.eval_split or spec.holds_out(given.path, given.task)
         if given.path and not same:
             raise ValueError(
-                f"evaluate.rows={wanted} needs env.eval_path beside env.path={given.path}, or env.eval_split where "
+                f"evaluate.rows={wanted} needs env.eval_path next to env.path={given.path}, or env.eval_split where "
                 "that has several splits"
             )
     rows = spec.rows(eval_source(settings), "test", given)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env, with_transforms
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -88,6 +88,7 @@ def build_run(
         env = make_env(settings, tokenizer)
         rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
         agent = make_agent(settings, tokenizer)
+        transformed = with_transforms(env, settings.env.transforms)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
@@ -109,7 +110,7 @@ def build_run(
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
         batching, roofline = derived.micro_batching(settings), None
-        if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
+        if ranks is None and settings.mode != "async":  # this process can't measure what others do meanwhile
             with logs.progress.start_phase("measuring this machine"):
                 roofline = StepRoofline(
                     policy.model,
@@ -127,10 +128,10 @@ def build_run(
             engine = NullTransport(getattr(torch, derived.dtype(settings)), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
-        own = make_collector(env, engine, weights, folder.collected, agent) if folder.rank_zero else None
-        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected) if ranks else own
+        own = make_collector(transformed, engine, weights, folder.collected, agent) if folder.rank_zero else None
+        collector = BroadcastCollector(own, weights, folder.collected) if ranks else own
         assert collector
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
 
         parts = Parts(
             env=env,
@@ -141,7 +142,6 @@ def build_run(
             engine=engine,
             weights=weights,
             collector=collector,
-            group_size=settings.env.repeats,
             schedules=training.make_schedules(settings, loss, advantages, reference, policy),
             loss=loss,
             compute_advantages=advantages,
@@ -150,7 +150,7 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
+        held_out = HeldOut(transformed, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
@@ -189,7 +189,7 @@ def begin(
         logs.note(note)
     if folder.rank_zero:
         stack.enter_context(watcher.saying(logs.note))
-    if ranks and ranks.watch:  # this rank's signs of life, and the line of a lost rank
+    if ranks and ranks.watch:  # this rank's heartbeats, and the message about a lost rank
         ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
     return ranks, folder, logs, stack.enter_context(Interrupt(logs.note))
 
@@ -238,7 +238,7 @@ def open_folder(
 
 def needed_room(settings: Settings, model_bytes: float) -> Room:
     """The disk space that a run of a model of so many bytes needs."""
-    # Checkpoints of adapters are small beside the model.
+    # Checkpoints of adapters are small next to the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
     reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
     return Room(

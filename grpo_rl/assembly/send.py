@@ -1,4 +1,4 @@
-"""``grpo-rl send``: the metrics and responses of a run given to loggers again."""
+"""``grpo-rl send``: the metrics and responses of a run, sent to loggers again."""
 
 from __future__ import annotations
 

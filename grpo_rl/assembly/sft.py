@@ -78,9 +78,8 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             policy=policy,
             optimizer=optimizer,
             engine=None,
-            weights=WeightSync(policy.model, nowhere, ranks=ranks),  # knows the base of adapters
+            weights=WeightSync(policy.model, nowhere, ranks=ranks),  # for the base of adapters
             collector=DemonstrationCollector(rows, batch, total, folder.collected),
-            group_size=1,
             schedules=Schedules(AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
             loss=SFTLoss(),
             within_memory=within_memory,

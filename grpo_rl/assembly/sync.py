@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
@@ -47,15 +48,15 @@ def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Eng
 
 def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> dict[str, Any]:
     """Arguments of vLLM's engines in both modes."""
-    model, lora, beside = settings.inference_model, adapters(settings), pushes_adapters(settings)
+    model, lora, separate = settings.inference_model, adapters(settings), pushes_adapters(settings)
     return {
         "tensor_parallel_size": devices.tensor_parallel_size,
         "gpu_memory_utilization": model.gpu_memory_utilization,
         "enforce_eager": model.enforce_eager,
         "dtype": dtype(settings),
         "max_num_seqs": model.max_num_seqs or _sequences(settings, model_folder, devices),
-        "adapter_rank": lora.rank if beside else 0,
-        "adapter_targets": target_names(model_folder, lora) if beside else (),
+        "adapter_rank": lora.rank if separate else 0,
+        "adapter_targets": target_names(model_folder, lora) if separate else (),
         "router_replay": settings.policy.router_replay,
         "sampling": _started_for(settings),
     }
@@ -79,16 +80,16 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
 
 
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int, agent: AgentSettings | None
+    settings: Settings, env: LLMEnv, engine: Sampler, weights: WeightSync, collected: int, agent: AgentSettings | None
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
     sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
     longest, agents = settings.inference_model.max_model_len, None
     if agent is not None:
         agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
-    return SyncCollector(
-        env, engine, sampling, train.total_dialog_turns, collected, train.max_resamples, has_no_signal, agents
-    )
+    policy = EnginePolicy(engine, sampling)
+    limits = train.total_dialog_turns, collected, train.max_resamples
+    return SyncCollector(env, policy, *limits, has_no_signal, agents, weights)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

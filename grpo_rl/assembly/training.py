@@ -67,7 +67,7 @@ def load_policy(
 
 
 def note_on_dtype(dtype: str, device: torch.device) -> str | None:
-    """A line on what the dtype has to do with this CPU, for the log; None where there is nothing to say."""
+    """A log line on how well the dtype suits this CPU; None if there is nothing to report."""
     if device.type != "cpu" or not lacks_bfloat16():
         return None
     if dtype == "float32":
@@ -115,7 +115,7 @@ def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> No
     vocabularies = [load_tokenizer(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "
+            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: its scores "
             "of the policy's tokens would mean nothing; choose a model of the same family"
         )
     shapes = [

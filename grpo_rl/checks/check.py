@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,31 +19,30 @@ from grpo_rl.envs.guards.isolation import IsolatedCalls
 if TYPE_CHECKING:
     from grpo_rl.settings.schema import Settings
 
-CHECKS = "grpo_rl.checks"
 OF_MODEL = ("model", "config", "gate")
 OF_TOKENIZER = (*OF_MODEL, "tokenizer", "written files", "chat template")
 """Findings without which no model can be planned, and without which no data be tokenised, and no weights loaded."""
-OF_MACHINE = {
-    "packages": (f"{CHECKS}.machine", ()),
-    "open files": (f"{CHECKS}.machine", ()),
-    "shared memory": (f"{CHECKS}.machine", ()),
-    "run folder": (f"{CHECKS}.folder", ()),
-    "leftovers": (f"{CHECKS}.folder", ()),
+Checks = Mapping[str, tuple[str, tuple[str, ...]]]
+"""Checks, cheapest first: the module whose function of that name yields findings, and the findings that have to be in
+order before it can find anything."""
+OF_MACHINE: Checks = {
+    "packages": ("grpo_rl.checks.machine", ()),
+    "open files": ("grpo_rl.checks.machine", ()),
+    "shared memory": ("grpo_rl.checks.machine", ()),
+    "run folder": ("grpo_rl.checks.folder", ()),
 }
-OF_RUN = {
-    "engine": (f"{CHECKS}.machine", ()),
-    "loggers": (f"{CHECKS}.machine", ()),
-    "model": (f"{CHECKS}.model", ()),
-    "devices": (f"{CHECKS}.devices", (*OF_MODEL, "engine", "ray")),
-    "disk": (f"{CHECKS}.model", (*OF_MODEL, "run folder")),
-    "memory": (f"{CHECKS}.memory", (*OF_MODEL, "devices")),
-    "dataset": (f"{CHECKS}.data", OF_TOKENIZER),
-    "rewards": (f"{CHECKS}.data", (*OF_TOKENIZER, "dataset")),
-    "collectives": (f"{CHECKS}.devices", ("devices",)),
-    "weights": (f"{CHECKS}.scores", (*OF_TOKENIZER, "engine", "devices", "memory", "context")),
+OF_RUN: Checks = {
+    "engine": ("grpo_rl.checks.machine", ()),
+    "loggers": ("grpo_rl.checks.machine", ()),
+    "model": ("grpo_rl.checks.model", ()),
+    "devices": ("grpo_rl.checks.devices", (*OF_MODEL, "engine", "ray")),
+    "disk": ("grpo_rl.checks.model", (*OF_MODEL, "run folder")),
+    "memory": ("grpo_rl.checks.memory", (*OF_MODEL, "devices")),
+    "dataset": ("grpo_rl.checks.data", OF_TOKENIZER),
+    "rewards": ("grpo_rl.checks.data", (*OF_TOKENIZER, "dataset")),
+    "collectives": ("grpo_rl.checks.devices", ("devices",)),
+    "weights": ("grpo_rl.checks.scores", (*OF_TOKENIZER, "engine", "devices", "memory", "context")),
 }
-"""Checks from cheap to dear: the module whose function of that name yields findings, and the findings that have to be
-in order before it can find anything."""
 SLOW = ("model", "weights")
 """Checks that may take all the time there is, for a download or the start of an engine; the others take half of it."""
 STACK_S = 0.5
@@ -103,7 +103,7 @@ def unfit(about: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-        # Errors of these kinds are written for people; of others the kind says most.
+        # Errors of these types have readable messages; of others, the type is most informative.
         text = text if text and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {text}"
         raise Unfit(Finding("FIX", about, f"{text}{remedy}")) from error
 
@@ -140,33 +140,13 @@ def caught(about: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Findi
         yield error.finding
 
 
-def shown(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, each printed as soon as it is there."""
-    found = []
-    for finding in findings:
-        print(finding, flush=True)
-        found.append(finding)
-    return found
-
-
 def findings_of(name: str, module: str, case: Case) -> Iterator[Finding]:
     """The findings of a check; an unexpected error is one to be fixed."""
     return caught(name, lambda: getattr(importlib.import_module(module), name.replace(" ", "_"))(case))
 
 
-def _in_child(name: str, module: str, case: Case, deadline_s: float) -> list[Finding]:
-    """The findings of a check; where it takes longer, the stack of this process goes to stderr."""
-    faulthandler.dump_traceback_later(deadline_s)
-    try:
-        return list(findings_of(name, module, case))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def all_findings(
-    checks: Mapping[str, tuple[str, tuple[str, ...]]],
-    case: Case,
-    run: Callable[[str, str, Case], Iterator[Finding]] = findings_of,
+    checks: Checks, case: Case, run: Callable[[str, str, Case], Iterator[Finding]] = findings_of
 ) -> Iterator[Finding]:
     """The findings of all checks, whatever those before them found.
 
@@ -185,15 +165,35 @@ def all_findings(
             yield finding
 
 
+def shown(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, each printed as soon as it is there."""
+    found = []
+    for finding in findings:
+        print(finding, flush=True)
+        found.append(finding)
+    return found
+
+
+def _in_child(name: str, module: str, case: Case, deadline_s: float, file: str) -> None:
+    """Writes the findings of a check to a file, each at once; past the deadline this process's stack goes to stderr."""
+    faulthandler.dump_traceback_later(deadline_s)
+    try:
+        with open(file, "w") as lines:
+            for finding in findings_of(name, module, case):
+                print(json.dumps(asdict(finding)), file=lines, flush=True)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 @contextmanager
 def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iterator[Finding]]]:
     """A context with a way to run checks: in a child process, and all of them within so many seconds.
 
-    The process is killed where a check takes too long; the next check gets another one. The output of libraries there
-    goes to a file, whose last line is shown where the process dies.
+    The process is killed where a check takes too long, whose findings until then are kept; the next check gets another
+    one. The output of libraries there goes to a file, whose last line is shown where the process dies.
     """
     end = time.monotonic() + deadline_s
-    with tempfile.NamedTemporaryFile(prefix="grpo_rl_doctor_", suffix=".log") as log:
+    with tempfile.TemporaryDirectory(prefix="grpo_rl_doctor_") as folder, open(f"{folder}/output", "wb") as log:
         calls = IsolatedCalls(_in_child, workers=1, memory_gib=None, again=False, output=log)
 
         def run(name: str, module: str, case: Case) -> Iterator[Finding]:
@@ -201,25 +201,24 @@ def child_process(deadline_s: float) -> Iterator[Callable[[str, str, Case], Iter
             if left <= 0:
                 yield Finding("SKIP", name, f"the {deadline_s:g} s are over; --deadline-s gives more")
                 return
-            limit = left if name in SLOW else min(left, deadline_s / 2)
+            limit, file = left if name in SLOW else min(left, deadline_s / 2), Path(folder, "findings")
             log.truncate(log.seek(0))
+            file.write_text("")
             try:
                 calls.start()  # no part of the check's time
-                [found] = calls.map([(name, module, case, limit)], limit + STACK_S)
-            except (RuntimeError, OSError) as error:  # no process can be started
-                found = error
-            if isinstance(found, list):
-                yield from found
-                return
-            said = Path(log.name).read_text(errors="replace")
-            if isinstance(found, TimeoutError):
-                stack = FRAME.search(said.rpartition("(most recent call first)")[2])  # the main thread's is the last
+                [error] = calls.map([(name, module, case, limit, str(file))], limit + STACK_S)
+            except (RuntimeError, OSError) as failure:  # no process can be started
+                error = failure
+            yield from (Finding(**json.loads(line)) for line in file.read_text().rpartition("\n")[0].splitlines())
+            output = Path(log.name).read_text(errors="replace")
+            if isinstance(error, TimeoutError):
+                stack = FRAME.search(output.rpartition("(most recent call first)")[2])  # the main thread's is the last
                 place = f", at {Path(stack[1]).name}:{stack[2]} ({stack[3]})" if stack else ""
                 text = f"no result within {limit:.0f} s{place}; if it is only slow, --deadline-s gives more"
-            else:
-                words = [line.strip() for line in said.splitlines() if line.strip()]
-                text = f"{found}{f'; its last words: {words[-1][:LONGEST]}' if words else ''}"
-            yield Finding("FIX", name, text)
+                yield Finding("FIX", name, text)
+            elif error:
+                words = [line.strip() for line in output.splitlines() if line.strip()]
+                yield Finding("FIX", name, f"{error}{f'; its last output: {words[-1][:LONGEST]}' if words else ''}")
 
         try:
             yield run

@@ -20,7 +20,7 @@ FOLDER = "hydra.run.dir="
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
-    """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
+    """Checks line by line whether a model can be trained here, with remedies: whether it is scored exactly, its chat
     template, memory, the engine, sampler against trainer. Takes the overrides of `grpo-rl train` for one process.
     Exit code 1: there is something to do.
     """
@@ -32,17 +32,13 @@ def add_check_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    given = ("model.name=", "mode=", *(["inference_model.engine="] if options.engine else []))
-    if clashing := [word for word in overrides if word.lstrip("+").startswith(given)]:
-        raise ValueError(
-            f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync); the engine is "
-            "given once"
-        )
+    if any(word.startswith(("model.name=", "mode=")) for word in overrides):
+        raise ValueError("check-model takes the model as NAME, and looks at one process; leave model.name and mode out")
     cfg = compose_config(DEFAULT_CONFIG, overrides)
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -53,16 +49,16 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 1
     words = [f"model.name={options.name}"]
     words += [f"inference_model.engine={options.engine}"] if options.engine else []
-    has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
-    words += [finding.override for finding in found if finding.override and has_prompt]
+    if settings.env.get("system_prompt"):
+        words += [finding.override for finding in found if finding.override]
     loaded = any((finding.kind, finding.about) == ("OK", "weights") for finding in found)
-    said = "" if loaded else ", as far as can be told without weights"
-    print(f"\nOK{said}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
+    caveat = "" if loaded else ", as far as can be checked without weights"
+    print(f"\nOK{caveat}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Checks within two minutes what a run with these overrides will need, from cheap to dear: versions, limits,
+    """Checks within two minutes what a run with these overrides will need, cheapest first: versions, limits,
     folder, loggers, disk, devices, model, memory, data, rewards, the processes' sums, and on the model itself a push of
     changed weights and sampler against trainer. Each line is OK, a note, FIX with what to do, or SKIP with the reason;
     what hangs is named. With --ray every node is there, responds and is checked; the config too, where overrides are
@@ -83,10 +79,10 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if not options.ray and (options.nodes or options.names):
-        raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     if not 0 < options.deadline_s < math.inf:
         raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
+    if not options.ray and (options.nodes or options.names):
+        raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)
     named = [word.removeprefix(FOLDER).strip("'\"") for word in overrides if word.startswith(FOLDER)]
     folder = Path(named[-1]) if named else options.folder or Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -94,11 +90,12 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if has_config:
         try:
             settings = _settings(options, overrides)
+        except ValueError as error:
+            found += shown([Finding("FIX", "config", str(error))])
+        else:
             text = f"mode={settings.mode}, {total_steps(settings):,} steps of {settings.env.num_envs} x "
             found += shown([Finding("OK", "config", f"{text}{settings.env.repeats} responses")])
             case = replace(case, settings=settings)
-        except ValueError as error:
-            found += shown([Finding("FIX", "config", str(error))])
     if options.ray:
         case, of_nodes = _nodes(options, case)
         found += of_nodes
@@ -107,9 +104,8 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             found += shown(all_findings(OF_MACHINE | (OF_RUN if case.settings else {}), case, run))
     to_do = list(dict.fromkeys(finding.about for finding in found if finding.kind == "FIX"))
     skipped = sum(finding.kind == "SKIP" for finding in found)
-    also = f", {skipped} not looked at" if skipped else ""
     result = f"To fix: {', '.join(to_do)}" if to_do else "Nothing to fix"
-    print(f"\n{result} ({time.monotonic() - began:.0f} s{also})")
+    print(f"\n{result} ({time.monotonic() - began:.0f} s{f', {skipped} not looked at' if skipped else ''})")
     return int(bool(to_do))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,12 +11,11 @@ from grpo_rl.checks.model import source_of
 from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.derived import total_steps
-from grpo_rl.settings.schema import Settings
 
 ROWS = 4
 """Rows whose responses are scored."""
 GARBAGE = "qwrt zxcv ~~ <<>> 000 \\boxed{ ####"
-"""A response that answers nothing, and is no easy text to parse."""
+"""A garbage response, and one that is hard to parse."""
 MANY_PASSES = 20
 
 _environments: dict[str, LLMEnv] = {}
@@ -41,47 +39,34 @@ def dataset(case: Case) -> Iterator[Finding]:
 
 
 def rewards(case: Case) -> Iterator[Finding]:
-    """Scores gold and garbage responses to the first rows, against the scorer's deadline."""
+    """Scores gold and garbage responses to the first rows, each within the scorer's deadline."""
     whole = env_of(case)
     for name, env in (whole.members or {"": whole}).items():
-        finding = _rewards(case.read, env)
+        finding = _rewards(env, case.read.env.repeats if env.task.scores_group else 1)
         yield replace(finding, text=f"{name}: {finding.text}") if name else finding
 
 
-def _rewards(settings: Settings, env: LLMEnv) -> Finding:
-    deadline = env.guard.deadline_s
+def _rewards(env: LLMEnv, size: int) -> Finding:
     guard = env.guard.apart()  # has no limit of failures
-    guard.tell = lambda _: None  # a line of the report tells
-    count = settings.env.repeats if env.task.scores_group else 1
-    responses = []
+    guard.tell = lambda _: None  # shown as a line of the report
+    totals: dict[str, list[float]] = {"gold": [], "garbage": []}
     for index in range(min(ROWS, len(env.task.rows))):
         row = env.task.rows[index]
-        said = env.task.demonstration(row)
-        gold = said if said and isinstance(said, str) else env.task.gold(row)
-        responses += [(index, kind, text) for kind, text in (("garbage", GARBAGE), ("gold", gold)) if text is not None]
-    totals: dict[str, list[float]] = {"gold": [], "garbage": []}
-    slowest = 0.0
-    for number, (index, kind, text) in enumerate([*responses[:1], *responses]):
-        row = env.task.rows[index]
-        dialog = [*env.task.prompt(row), {"role": "assistant", "content": text}]
-        began = time.monotonic()
-        results = guard.score_dialogs(row, [dialog] * count, f"row {index}")
-        if number:  # the first call starts a scorer's own process, once in a run
-            slowest = max(slowest, time.monotonic() - began)
-        for result in results:
-            if isinstance(result, Reward):
-                totals[kind] += [result.total] * bool(number)
-            elif result.kind != "unjudgeable":
-                late = "; make it faster, or raise env.score_timeout_s" if result.kind == "timeout" else ""
-                return Finding("FIX", "rewards", f"on a {kind} response: {result.message}{late}")
+        demonstration = env.task.demonstration(row)
+        gold = demonstration if demonstration and isinstance(demonstration, str) else env.task.gold(row)
+        for kind, text in (("garbage", GARBAGE), ("gold", gold)):
+            dialog = [*env.task.prompt(row), {"role": "assistant", "content": text}]
+            for result in guard.score_dialogs(row, [dialog] * size, f"row {index}") if text is not None else ():
+                if isinstance(result, Reward):
+                    totals[kind].append(result.total)
+                elif result.kind != "unjudgeable":
+                    late = "; make it faster, or raise env.score_timeout_s" if result.kind == "timeout" else ""
+                    return Finding("FIX", "rewards", f"on a {kind} response: {result.message}{late}")
     means = {kind: sum(of) / len(of) for kind, of in totals.items() if of}
-    earned = ", ".join(f"{kind} earns {mean:.3g}" for kind, mean in means.items())
-    text = f"{earned or 'no row can be judged'}; the slowest call took {slowest:.2g} s of {deadline:g} s"
-    if slowest > deadline / 2:
-        return Finding("note", "rewards", f"{text}: a slower machine would be late; raise env.score_timeout_s")
+    text = ", ".join(f"{kind} earns {mean:.3g}" for kind, mean in means.items()) or "no row can be judged"
     if len(means) == 2 and means["gold"] <= means["garbage"]:
         return Finding("note", "rewards", f"{text}. The data's own response earns no more: does it have the format?")
-    return Finding("OK" if means else "note", "rewards", text)
+    return Finding("OK" if means else "note", "rewards", f"{text}; each call within {env.guard.deadline_s:g} s")
 
 
 def env_of(case: Case) -> LLMEnv:

@@ -100,12 +100,9 @@ def summed(results: Mapping[str, float | Exception]) -> Finding:
     if not failed:
         slowest = max(seconds for seconds in results.values() if not isinstance(seconds, Exception))
         return Finding("OK", "collectives", f"{len(results)} processes summed a tensor in {slowest:.2g} s")
-    # A rank that failed by itself says more than those that waited for it in vain.
-    told = sorted(failed, key=lambda name: isinstance(failed[name], TimeoutError))[:3]
-    text = "; ".join(f"{name}: {one_line(failed[name])[:200]}" for name in told)
-    return Finding(
-        "FIX",
-        "collectives",
-        f"{len(failed)} of {len(results)} could not sum a tensor; {text}: see firewalls, GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, what NCCL says",
-    )
+    # The error of a rank that failed by itself is more useful than those of ranks that waited for it.
+    first = sorted(failed, key=lambda name: isinstance(failed[name], TimeoutError))[:3]
+    text = "; ".join(f"{name}: {one_line(failed[name])[:200]}" for name in first)
+    remedy = "see firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and, with NCCL_DEBUG=INFO, NCCL's output"
+    text = f"{len(failed)} of {len(results)} could not sum a tensor; {text}: {remedy}"
+    return Finding("FIX", "collectives", text)

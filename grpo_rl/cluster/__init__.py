@@ -1,6 +1,6 @@
 """Many engines run on many nodes; this folder alone imports Ray.
 
-Its import sets Ray's environment, which Ray reads when it is imported itself: everyone is to be asked for a token. A
+Its import sets Ray's environment, which Ray reads when it is imported itself: clients must present a token. A
 user's own choice (``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``) stays. Where
 there is no token, one is made for this process and for the cluster that it starts. See
 https://docs.ray.io/en/latest/ray-security/token-auth.html.

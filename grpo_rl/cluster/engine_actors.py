@@ -72,7 +72,7 @@ class RayEngine(AsyncEngine, EngineControl):
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._closed:
-            raise EngineDeadError(f"{self.name} was closed; it was asked for {method}")
+            raise EngineDeadError(f"{self.name} was closed before {method}")
         call = asyncio.ensure_future(self._actor.call.remote(method, *args))
         try:
             # The engine has deadlines of its own, and its actor may hang as well.
@@ -93,8 +93,8 @@ class RayEngine(AsyncEngine, EngineControl):
             call.cancel()
 
     def _died(self, method: str, error: RayError) -> EngineDeadError:
-        # Ray goes on over many lines.
-        return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
+        # Ray's own message has many lines.
+        return EngineDeadError(f"{self.name} died during {method}: {str(error).splitlines()[0]}")
 
     @override
     def submit(self, method: str, *args: Any) -> Future[Any]:
@@ -203,8 +203,8 @@ async def launch(
             *_, last = str(error).strip().splitlines() or [""]
             if getattr(error, "actor_init_failed", False) and last.startswith(WRONG_INPUT):
                 raise ValueError(f"{name} did not start: {last.removeprefix(WRONG_INPUT)}") from error
-            is_made_in_vain = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
-            kind = EngineDeadError if is_made_in_vain else EngineStartError
+            is_final = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
+            kind = EngineDeadError if is_final else EngineStartError
             raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(

@@ -13,7 +13,7 @@ from grpo_rl.waits.registry import waiting
 
 
 class Closable(Protocol):
-    """An engine, as far as a fleet knows it."""
+    """The part of an engine's interface that a fleet uses."""
 
     async def close(self) -> None:
         """Ends the engine; may be called on a dead one."""
@@ -163,7 +163,7 @@ class Fleet(Generic[E]):
 
     async def _relaunch(self, slot: _EngineSlot[E], dead: E) -> None:
         """Starts an engine in the slot of a dead one; while there is no room for it, the others go on without."""
-        with contextlib.suppress(Exception):  # it is dead, and has nothing to say any more
+        with contextlib.suppress(Exception):  # it is dead: its errors no longer matter
             await dead.close()
         while True:
             try:

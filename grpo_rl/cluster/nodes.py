@@ -90,7 +90,7 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
 def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings: Mapping[str, object]) -> None:
     """Connects this process with the cluster, or with one that it starts in the folder."""
     if address is None and "RAY_AUTH_MODE" not in os.environ:  # a user's choice, or that of `grpo_rl.cluster`
-        log.warning("ray was imported before grpo_rl.cluster: the cluster that is started here asks no one for a token")
+        log.warning("ray was imported before grpo_rl.cluster: the cluster that is started here requires no token")
     ours = {} if address else {"include_dashboard": False, "num_gpus": len(gpus), "_temp_dir": folder}
     try:
         if address and ":" in address:
@@ -113,7 +113,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody."""
+    """A new folder for Ray, inside one that only this user can enter: Ray opens its folder to all users."""
     root = os.environ.get("RAY_TMPDIR") or None
     try:
         if root:
@@ -266,7 +266,7 @@ def places(
         strategy: how bundles are spread over nodes, as Ray names it.
 
     Raises:
-        ValueError: the cluster has no room for them; says what it lacks.
+        ValueError: the cluster has no room for them; with what it lacks.
     """
     if short := _lacking(bundles):
         raise ValueError(f"{short}; ask for fewer devices, or add nodes")

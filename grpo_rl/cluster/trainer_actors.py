@@ -62,7 +62,7 @@ class _Trainer:
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, work: Callable[[Rendezvous], Any], rendezvous: Rendezvous) -> Any:
-        """Does the work and returns its result; a run that stops early raises what it says."""
+        """Does the work and returns its result; a run that stops early raises its message."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, as terminals send it to all
         try:
             return work(rendezvous)
@@ -79,11 +79,11 @@ class OtherLost(RuntimeError):
 
 
 class _Lost(Exception):
-    """A rank is lost; the message says which, and on which node."""
+    """A rank was lost; the message names it and its node."""
 
 
 class StoppedEarly(RuntimeError):
-    """A run that was asked to stop, or whose settings can't be run; the message says which."""
+    """A run that was asked to stop, or whose settings can't be run, as in the message."""
 
 
 def run_trainers(
@@ -161,7 +161,7 @@ def _run_once(work: Callable[[Rendezvous], Any], found: list[tuple[Any, _At]], f
     """The result of rank zero, once all ranks have one."""
     runs = [trainer.run.remote(work, replace(first, rank=rank)) for rank, (trainer, _) in enumerate(found)]
     pending, asked_to_stop = list(runs), False
-    with waiting("the trainers to end", deadline_s=math.inf) as wait:  # each of them tells of its own waits
+    with waiting("the trainers to end", deadline_s=math.inf) as wait:  # each logs its own waits
         while pending:
             try:
                 wait.detail = f"{len(pending)} of {len(runs)} run"

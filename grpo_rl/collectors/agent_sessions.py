@@ -64,10 +64,7 @@ class Played:
         if not self.session.responses:
             return Dialog(own)
         last = self.session.responses[-1]
-        prompt = len(last.chain[0].messages) - 1
-        dialog = Dialog(last.messages[:prompt])
-        dialog.messages += [*last.messages[prompt:], *own]
-        return dialog
+        return Dialog([*last.messages, *own], prompt_messages=len(last.chain[0].messages) - 1)
 
 
 class AgentSessions:

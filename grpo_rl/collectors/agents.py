@@ -17,14 +17,12 @@ import torch
 from grpo_rl.agents.recorder import Recorded
 from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played, Sample
-from grpo_rl.collectors.groups import rewarded
-from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
+from grpo_rl.collectors.groups import Trajectory, group_of_trajectories, rewarded
 from grpo_rl.data.group import Group
 from grpo_rl.data.prefix_tree import common_length
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
-from grpo_rl.envs.chat import Dialog
 
 
 class AgentGroups:
@@ -111,24 +109,21 @@ def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
     """
     prompts = [torch.tensor(sequence.prompt_ids).numpy() for sequence in sequences]
     shared = min(common_length(prompts[0], other) for other in prompts)
-    trajectories = [_trajectory(sequence, shared) for sequence in sequences]
     whole = torch.tensor(sequences[0].prompt_ids[:shared], dtype=torch.long)
-    return group_of_trajectories(replace(prompt, ids=whole), trajectories)
+    return group_of_trajectories(
+        prompt.group_id, prompt.row, whole, [_trajectory(sequence, shared) for sequence in sequences]
+    )
 
 
 def _trajectory(sequence: Recorded, shared: int) -> Trajectory:
     rest = sequence.prompt_ids[shared:]
     version = sequence.versions[0] if sequence.versions else 0
     return Trajectory(
-        row={},
-        where="",
-        prompt_ids=sequence.prompt_ids[:shared],
-        dialog=Dialog([]),
-        ids=[*rest, *sequence.ids],
-        log_probs=[*[0.0] * len(rest), *sequence.log_probs],
-        versions=[*[version] * len(rest), *sequence.versions],
+        ids=[torch.tensor([*rest, *sequence.ids], dtype=torch.long)],
+        log_probs=[torch.tensor([*[0.0] * len(rest), *sequence.log_probs])],
+        versions=[torch.tensor([*[version] * len(rest), *sequence.versions], dtype=torch.long)],
+        trainable=[torch.tensor([*[False] * len(rest), *sequence.trainable], dtype=torch.bool)],
         kept=[(None, len(rest)), *sequence.kept],
-        trainable=[*[False] * len(rest), *sequence.trainable],
         routes=sequence.routes,
         truncated=sequence.truncated,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -14,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 from typing_extensions import override
 
 from grpo_rl.collectors.agents import AgentGroups
-from grpo_rl.collectors.base import Collector, Sampled
-from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
-from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
+from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
+from grpo_rl.collectors.engine_policy import act
+from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
+from grpo_rl.collectors.rollouts import Respond, at_own_pace, gathered, note, play, step, step_in_thread
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
@@ -62,9 +64,9 @@ class AsyncCollector(Collector):
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: AgentGroups | None = None,
     ) -> None:
-        self._agents = agents
+        self._agents, self.weights = agents, weights
         self._env, self._engines, self._sampling = env, engines, sampling
-        self._total, self._group_size = total_dialog_turns, 0
+        self._total, self._group_size, self._begun = total_dialog_turns, env.repeats, False
         self._drops_zero_variance, self._has_no_signal = drops_zero_variance, has_no_signal
         self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # scores one group at a time
         self.staleness = StalenessManager(env.num_envs, max_staleness, weights.version)
@@ -80,18 +82,15 @@ class AsyncCollector(Collector):
         self._sampled: list[Sampled] = []
         weights.subscribe(self._on_push)
 
-    def collect(self, group_size: int) -> list[Group]:
+    def collect(self) -> list[Group]:
         """The groups of the next training step; fewer at the end, and then none.
-
-        Args:
-            group_size: responses to a prompt; the same in all calls, as groups of later steps are in flight.
 
         Raises:
             Exception: what ended the sampling: too many engines died, too many scorers failed.
         """
 
         async def batch() -> list[Group]:  # on the loop, so the counters cannot change
-            self._group_size = group_size
+            self._begun = True
             groups = await self._scheduler.batch()
             self.sampled, self._zero_variance = [*groups, *self._zero_variance], []
             self._take_stock()
@@ -117,14 +116,14 @@ class AsyncCollector(Collector):
 
     def _on_push(self, version: int) -> None:
         async def advance() -> None:
-            if self._group_size:
+            if self._begun:
                 self._scheduler.advance(version)
             else:  # nothing was asked for yet
                 self.staleness.advance(version)
 
         self._engines.run(advance())
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, for a checkpoint: complete groups that wait are kept."""
 
         async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
@@ -133,7 +132,7 @@ class AsyncCollector(Collector):
                 for version, prompt, group in self._scheduler.open()
             ]
             return {
-                "env": json.dumps(self._env.state_dict()),
+                **env_state(self._env),
                 "trained": self.staleness.trained,
                 "dropped": dict(self.staleness.dropped),
                 "resampled": self._scheduler.resampled,
@@ -145,11 +144,11 @@ class AsyncCollector(Collector):
 
         return self._engines.run(state())
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`: groups that were in flight are sampled again."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`: groups that were in flight are sampled again."""
 
         async def restore() -> None:
-            self._env.load_state_dict(json.loads(state["env"]))
+            restore_env(self._env, state)
             self.staleness.trained, self.staleness.dropped = state["trained"], Counter(state["dropped"])
             self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
             self._scheduler.resampled = state["resampled"]
@@ -181,7 +180,7 @@ class AsyncCollector(Collector):
 
         return self._engines.run(take())
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Cancels the groups in flight; the engines stay alive."""
         self._engines.run(self._scheduler.close())
         if self._agents:
@@ -194,8 +193,7 @@ class AsyncCollector(Collector):
         return self._env.next_prompts(1)[0]
 
     async def _sample(self, prompt: Prompt) -> Group:
-        work = self._play if self._env.max_turns > 1 else self._respond
-        work = self._sessions if self._agents else work
+        work = self._sessions if self._agents else self._rollouts
         group = await self._engines.call(lambda engine: work(engine, prompt), self._group_size)
         if group is None:
             raise Dropped("unrewarded")
@@ -204,42 +202,32 @@ class AsyncCollector(Collector):
             raise Dropped("alike")  # the metric's name
         return group
 
-    async def _respond(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        name = f"group-{prompt.group_id}-{self._scheduler.resampled}"
-        with self._timed(engine, prompt):
-            samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
-        results = await self._in_turn(lambda: self._env.score(prompt.row, samples.responses))
-        self._env.note(prompt.row, results)
-        return rewarded(group_of_samples(prompt, samples), results)
+    async def _rollouts(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
+        """The rewarded group of a prompt, sampled on one engine, whose cache holds the turns before."""
+        env, name = self._env, f"group-{prompt.group_id}-{self._scheduler.resampled}"
+        together = at_own_pace(env.reset(prompts=[prompt], repeats=self._group_size).unbind(0))
+        stepping = self._step_in_turn if len(together) == 1 else step_in_thread
+        names = [name] if len(together) == 1 else [f"{name}-{i}" for i in range(len(together))]
+        with self._timed(engine, prompt) as ended:
 
-    async def _play(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        """All conversations of a group, on one engine, which holds what was said in its cache."""
-        env, ids = self._env, prompt.ids.tolist()
-        row = env.task.rows[prompt.row]
-        played = [begin(env, row, f"row {prompt.row}", ids) for _ in range(self._group_size)]
+            def responding(name: str) -> Respond:
+                call = itertools.count()
 
-        async def play(i: int) -> None:
-            turn = itertools.count()
+                async def sample(ids: Sequence[int], n: int, sampling: Sampling) -> Samples:
+                    samples = await engine.generate(f"{name}-{next(call)}", ids, n, sampling)
+                    ended()
+                    return samples
 
-            def ask(ids: Sequence[int], sampling: Sampling) -> Awaitable[Samples]:
-                name = f"group-{prompt.group_id}-{self._scheduler.resampled}-{i}-{next(turn)}"
-                return engine.generate(name, ids, 1, sampling)
+                return lambda rows: act(rows, sample, self._sampling, engine.max_model_len)
 
-            await converse(env, played[i], ask, self._sampling, engine.max_model_len)
-
-        conversations = [asyncio.ensure_future(play(i)) for i in range(self._group_size)]
-        try:
-            with self._timed(engine, prompt):
-                await asyncio.gather(*conversations)
-        finally:
-            for conversation in conversations:
-                conversation.cancel()
-        results = await self._in_turn(lambda: judge(env, played))
-        env.note(prompt.row, results)
-        return rewarded(group_of_trajectories(prompt, played), results)
+            rollouts = await gathered(
+                play(env, rows, responding(name), stepping) for name, rows in zip(names, together, strict=True)
+            )
+        note(env, rollouts)
+        return group_of_rollouts(rollouts)
 
     async def _sessions(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        """The sessions of a group, on one engine, which holds what was said in its cache."""
+        """The group of sessions about a prompt, on one engine, whose cache holds the turns before."""
         agents, call = self._agents, itertools.count()
         assert agents is not None
 
@@ -251,14 +239,24 @@ class AsyncCollector(Collector):
             return await agents.play(prompt, self._group_size, sample)
 
     @contextmanager
-    def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[None]:
-        """Notes when the engine samples the group, also if it does not get to the end."""
-        begun_s, version = time.perf_counter(), self.staleness.version
-        try:
-            yield
-        finally:
-            self._sampled.append(Sampled(engine.name, prompt.group_id, version, begun_s, time.perf_counter()))
+    def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[Callable[[], None]]:
+        """Notes when the engine samples the group, also if it does not get to the end.
 
-    async def _in_turn(self, work: Callable[[], Any]) -> Any:
+        Yields a function to call at the end of each response; without a call, the context's end counts.
+        """
+        begun_s, version, ended_s = time.perf_counter(), self.staleness.version, None
+
+        def ended() -> None:
+            nonlocal ended_s
+            ended_s = time.perf_counter()
+
+        try:
+            yield ended
+        finally:
+            self._sampled.append(
+                Sampled(engine.name, prompt.group_id, version, begun_s, ended_s or time.perf_counter())
+            )
+
+    async def _step_in_turn(self, env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         with waiting("its group's turn at the scorer, and rewards", deadline_s=math.inf):
-            return await asyncio.get_running_loop().run_in_executor(self._scorers, work)
+            return await asyncio.get_running_loop().run_in_executor(self._scorers, step, env, rows)

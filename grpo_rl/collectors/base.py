@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
 from grpo_rl.data.group import Group
+
+if TYPE_CHECKING:
+    from torchrl.envs import EnvBase
+
+    from grpo_rl.weights.push import WeightSync
 
 
 @dataclass(frozen=True)
@@ -39,16 +47,29 @@ class Collector(Protocol):
     sampled: list[Group]
     """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
 
-    def collect(self, group_size: int) -> list[Group]:
-        """The groups of the next step, of ``group_size`` responses each; none where all are sampled."""
+    weights: WeightSync | None = None
+    """What :meth:`update_policy_weights_` pushes."""
+
+    def collect(self) -> list[Group]:
+        """The groups of the next step, of ``env.repeats`` responses each; none where all are sampled."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def __iter__(self) -> Iterator[list[Group]]:
+        """One collection after the other, until all responses are sampled."""
+        while groups := self.collect():
+            yield groups
+
+    def update_policy_weights_(self) -> None:
+        """Delivers the trainer's weights to the engines, and proves that they have them: a push, `WeightSync.push`."""
+        assert self.weights is not None, "the collector was made without weights"
+        self.weights.push()
+
+    def state_dict(self) -> dict[str, Any]:
         """The state of the collection, data position included, for a checkpoint."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -63,9 +84,38 @@ class Collector(Protocol):
         """The groups that engines have sampled since the last call; empty where sampling is a phase of the step."""
         ...
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Ends the sampling that is under way; the engines stay alive."""
         ...
+
+
+def env_state(env: EnvBase) -> dict[str, Any]:
+    """The data position and the counts of an environment as JSON, and the state of the transforms around it, if any.
+
+    The state is a copy: a checkpoint is written while the next collection steps the transforms.
+    """
+    inner = getattr(env, "base_env", env)
+    transforms = {} if inner is env else {"transforms": copy.deepcopy(dict(env.state_dict()))}
+    return {"env": json.dumps(inner.state_dict())} | transforms
+
+
+def restore_env(env: EnvBase, state: Mapping[str, Any]) -> None:
+    """Goes on from :func:`env_state`; transforms begin anew where there were none then."""
+    inner = getattr(env, "base_env", env)
+    inner.load_state_dict(json.loads(state["env"]))
+    if "transforms" in state and inner is not env:
+        env.load_state_dict(state["transforms"])
+
+
+@contextmanager
+def unchanged(env: EnvBase) -> Iterator[None]:
+    """What is evaluated inside leaves the transforms around the environment as they were."""
+    state = env_state(env)
+    try:
+        yield
+    finally:
+        if "transforms" in state:
+            env.load_state_dict(state["transforms"])
 
 
 class BroadcastCollector(Collector):
@@ -73,40 +123,37 @@ class BroadcastCollector(Collector):
 
     Args:
         collector: rank zero's collector; None on the others.
-        on_rank_zero: gives every rank what work returns on rank zero; a WeightSync's, so that the others take part in
-            deliveries while they wait.
+        weights: gives every rank what work returns on rank zero; the others take part in deliveries while they wait.
         collected: responses sampled before, when a run is resumed.
     """
 
-    def __init__(
-        self, collector: Collector | None, on_rank_zero: Callable[[Callable[[], Any]], Any], collected: int
-    ) -> None:
-        self._collector, self._on_rank_zero = collector, on_rank_zero
+    def __init__(self, collector: Collector | None, weights: WeightSync, collected: int) -> None:
+        self._collector, self.weights, self._on_rank_zero = collector, weights, weights.on_rank_zero
         self.collected, self.sample_s = collected, 0.0
         self.sampled: list[Group] = []
         self._metrics: dict[str, float] = {}
 
     @override
-    def collect(self, group_size: int) -> list[Group]:
+    def collect(self) -> list[Group]:
 
         def work() -> tuple[list[Group], list[Group], int, float, dict[str, float]]:
             collector = self._collector
             assert collector is not None
-            groups = collector.collect(group_size)
+            groups = collector.collect()
             return groups, collector.sampled, collector.collected, collector.sample_s, collector.metrics()
 
         groups, self.sampled, self.collected, self.sample_s, self._metrics = self._on_rank_zero(work)
         return groups
 
     @override
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         # That of rank zero is what is saved.
-        return self._collector.state() if self._collector else {}
+        return self._collector.state_dict() if self._collector else {}
 
     @override
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._collector:
-            self._collector.restore(state)
+            self._collector.load_state_dict(state)
 
     @override
     def metrics(self) -> dict[str, float]:
@@ -123,6 +170,6 @@ class BroadcastCollector(Collector):
         return self._collector.take_sampled() if self._collector else []
 
     @override
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._collector:
-            self._collector.close()
+            self._collector.shutdown()

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.collectors.base import Sampled
+from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.data.group import Group
 from grpo_rl.envs.demonstrations import Demonstrations
 
 
-class DemonstrationCollector:
+class DemonstrationCollector(Collector):
     """The `Collector` of SFT: the rows of each optimizer step in turn, every row once an epoch.
 
     Args:
@@ -27,7 +27,7 @@ class DemonstrationCollector:
         self.sampled: list[Group] = []
         """Empty: nothing is sampled."""
 
-    def collect(self, group_size: int = 1) -> list[Group]:
+    def collect(self) -> list[Group]:
         """The rows of the next step, whatever the group size: a group has the one response of its row."""
         started = time.perf_counter()
         groups = self._demonstrations.take(min(self._batch, self._total - self.collected))
@@ -35,12 +35,12 @@ class DemonstrationCollector:
         self.sample_s = time.perf_counter() - started
         return groups
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
         return self._demonstrations.state()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`."""
         self._demonstrations.restore(state)
 
     def metrics(self) -> dict[str, float]:
@@ -55,5 +55,5 @@ class DemonstrationCollector:
         """Empty: no engine samples."""
         return []
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Ends nothing."""

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
 from grpo_rl.data import keys
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling, StepByGenerate
+
+Sample = Callable[[Sequence[int], int, Sampling], Awaitable[Samples]]
+"""Samples so many responses to a prompt, on an engine that is awaited."""
+
+WRITTEN = [keys.TOKENS_RESPONSE, keys.LOG_PROBS_RESPONSE, keys.VERSIONS, keys.TRUNCATED, keys.MAX_TOKENS]
+"""Entries that a policy writes into each row."""
+OPTIONAL = [keys.KEPT_IDS, keys.KEPT_COUNTS, keys.ROUTES_FULL]
+"""Entries that it writes as well where its engine records them."""
 
 
 class EnginePolicy(TensorDictModuleBase):
-    """Samples for ``env.rollout`` and for TorchRL's own collectors.
+    """Samples a response for each row: for ``env.rollout``, TorchRL's collectors and ours.
 
-    Rows of one group share one prompt: they are sampled in one call, so the engine computes the prompt once.
+    All rows that have as many tokens left are sampled in one call. If each prompt is that of as many rows of its group,
+    the engine computes it once. A row that is done gets an empty response.
+
+    Args:
+        engine: in this process, or a fleet that looks like one engine.
+        sampling: of each turn; shortened to the tokens that are left in the context.
     """
 
     in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]  # pyrefly: ignore[bad-override-mutable-attribute]
-    out_keys = [  # pyrefly: ignore[bad-override-mutable-attribute]
-        keys.TOKENS_RESPONSE,
-        keys.LOG_PROBS_RESPONSE,
-        keys.VERSIONS,
-        keys.TRUNCATED,
-    ]
+    out_keys = WRITTEN  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, engine: Sampler, sampling: Sampling) -> None:
         super().__init__()
-        self._engine, self._sampling = engine, sampling
+        self.engine, self.sampling = engine, sampling
+
+    @property
+    def in_rounds(self) -> bool:
+        """True if a response depends on those of its batch, so that all turns of a round are sampled together."""
+        return isinstance(self.engine, StepByGenerate) and self.engine.in_rounds
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes a response, its log-probabilities, policy version and truncation into each row.
@@ -34,31 +51,69 @@ class EnginePolicy(TensorDictModuleBase):
         Kept sets and the experts of each token, of prompt and response, come with them where the engine gives any.
         """
         rows = list(tensordict.unbind(0))
-        groups: dict[int, list[TensorDictBase]] = {}
-        for row in rows:
-            groups.setdefault(int(row[keys.GROUP_ID]), []).append(row)
-        by_size: dict[int, list[list[TensorDictBase]]] = {}
-        for group in groups.values():
-            by_size.setdefault(len(group), []).append(group)
-        for size, members in by_size.items():
-            prompts = [group[0][keys.TOKENS_PROMPT].tolist() for group in members]
-            for group, samples in zip(members, self._engine.generate(prompts, size, self._sampling), strict=True):
-                self._write(group, samples)
+        is_done = [bool(row.get("done", False)) for row in rows]
+        for row in (row for row, done in zip(rows, is_done, strict=True) if done):
+            write([row], _NOTHING, self.engine.max_model_len)
+        calls: dict[Sampling, list[TensorDictBase]] = {}
+        for row in (row for row, done in zip(rows, is_done, strict=True) if not done):
+            sampling = turn_sampling(len(row[keys.TOKENS_PROMPT]), self.sampling, self.engine.max_model_len)
+            calls.setdefault(sampling, []).append(row)
+        for sampling, asked in calls.items():
+            groups = list(by_prompt(asked).values())
+            if len({len(members) for members in groups}) > 1:  # one call all the same: responses depend on their batch
+                groups = [[row] for row in asked]
+            prompts = [members[0][keys.TOKENS_PROMPT].tolist() for members in groups]
+            sampled = self.engine.generate(prompts, len(groups[0]), sampling)
+            for members, samples in zip(groups, sampled, strict=True):
+                write(members, samples, self.engine.max_model_len)
         return lazy_stack(rows)
 
-    @staticmethod
-    def _write(group: list[TensorDictBase], samples: Samples) -> None:
-        lengths = samples.offsets.diff().tolist()
-        log_probs, versions = samples.log_probs.split(lengths), samples.versions.split(lengths)
-        bounds = samples.offsets.tolist()
-        for g, (row, ids) in enumerate(zip(group, samples.responses, strict=True)):
-            row[keys.TOKENS_RESPONSE] = ids
-            row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
-            row[keys.VERSIONS] = versions[g]
-            row[keys.TRUNCATED] = samples.truncated[g : g + 1]
-            if samples.kept:
-                place = torch.arange(len(samples.response_ids))
-                kept = samples.kept.where((place >= bounds[g]) & (place < bounds[g + 1]))
-                row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = kept.ids, kept.counts
-            if samples.routes is not None and samples.prompt_routes is not None:
-                row[keys.ROUTES_FULL] = torch.cat([samples.prompt_routes, samples.routes.split(lengths)[g]])
+
+async def act(rows: Sequence[TensorDictBase], sample: Sample, sampling: Sampling, max_model_len: int) -> None:
+    """Writes a response into each row, as :class:`EnginePolicy` does, for an engine that is awaited."""
+
+    async def of_prompt(prompt: tuple[int, ...], members: Sequence[TensorDictBase]) -> None:
+        settings = turn_sampling(len(prompt), sampling, max_model_len)
+        write(members, await sample(prompt, len(members), settings), max_model_len)
+
+    await asyncio.gather(*(of_prompt(prompt, members) for (_, prompt), members in by_prompt(rows).items()))
+
+
+def by_prompt(rows: Iterable[TensorDictBase]) -> dict[tuple[int, tuple[int, ...]], list[TensorDictBase]]:
+    """The rows of each group that go on from the same tokens, by the group's id and these tokens."""
+    found: dict[tuple[int, tuple[int, ...]], list[TensorDictBase]] = {}
+    for row in rows:
+        found.setdefault((int(row[keys.GROUP_ID]), tuple(row[keys.TOKENS_PROMPT].tolist())), []).append(row)
+    return found
+
+
+def turn_sampling(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> Sampling:
+    """The sampling settings of a turn, shortened to the tokens that are left in the context."""
+    limit = min(sampling.max_new_tokens, max_model_len - prompt_tokens)
+    if limit == sampling.max_new_tokens or limit < 1:  # the engine refuses a prompt that leaves no room
+        return sampling
+    return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
+
+
+def write(rows: Sequence[TensorDictBase], samples: Samples, max_model_len: int) -> None:
+    """Writes the responses to one prompt into the rows that ask for them."""
+    lengths = samples.offsets.diff().tolist()
+    log_probs, versions = samples.log_probs.split(lengths), samples.versions.split(lengths)
+    longest = torch.tensor([max_model_len])
+    for g, (row, ids) in enumerate(zip(rows, samples.responses, strict=True)):
+        row[keys.TOKENS_RESPONSE] = ids
+        row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
+        row[keys.VERSIONS] = versions[g]
+        row[keys.TRUNCATED] = samples.truncated[g : g + 1]
+        row[keys.MAX_TOKENS] = longest
+    if samples.kept:
+        counts = samples.kept.counts.split(lengths)
+        ids_of = samples.kept.ids.split([int(own.sum()) for own in counts])
+        for g, row in enumerate(rows):
+            row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = ids_of[g], counts[g]
+    if samples.routes is not None and samples.prompt_routes is not None:
+        for row, routes in zip(rows, samples.routes.split(lengths), strict=True):
+            row[keys.ROUTES_FULL] = torch.cat([samples.prompt_routes, routes])
+
+
+_NOTHING = Samples.from_lists([[]], [[]], [False], 0)

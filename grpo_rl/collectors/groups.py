@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 
-from grpo_rl.data.group import Group
+from grpo_rl.data import keys
+from grpo_rl.data.group import NO_ROUTE, Group
+from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples
 from grpo_rl.envs.base import Failure, Prompt, Reward
+from grpo_rl.envs.rows import dialog_of, next_of
 
 
 def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
@@ -19,11 +24,7 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
     Raises:
         RuntimeError: none of the log-probabilities is a number. A few that are not are named when they are trained on.
     """
-    if len(samples.log_probs) and not samples.log_probs.isfinite().any():
-        raise RuntimeError(
-            f"the engine sampled row {prompt.row} with log-probabilities none of which is a finite number: its model's "
-            "arithmetic fails. Try inference_model.engine=transformers, or another dtype"
-        )
+    _check(samples.log_probs, prompt.row)
     return Group(
         group_id=prompt.group_id,
         row=prompt.row,
@@ -40,6 +41,155 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         kept_ids=samples.kept_ids,
         kept_counts=samples.kept_counts,
     )
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """The tokens of one response or conversation behind the prompt, and what training needs to know of them.
+
+    Args:
+        ids, log_probs, versions, trainable: pieces, one after the other; the policy chose the trainable ones.
+        kept: the kept sets of each piece, if it has any, and its number of tokens.
+        routes: experts of all tokens, the prompt's too, as far as the sampler has read them.
+        truncated: a limit was met before the policy was done.
+    """
+
+    ids: list[torch.Tensor] = field(default_factory=list)
+    log_probs: list[torch.Tensor] = field(default_factory=list)
+    versions: list[torch.Tensor] = field(default_factory=list)
+    trainable: list[torch.Tensor] = field(default_factory=list)
+    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
+    routes: torch.Tensor | None = None
+    truncated: bool = False
+
+    def sampled(
+        self, ids: torch.Tensor, log_probs: torch.Tensor, versions: torch.Tensor, kept: Kept | None = None
+    ) -> None:
+        """Appends what the policy sampled."""
+        self._add(ids, log_probs, versions, True, kept)
+
+    def read(self, ids: torch.Tensor) -> None:
+        """Appends what the policy read and did not choose."""
+        version = int(self.versions[-1][-1]) if self.versions and len(self.versions[-1]) else 0
+        self._add(ids, torch.zeros(len(ids)), torch.full_like(ids, version), False, None)
+
+    def _add(
+        self, ids: torch.Tensor, log_probs: torch.Tensor, versions: torch.Tensor, chosen: bool, kept: Kept | None
+    ) -> None:
+        self.ids.append(ids)
+        self.log_probs.append(log_probs)
+        self.versions.append(versions)
+        self.trainable.append(torch.full_like(ids, chosen, dtype=torch.bool))
+        self.kept.append((kept, len(ids)))
+
+    @classmethod
+    def of_rollout(cls, rollout: Sequence[TensorDictBase]) -> Trajectory:
+        """The trajectory of a row's steps.
+
+        Raises:
+            ValueError: a step's prompt does not begin with the ids of the step before, as they were sampled.
+        """
+        made = cls()
+        for turn, later in zip(rollout, [*rollout[1:], None], strict=True):
+            response = turn[keys.TOKENS_RESPONSE]
+            kept = turn.get(keys.KEPT_IDS, None)
+            kept = kept if kept is None else Kept(kept, turn[keys.KEPT_COUNTS])
+            made.sampled(response, turn[keys.LOG_PROBS_RESPONSE], turn[keys.VERSIONS], kept)
+            made.routes = turn.get(keys.ROUTES_FULL, made.routes)
+            if later is not None:
+                before = torch.cat([turn[keys.TOKENS_PROMPT], response])
+                whole = later[keys.TOKENS_PROMPT]
+                if not torch.equal(whole[: len(before)], before):
+                    raise ValueError(
+                        "the environment's next prompt does not begin with the ids of prompt and response, so what was "
+                        "sampled could not be trained on; append to them instead of writing the conversation anew"
+                    )
+                made.read(whole[len(before) :])
+        last = rollout[-1]
+        made.truncated = bool(last.get(keys.TRUNCATED, False)) or bool(next_of(last).get("truncated", False))
+        return made
+
+
+def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | None:
+    """The group of all rows of one prompt, with their rewards; None where fewer than two have one."""
+    rollouts = [rollout for rollout in rollouts if not bool(next_of(rollout[-1]).get(keys.FAILED, False))]
+    if len(rollouts) < 2:
+        return None
+    first, ends = rollouts[0][0], [next_of(rollout[-1]) for rollout in rollouts]
+    group = group_of_trajectories(
+        int(first[keys.GROUP_ID]),
+        int(first[keys.ROW]),
+        first[keys.TOKENS_PROMPT],
+        [Trajectory.of_rollout(rollout) for rollout in rollouts],
+    )
+    verdicts = [verdict_of(end) for end in ends]
+    return replace(
+        group,
+        rewards=torch.stack([end[keys.REWARD[-1]].reshape(()) for end in ends]).float(),
+        reward_parts=_by_name([_parts(end, verdict) for end, verdict in zip(ends, verdicts, strict=True)]),
+        measures=_by_name([verdict.measures if verdict else {} for verdict in verdicts]),
+    )
+
+
+def verdict_of(end: TensorDictBase) -> Any:
+    """The scorer's reward or failure of a row that is done; None in an environment that is no `LLMEnv`."""
+    return None if end.get(keys.HISTORY, None) is None else dialog_of(end).verdict
+
+
+def _parts(end: TensorDictBase, verdict: Reward | None) -> dict[str, float]:
+    """The parts of the reward that apply to the response."""
+    parts = end.get(keys.REWARD_PARTS, None)
+    if parts is None:
+        return {}
+    names = verdict.parts if verdict else parts.keys()
+    return {name: float(parts[name]) for name in names}
+
+
+def group_of_trajectories(
+    group_id: int, row: int, prompt_ids: torch.Tensor, trajectories: Sequence[Trajectory]
+) -> Group:
+    """The trajectories of one prompt as a group, not yet rewarded.
+
+    Raises:
+        RuntimeError: none of the log-probabilities is a number.
+
+    >>> t = Trajectory()
+    >>> t.sampled(torch.tensor([5]), torch.tensor([-0.5]), torch.tensor([3])); t.read(torch.tensor([8, 9]))
+    >>> group = group_of_trajectories(0, 0, torch.tensor([1]), [t, t])
+    >>> group.response_ids.tolist(), group.trainable.tolist(), group.offsets.tolist(), group.versions.tolist()
+    ([5, 8, 9, 5, 8, 9], [True, False, False, True, False, False], [0, 3, 6], [3, 3, 3, 3, 3, 3])
+    """
+    log_probs = torch.cat([piece for t in trajectories for piece in t.log_probs])
+    _check(log_probs, row)
+    kept = Kept.joined(part for t in trajectories for part in t.kept)
+    lengths = [sum(len(piece) for piece in t.ids) for t in trajectories]
+    return Group(
+        group_id=group_id,
+        row=row,
+        prompt_ids=prompt_ids,
+        response_ids=torch.cat([piece for t in trajectories for piece in t.ids]),
+        log_probs=log_probs,
+        versions=torch.cat([piece for t in trajectories for piece in t.versions]),
+        trainable=torch.cat([piece for t in trajectories for piece in t.trainable]),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        rewards=torch.zeros(len(trajectories)),
+        truncated=torch.tensor([t.truncated for t in trajectories]),
+        kept_ids=kept and kept.ids,
+        kept_counts=kept and kept.counts,
+        **_routes(len(prompt_ids), lengths, trajectories),
+    )
+
+
+def _routes(prompt: int, lengths: Sequence[int], trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """The group's routes, if they were recorded; the sampler may not have read the end of a conversation."""
+    known = [t.routes for t in trajectories if t.routes is not None]
+    if not known:
+        return {}
+    whole = []
+    for length, t in zip(lengths, trajectories, strict=True):
+        routes = known[0][:0] if t.routes is None else t.routes[prompt:]
+        whole.append(torch.cat([routes, known[0].new_full((length - len(routes), *known[0].shape[1:]), NO_ROUTE)]))
+    return {"routes": torch.cat(whole), "prompt_routes": known[0][:prompt]}
 
 
 def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
@@ -75,6 +225,14 @@ def has_zero_variance(group: Group, clip: float = math.inf, by_part: bool = Fals
     # A response without a part differs in it from none.
     most, least = rewards.nan_to_num(-math.inf).amax(1), rewards.nan_to_num(math.inf).amin(1)
     return bool((most <= least).all())
+
+
+def _check(log_probs: torch.Tensor, row: int) -> None:
+    if len(log_probs) and not log_probs.isfinite().any():
+        raise RuntimeError(
+            f"the engine sampled row {row} with log-probabilities none of which is a finite number: its model's "
+            "arithmetic fails. Try inference_model.engine=transformers, or another dtype"
+        )
 
 
 def _by_name(numbers: Sequence[Mapping[str, float]]) -> dict[str, torch.Tensor]:

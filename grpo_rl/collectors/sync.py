@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.collectors.agents import SteppedGroups
-from grpo_rl.collectors.base import Sampled
-from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
-from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
+from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
+from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
+from grpo_rl.collectors.rollouts import Policy, note, play_all
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
+from grpo_rl.envs.base import LLMEnv, ScoreError
+
+if TYPE_CHECKING:
+    from grpo_rl.weights.push import WeightSync
 
 
-class SyncCollector:
+class SyncCollector(Collector):
     """Gives collections: a group for each of the environment's ``num_envs`` prompts.
 
     A response whose scorer failed is left out of its group, and a group of fewer than two responses out of the
@@ -27,31 +28,31 @@ class SyncCollector:
 
     Args:
         env: environment that gives prompts and scores responses.
-        engine: engine that samples.
-        sampling: settings of sampling; if the task replies, they hold for each turn.
+        policy: an `EnginePolicy`, or any other that writes the policy's entries of `grpo_rl.data.keys`.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         collected: responses sampled before, when a run is resumed.
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.
         has_no_signal: which groups teach nothing, where rewards are changed before they are compared.
         agents: plays sessions of agents in the place of responses and conversations.
+        weights: what :meth:`update_policy_weights_` pushes.
     """
 
     def __init__(
         self,
         env: LLMEnv,
-        engine: Sampler,
-        sampling: Sampling,
+        policy: Policy,
         total_dialog_turns: int,
         collected: int = 0,
         max_resamples: int = 0,
         has_no_signal: Callable[[Group], bool] = has_zero_variance,
         agents: SteppedGroups | None = None,
+        weights: WeightSync | None = None,
     ) -> None:
-        self._env, self._engine, self._sampling = env, engine, sampling
+        self._env, self._policy, self.weights = env, policy, weights
         self._total, self._max_resamples, self._has_no_signal = total_dialog_turns, max_resamples, has_no_signal
         self.collected, self._agents = collected, agents
         self.sample_s = 0.0
-        """Seconds that the engine took for the last collection."""
+        """Seconds that the policy took for the last collection."""
         self.dropped_groups = 0
         """Groups left out so far, as fewer than two of their responses had a reward."""
         self.filtered_groups = 0
@@ -59,12 +60,16 @@ class SyncCollector:
         self.sampled: list[Group] = []
         """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
 
-    def collect(self, group_size: int) -> list[Group]:
+    def collect(self) -> list[Group]:
         """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
+
+        No group once ``total_dialog_turns`` responses are sampled.
 
         Raises:
             ScoreError: no group was left up to ``total_dialog_turns``.
         """
+        if self.collected >= self._total:
+            return []
         wanted, resamples = self._env.num_envs, 0
         groups: list[Group] = []
         self.sampled, self.sample_s = [], 0.0
@@ -72,7 +77,7 @@ class SyncCollector:
             len(groups) < wanted and resamples < self._max_resamples and self.collected < self._total
         ):
             resamples += bool(self.sampled)
-            judged = self._sample(wanted - len(groups), group_size)
+            judged = self._sample(wanted - len(groups))
             self.sampled += judged
             groups += [group for group in judged if not (self._max_resamples and self._has_no_signal(group))]
         # Groups compare by identity.
@@ -80,14 +85,14 @@ class SyncCollector:
         self.filtered_groups += len(self.sampled) - len(groups)
         return groups
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, data position included, for a checkpoint."""
-        state = {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
+        state = env_state(self._env) | {"left_out": [self.dropped_groups, self.filtered_groups]}
         return state | ({"agents": self._agents.groups.state()} if self._agents else {})
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; the constructor got how much was collected."""
-        self._env.load_state_dict(json.loads(state["env"]))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; the constructor got how much was collected."""
+        restore_env(self._env, state)
         self.dropped_groups, self.filtered_groups = state["left_out"]
         if self._agents:
             self._agents.groups.restore(state["agents"])
@@ -107,54 +112,32 @@ class SyncCollector:
         """Empty: sampling is a phase of the step."""
         return []
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Ends the endpoint of agents, if there is one: between two collections no group is in flight."""
         if self._agents:
             self._agents.close()
 
-    def _sample(self, count: int, group_size: int) -> list[Group]:
+    def _sample(self, count: int) -> list[Group]:
         """The groups of the next ``count`` prompts, those of fewer than two scored responses left out and counted."""
+        group_size = self._env.repeats
         if self.dropped_groups and self.collected >= self._total:
             raise ScoreError(
                 f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures: "
                 + "; ".join(self._env.guard.failures()[1].values())
             )
-        prompts = self._env.next_prompts(count)
         if self._agents:
             start = time.perf_counter()
-            groups = [group for group in self._agents.play(prompts, group_size) if group]
+            groups = self._agents.play(self._env.next_prompts(count), group_size)
             self.sample_s += time.perf_counter() - start
         else:
-            sample = self._play if self._env.max_turns > 1 else self._respond
-            played = sample(prompts, group_size)
-            for group, results in played:
-                self._env.note(group.row, results)
-            groups = [group for judged in played if (group := rewarded(*judged))]
-        self.collected += len(prompts) * group_size
-        self.dropped_groups += len(prompts) - len(groups)
-        return groups
-
-    def _respond(self, prompts: Sequence[Prompt], group_size: int) -> list[tuple[Group, list[Reward | Failure]]]:
-        """A group of one turn for each prompt, and its rewards beside it."""
-        start = time.perf_counter()
-        samples = self._engine.generate([p.ids.tolist() for p in prompts], group_size, self._sampling)
-        self.sample_s += time.perf_counter() - start
-        return [
-            (group_of_samples(prompt, sample), self._env.score(prompt.row, sample.responses))
-            for prompt, sample in zip(prompts, samples, strict=True)
-        ]
-
-    def _play(self, prompts: Sequence[Prompt], group_size: int) -> list[tuple[Group, list[Reward | Failure]]]:
-        """A group of conversations about each prompt, and their rewards beside it."""
-        start = time.perf_counter()
-        env = self._env
-        played = [
-            [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(group_size)]
-            for prompt in prompts
-        ]
-        play(env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
-        self.sample_s += time.perf_counter() - start
-        return [
-            (group_of_trajectories(prompt, group), judge(env, group))
-            for prompt, group in zip(prompts, played, strict=True)
-        ]
+            rows = list(self._env.reset(prompts=count, repeats=group_size).unbind(0))
+            rollouts, sample_s = play_all(self._env, self._policy, rows)
+            self.sample_s += sample_s
+            by_prompt = [rollouts[at : at + group_size] for at in range(0, len(rollouts), group_size)]
+            for group in by_prompt:
+                note(self._env, group)
+            groups = [group_of_rollouts(group) for group in by_prompt]
+        self.collected += len(groups) * group_size
+        kept = [group for group in groups if group]
+        self.dropped_groups += len(groups) - len(kept)
+        return kept

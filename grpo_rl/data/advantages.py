@@ -176,7 +176,7 @@ def batch_advantages(
 ) -> list[Float[Tensor, "N G"]]:
     """Advantages of all groups of a collection, in the layout of ``rewards``.
 
-    A group's advantages sum to zero, unless ``clip`` changes some. Beside the kinds of :func:`group_advantages`:
+    A group's advantages sum to zero, unless ``clip`` changes some. Further kinds, beyond :func:`group_advantages`:
 
     - ``batch_std``: (r - mean of the group) / (std of all rewards + 1e-4): Lite PPO, https://arxiv.org/abs/2508.08221;
       TRL's ``scale_rewards="batch"``.

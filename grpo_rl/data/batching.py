@@ -112,9 +112,9 @@ def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = 
 def shared_prompt(groups: Sequence[Group]) -> int:
     """The number of tokens that all prompts begin with in common.
 
-    >>> from grpo_rl.testing import forked_groups
-    >>> shared_prompt(forked_groups()), shared_prompt([])
-    (12, 0)
+    >>> from grpo_rl.testing import random_group
+    >>> shared_prompt([random_group(prompt=5, lengths=[2]), random_group(prompt=3, lengths=[2])]), shared_prompt([])
+    (3, 0)
     """
     prompts = [group.prompt_ids.numpy() for group in groups]
     return min((common_length(prompts[0], prompt) for prompt in prompts), default=0)

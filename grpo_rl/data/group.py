@@ -40,7 +40,7 @@ class Group:
         offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
         rewards: [G] total reward.
         reward_parts: named parts of the reward, [G] each, NaN for a response without one.
-        measures: numbers logged beside the reward, [G] each, NaN for a response without one.
+        measures: numbers logged next to the reward, [G] each, NaN for a response without one.
         truncated: [G] True if the response reached the length limit.
         advantages: [G], once they are computed.
         ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.

@@ -9,8 +9,13 @@ from __future__ import annotations
 QUERY = "query"
 """str: the dataset row's question, for logs only. Written by ``LLMEnv.reset``."""
 
+HISTORY = "history"
+"""`grpo_rl.envs.chat.Dialog`: the conversation so far, the data row that it is about, and once it is over the scorer's
+verdict. Written by ``LLMEnv.reset`` and ``step``, read by ``step``, the collector and evaluation."""
+
 TOKENS_PROMPT = ("tokens", "prompt")
-"""[P] int64: the prompt as the engine gets it. Written by ``LLMEnv.reset``, read by engines."""
+"""[P] int64: what the policy goes on from: the prompt, later the whole conversation. Written by ``LLMEnv.reset`` and
+``step``, read by the policy."""
 
 TOKENS_RESPONSE = ("tokens", "response")
 """[R] int64: the sampled response, as ids. Written by the policy (an engine), read by ``LLMEnv.step``."""
@@ -46,10 +51,14 @@ REWARD_PARTS = ("reward_parts",)
 """Prefix of the named reward parts, [1] float32 each, inside the step's result. Written by ``LLMEnv.step``."""
 
 MEASURES = ("measures",)
-"""Prefix of the numbers logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
+"""Prefix of the numbers logged next to the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
 
 ADVANTAGE = "advantage"
 """[1, 1] float32: the response's advantage, one for all its tokens. Written and read like ``TOKENS_FULL``."""
+
+FAILED = "failed"
+"""[1] bool: the response has no reward, as its scorer or a tool failed; the collector leaves it out of its group.
+Written by ``LLMEnv.reset`` and ``step``."""
 
 GROUP_ID = "group_id"
 """[1] int64: identifies the responses to one prompt. Written by ``LLMEnv.reset``, read by the collector."""
@@ -61,7 +70,12 @@ VERSIONS = "policy_version"
 """[R] int64: version of the weights that sampled each token. Written by the policy, read by the staleness metrics."""
 
 TRUNCATED = "response_truncated"
-"""[1] bool: the response reached ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
+"""[1] bool: the response reached ``sampling.max_new_tokens``. Written by the policy, read by
+``LLMEnv.step``, where it ends the conversation, and by metrics."""
+
+MAX_TOKENS = "max_tokens"
+"""[1] int64: most tokens of a conversation, which the policy's model can read. Written by the policy, read by
+``LLMEnv.step``; without it there is no limit."""
 
 SESSION = "session"
 """[1] int64: the agent's session that the response is of. Written and read like ``TOKENS_FULL``."""

@@ -39,7 +39,7 @@ def prefix_tree(sequences: Sequence[Ids], worth: Callable[[Branch], bool] | None
     """The tree of the sequences; its root has no tokens, and all of them as members.
 
     Args:
-        worth: tells whether several sequences' common tokens become a branch; those of a refused branch are left to
+        worth: True if several sequences' common tokens become a branch; those of a refused branch are left to
             each of its children. It reads all but ``children``. None: all do.
 
     >>> root = prefix_tree([np.array(ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [7], [1, 2, 3])])

@@ -61,7 +61,7 @@ class DiagnosisContext:
     Args:
         policy: the trainer's, with the weights that it scored the tokens with.
         weights: what pushed those weights into the engine.
-        describe: names a group to people, by its prompt.
+        describe: names a group in messages, by its prompt.
     """
 
     policy: TrainPolicy
@@ -75,7 +75,7 @@ class DiagnosisContext:
 
 @dataclass(frozen=True)
 class Scored:
-    """A group beside the trainer's log-probabilities of its R response tokens."""
+    """A group with the trainer's log-probabilities of its R response tokens."""
 
     group: Group
     log_probs: Float[Tensor, " R"]
@@ -119,7 +119,7 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
     if context.sampling.cuts and (lost := [s for s in scored if s.group.kept is None]):
         return Explanation(
             "truncation",
-            "truncated sampling, and the kept sets are lost: the engine was told to cut tokens off, and "
+            "truncated sampling, and the kept sets are lost: the engine was set to cut tokens off, and "
             f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
             f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where "
             "kept_ids and kept_counts are left out between engine.generate and the groups",
@@ -136,13 +136,13 @@ def forked_random_state() -> AbstractContextManager[None]:
 def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -> Explanation:
     worst = sorted((s for s in scored if len(s.gaps)), key=lambda s: -s.gap)
     tried = [s.first_responses(RESPONSES) for s in worst[:WORST_GROUPS]]
-    # A shift asks nothing of the model: all groups can be looked at, beside the worst ones, where it may be alone.
+    # A shift asks nothing of the model: all groups are tried, too, as it may be found in the worst ones alone.
     shifts = [_shifted(tried), _shifted(scored)]
     found = [*shifts, _temperature(context, tried), _swapped(context, tried[0], scored), _truncation(context, tried)]
     explanations = [e for e in found if e and e.left <= EXPLAINS]
     if thorough and (anew := _stale(context, scored, tried)).left <= EXPLAINS:
         # Responses that are sampled anew agree whatever was done to the old ones after the engine: what explains the
-        # tokens at hand nearly as well says more.
+        # tokens at hand nearly as well is more informative.
         explanations.append(replace(anew, left=3 * anew.left))
     return min(explanations, key=lambda e: e.left, default=_unexplained(context, worst[0]))
 
@@ -150,7 +150,7 @@ def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -
 def score(context: DiagnosisContext, groups: Sequence[Group]) -> list[Scored]:
     """The groups as the trainer scores them now.
 
-    Gradients are switched on, although no one wants them: kernels compiled for training are the ones that were used.
+    Gradients are switched on, although they are unused: kernels compiled for training are the ones that were used.
     """
     by_id: dict[int, Tensor] = {}
     for micro in micro_batches(groups, context.max_tokens):
@@ -165,7 +165,7 @@ def all_gaps(scored: Iterable[Scored]) -> Float[Tensor, " C"]:
 
 
 def _shifted(tried: Sequence[Scored]) -> Explanation:
-    """The sampler's log-probability of a token beside the trainer's of the one before or after it."""
+    """The sampler's log-probability of a token against the trainer's of the one before or after it."""
     found = []
     for by in (-1, 1):
         pairs = [_beside(s, by) for s in tried]
@@ -185,17 +185,17 @@ def _shifted(tried: Sequence[Scored]) -> Explanation:
 def _beside(s: Scored, by: int) -> tuple[Tensor, Tensor, Tensor]:
     """|sampler - trainer| of each token with itself, and with the one that stands ``by`` places on in its response.
 
-    Beside them: how many such tokens each response has.
+    Also returns the number of such tokens in each response.
     """
     group, place = s.group, torch.arange(len(s.log_probs))
     response, other = torch.repeat_interleave(group.lengths), (place + by).clamp(0, max(len(place) - 1, 0))
     pairs = (other != place) & (response[other] == response) & group.trainable & group.trainable[other]
-    same, beside = (group.log_probs - log_probs for log_probs in (s.log_probs, s.log_probs[other]))
-    return same.abs()[pairs], beside.abs()[pairs], response[pairs].bincount()
+    same, shifted = (group.log_probs - log_probs for log_probs in (s.log_probs, s.log_probs[other]))
+    return same.abs()[pairs], shifted.abs()[pairs], response[pairs].bincount()
 
 
 def _temperature(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanation | None:
-    """The temperature at which the trainer would have said what the sampler said."""
+    """The temperature at which the trainer's log-probabilities fit the sampler's best."""
     policy, asked, groups = context.policy, context.policy.temperature, [s.group for s in tried]
 
     def gaps_at(temperature: float) -> Tensor:
@@ -315,7 +315,7 @@ def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
 
 
 def _stale(context: DiagnosisContext, scored: Sequence[Scored], tried: Sequence[Scored]) -> Explanation:
-    """Responses sampled now agree with the trainer: those at hand came from other weights than they say."""
+    """Responses sampled now agree with the trainer: those at hand came from other weights than recorded."""
     prompts = [s.group for s in tried]
     samples = context.engine.generate([g.prompt_ids.tolist() for g in prompts], RESPONSES, context.sampling)
     anew = [

@@ -1,7 +1,7 @@
 """Mismatch: how far the sampler's log-probabilities are from the trainer's on each trained token, and what that stops.
 
 On fresh weights the two compute the same model, so what differs is rounding, unless something is wrong. After an
-optimizer step the policy has moved, which is staleness. The mean importance ratio tells truncated sampling from both.
+optimizer step the policy has moved, which is staleness. The mean importance ratio sets truncated sampling apart.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Mismatch:
     - The first steps of a run are looked into whatever the numbers are, since nothing is known of this machine's
       rounding yet; later ones where the difference doubles, or is above the bound.
     - A fault that has a name stops the run, however small. What has none stops it above the bound, and so does a
-      difference of which it is only known that new responses don't have it, which is told below.
+      difference of which it is only known that new responses don't have it, which is only logged below it.
 
     Args:
-        bound: mean |difference| on fresh weights that stops the run, in nats; None: nothing stops it, faults are told.
+        bound: mean |difference| on fresh weights that stops the run, in nats; None: faults are only logged.
             At 0.2 the ratio of the typical token is where clipping begins before anything was learned; rounding in bf16
             gives 0.04 and less.
     """
@@ -51,7 +51,7 @@ class Mismatch:
         self._bound, self._first_tokens, self._max_staleness = bound, first_tokens, max_staleness
         self._history: deque[float] = deque(maxlen=WINDOW)
         self._looked_at = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -133,9 +133,9 @@ class Mismatch:
         self._found = found
         if stops and self._bound is not None:
             raise MismatchError(f"{what}{found.text}. (mismatch.bound=null goes on nevertheless.)")
-        if found.name in self._told:
+        if found.name in self._logged:
             return None
-        self._told.add(found.name)
+        self._logged.add(found.name)
         return f"{what}{found.text}."
 
     def metrics(self) -> dict[str, float]:

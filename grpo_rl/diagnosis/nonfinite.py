@@ -38,11 +38,11 @@ def locate_nonfinite(
     batching: MicroBatching,
     describe: Callable[[Group], str],
 ) -> str:
-    """A sentence that says what is not finite first. The gradients summed so far are lost.
+    """A sentence on what is not finite first. The gradients summed so far are lost.
 
     Args:
         batching: how the step was split and weighted.
-        describe: names a group to people, by its prompt.
+        describe: names a group in messages, by its prompt.
     """
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
@@ -52,7 +52,7 @@ def locate_nonfinite(
     try:
         for group in batch:
             optimizer.clear_gradients()
-            # A run that goes on draws as if nothing had been looked for.
+            # A run that goes on draws the same random numbers as without this search.
             with forked_random_state(), _watched(policy.model) as seen:
                 found = _in_group(policy, loss, optimizer, group, batching, totals, seen)
             if found:
@@ -73,7 +73,7 @@ def _in_group(
     totals: StepTotals,
     seen: dict[str, str],
 ) -> str | None:
-    # On-policy, what the trainer said before is a copy of what it says now.
+    # On-policy, the trainer's old log-probabilities are a copy of its present ones.
     computed = (*COMPUTED, "old_log_prob") if batching.on_policy else COMPUTED
     for tokens in scored_micro_batches(policy, [group], batching, totals):
         given = [name for name in tokens.keys() if name not in computed]

@@ -1,7 +1,7 @@
 """The watch over all ranks: a dead or frozen one is named, and the others end instead of waiting for it.
 
 A thread of every rank writes a sign of life into the store that all ranks know, with what the rank is at. Rank zero
-reads everyone's, the others read rank zero's. The end of a process on the same machine is told by the kernel at once.
+reads everyone's, the others read rank zero's. The kernel reports the end of a process on the same machine at once.
 Whoever finds a rank lost writes it into the store once, and all others read it there.
 """
 
@@ -37,11 +37,11 @@ LOST_CODE = 75
 """Exit code of a rank that ends as another is lost: EX_TEMPFAIL of sysexits.h, as the run can go on in a new start."""
 
 LAST_LOST = "grpo_rl/lost"
-"""Key of a launcher's store under which ranks say which of them was lost."""
+"""Key of a launcher's store under which ranks record which of them was lost."""
 
 
 class RankLostError(SystemExit):
-    """Ends a rank because another one is lost, which was said on stderr; exit code 75."""
+    """Ends a rank because another one is lost, as logged on stderr; exit code 75."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(LOST_CODE)
@@ -76,7 +76,7 @@ def exit_message(error: BaseException | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of what an error says."""
+    """The beginning of an error's message."""
     return (str(error).splitlines() or [""])[0][:200]
 
 
@@ -104,15 +104,15 @@ class Watch:
         self.doing: Callable[[], str] = lambda: "its start"
         """The phase that this rank is at, as ``phase train of step 5``."""
         self.advice = ""
-        """The remedy that the user is told when the run has ended."""
+        """The remedy that is printed when the run has ended."""
         self._members, self._deadline_s = members, deadline_s
         self._interval_s = min(LONGEST_INTERVAL_S, deadline_s / 10)
         store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s / 4)))
-        self._exchange, self._count, self._entered, self._beat, self._did = "", 0, 0.0, 0, ""
+        self._exchange, self._count, self._entered, self._beat, self._phase = "", 0, 0.0, 0, ""
         self._exit_message: str | None = None
         self._since, now = time.time(), time.monotonic()
         self._reached = self._looked = now
-        self._heard = {member.rank: (0, now) for member in members}
+        self._last_beats = {member.rank: (0, now) for member in members}
         self._failed_at: dict[int, float] = {}
         self._left, self._lost, self._unwinding = threading.Event(), threading.Event(), threading.Event()
         self.message = ""
@@ -120,7 +120,7 @@ class Watch:
         self._handle(UNWINDS, self._on_lost)
         if ends_on_sigterm:
             self._handle(signal.SIGTERM, self._on_sigterm)
-        self._tell()
+        self._write_beat()
         self._thread = threading.Thread(target=self._run, name="watch over ranks", daemon=True)
 
     def start(self) -> None:
@@ -169,7 +169,7 @@ class Watch:
         raise RankLostError(self.message) from None
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Ends the watch, and tells the others whether this rank ends in order.
+        """Ends the watch, and notifies the others whether this rank ends in order.
 
         Raises:
             RankLostError: as :meth:`explain`.
@@ -182,7 +182,7 @@ class Watch:
         finally:
             self._exit_message = exit_message(error)
             with contextlib.suppress(RuntimeError):
-                self._tell()
+                self._write_beat()
             self._left.set()
             self._unwinding.set()
             for number in self._handled:
@@ -208,7 +208,7 @@ class Watch:
                     poll.register(descriptor, select.POLLIN)
                 except ProcessLookupError:
                     ended.append(member)
-                except OSError:  # a kernel without them: silence tells as well, only later
+                except OSError:  # a kernel without them: a missing heartbeat shows it as well, only later
                     break
         try:
             while not self._left.is_set():
@@ -221,30 +221,30 @@ class Watch:
             for descriptor in of:
                 os.close(descriptor)
 
-    def _tell(self) -> None:
+    def _write_beat(self) -> None:
         """Writes this rank's sign of life."""
-        if (doing := self.doing()) != self._did:
-            self._did, self._since = doing, time.time()
+        if (doing := self.doing()) != self._phase:
+            self._phase, self._since = doing, time.time()
         self._beat += 1
-        said = {
-            "beat": self._beat, "doing": self._did, "since": self._since, "exchange": self._exchange,
+        status = {
+            "beat": self._beat, "doing": self._phase, "since": self._since, "exchange": self._exchange,
             "entered": self._entered, "count": self._count, "exit_message": self._exit_message,
         }  # fmt: skip
-        self.store.set(self._key(self.rank), json.dumps(said))
+        self.store.set(self._key(self.rank), json.dumps(status))
 
     def _key(self, rank: int | str) -> str:
         return f"{self.name}/{rank}"
 
     def _look(self, ended: list[Member]) -> tuple[int, str] | None:
-        """The rank that is lost, and how that is said; None if none is."""
+        """The lost rank and the message about it; None if none is lost."""
         now = time.monotonic()
         if now - self._looked > self._deadline_s / 2:  # this process was stopped itself: the others get their time anew
-            self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
+            self._last_beats = {rank: (beat, now) for rank, (beat, _) in self._last_beats.items()}
             self._reached = now
         self._looked = now
         try:
             if not self._left.is_set():
-                self._tell()
+                self._write_beat()
             found = self._find(ended, now)
             self._reached = time.monotonic()
             return found
@@ -259,71 +259,71 @@ class Watch:
         if self.store.check([self._key("lost")]):
             return self._claimed(self.store.get(self._key("lost")))
         watched = self._members[1:] if self.rank == 0 else self._members[:1]
-        said = self._said({member.rank: member for member in [*ended, *watched]})
-        if any(said[member.rank]["exit_message"] is None for member in ended):
-            time.sleep(0.1)  # its last word may be on its way
-            said = self._said(said)
+        statuses = self._statuses({member.rank: member for member in [*ended, *watched]})
+        if any(statuses[member.rank]["exit_message"] is None for member in ended):
+            time.sleep(0.1)  # its exit message may be on its way
+            statuses = self._statuses(statuses)
         for member in [*ended]:
-            if said[member.rank]["exit_message"] is None:
-                return self._claim(member.rank, f"{member} died {_at(said[member.rank])}")
+            if statuses[member.rank]["exit_message"] is None:
+                return self._claim(member.rank, f"{member} died {_at(statuses[member.rank])}")
             ended.remove(member)
         for member in watched:
-            status = said[member.rank]
+            status = statuses[member.rank]
             if status["exit_message"] == "":
                 continue
             if status["exit_message"]:
                 if now - self._failed_at.setdefault(member.rank, now) > FAILED_S:
                     return self._claim(member.rank, f"{member} ended with {status['exit_message']}, {_at(status)}")
-            elif status["beat"] != self._heard[member.rank][0]:
-                self._heard[member.rank] = status["beat"], now
-            elif now - self._heard[member.rank][1] > self._deadline_s:
+            elif status["beat"] != self._last_beats[member.rank][0]:
+                self._last_beats[member.rank] = status["beat"], now
+            elif now - self._last_beats[member.rank][1] > self._deadline_s:
                 silent = f"has given no sign of life for {self._deadline_s:g} s (train_model.deadline_s)"
                 return self._claim(member.rank, f"{member} {silent}: frozen, or its machine is gone; {_at(status)}")
         return None
 
-    def _said(self, ranks: Mapping[int, object]) -> dict[int, dict[str, Any]]:
-        """The last signs of life of some ranks."""
+    def _statuses(self, ranks: Mapping[int, object]) -> dict[int, dict[str, Any]]:
+        """The last status of some ranks."""
         of = list(ranks)
         return dict(zip(of, map(json.loads, self.store.multi_get([self._key(rank) for rank in of])), strict=True))
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
         """The rank for which an exchange failed: one that is silent since, or that the others waited for."""
         everyone = {member.rank: member for member in self._members}
-        before = self._said(everyone)
+        before = self._statuses(everyone)
         time.sleep(3 * self._interval_s)
-        said = self._said(everyone)
+        statuses = self._statuses(everyone)
         for member in self._members:
-            status = said[member.rank]
+            status = statuses[member.rank]
             if (
                 status["beat"] == before[member.rank]["beat"]
                 and status["exit_message"] is None
                 and member.rank != self.rank
             ):
                 return member.rank, f"{member} is gone, and its connections with it; it was {_at(status)}"
-        behind = [member for member in self._members if said[member.rank]["count"] < self._count]
+        behind = [member for member in self._members if statuses[member.rank]["count"] < self._count]
         if not behind:
-            return -1, f"ranks can't reach each other ({first_line(error)}), {_at(said[self.rank])}"
-        last = min(behind, key=lambda member: said[member.rank]["count"])
-        status = said[last.rank]
+            return -1, f"ranks can't reach each other ({first_line(error)}), {_at(statuses[self.rank])}"
+        last = min(behind, key=lambda member: statuses[member.rank]["count"])
+        status = statuses[last.rank]
         if status["exit_message"]:
             return last.rank, f"{last} ended with {status['exit_message']}, {_at(status)}"
         where = f"to the exchange `{self._exchange}`, in which others have waited since {_clock(self._entered)}"
         return last.rank, f"{last} did not come {where}; it is {_at(status)}"
 
     def _claim(self, rank: int, text: str) -> tuple[int, str]:
-        """Says for all which rank is lost; what was said first counts."""
-        said = self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
-        self.store.set(LAST_LOST, said[1])
-        return said
+        """Declares a rank lost, for all ranks; the first declaration counts."""
+        lost = self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
+        self.store.set(LAST_LOST, lost[1])
+        return lost
 
-    def _claimed(self, said: bytes) -> tuple[int, str]:
-        rank, text = json.loads(said)
+    def _claimed(self, value: bytes) -> tuple[int, str]:
+        rank, text = json.loads(value)
         return rank, text
 
     # The end.
 
     def _end(self, lost: int, text: str) -> None:
-        """Says which rank is lost, once on each machine, and ends the process."""
+        """Logs which rank is lost, once on each machine, and ends the process."""
         own = self._members[self.rank].machine
         speakers = [member.rank for member in self._members if member.machine == own and member.rank != lost]
         self.message = text
@@ -367,7 +367,7 @@ def _clock(seconds: float) -> str:
 
 
 def _at(status: Mapping[str, Any]) -> str:
-    """The place of a rank when it was heard of last."""
+    """The phase of a rank at its last heartbeat, in words."""
     exchange = f", in the exchange `{status['exchange']}` since {_clock(status['entered'])}"
     return f"in {status['doing']} since {_clock(status['since'])}{exchange if status['exchange'] else ''}"
 

@@ -40,7 +40,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
     """A name that the ranks of this start alone have, once all of them are there: the prefix of their keys.
 
     torchrun's store keeps what ranks wrote before they were started again, such as addresses at which no one answers.
-    So rank zero calls by a new name until all have answered with a name of their own, and then reads those out: who
+    So rank zero calls by a new name until all have answered with a name of their own, and then lists those: who
     finds its own among them has been called by the rank zero of its own start.
 
     Raises:

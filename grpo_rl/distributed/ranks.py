@@ -1,10 +1,10 @@
-"""The processes that train one policy together: what each computes, what they tell each other, who holds which weights.
+"""The processes that train one policy together: what each computes, what they exchange, who holds which weights.
 
 Every rank is given all groups of an optimizer step, plans the same micro-batches and computes its own share of them:
 whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is divided by counts of the whole step.
 
 - ``ddp``: every rank holds the whole model; gradients are added up once a step, when all micro-batches are done. It is
-  done here and not by DistributedDataParallel, which knows of a backward pass only through ``forward``: a policy scores
+  done here and not by DistributedDataParallel, which prepares a backward pass only through ``forward``: a policy scores
   with parts of its model.
 - ``fsdp``: every rank holds a part of each weight, of its gradient and of its optimizer state (FSDP2). Weights of a
   layer are gathered when it is computed, so ranks have to compute in step: one with nothing left goes on with tokens of
@@ -49,7 +49,7 @@ P = ParamSpec("P")
 
 
 def _exchange(method: Callable[Concatenate[Ranks, P], X]) -> Callable[Concatenate[Ranks, P], X]:
-    """The method as an exchange of ranks, which their watch knows by its name."""
+    """The method as an exchange of ranks, under its name in their watch."""
 
     @functools.wraps(method)
     def watched(ranks: Ranks, *arguments: P.args, **named: P.kwargs) -> X:
@@ -82,7 +82,7 @@ class Ranks:
         self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
         self.mode, self.device = mode, torch.device(device)
         self.told_after_s: float | None = None
-        """Seconds of waiting for other ranks after which it is told; None: those of every wait."""
+        """Seconds of waiting for other ranks after which it is logged; None: those of every wait."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.in_step = mode == "fsdp"
         """True if a forward or backward pass of one rank waits for those of the others."""
@@ -108,7 +108,7 @@ class Ranks:
 
         Args:
             rank: this process's number; with ``size``, how many there are, and ``store``.
-            timeout_s: longest wait for the others, here and in every exchange; whoever waits longer fails.
+            timeout_s: longest wait for the others, here and in every exchange; a longer one fails.
             deadline_s: a rank that gives no sign of life for this long is lost, and all others end.
             placement: ``fp32_masters`` and ``cpu_offload``.
 
@@ -123,7 +123,7 @@ class Ranks:
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
+        # Numbers and offloaded weights are exchanged on the CPU, all else on the GPUs.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit, by_torchrun = datetime.timedelta(seconds=timeout_s), store is None
         told_after_s = timeout_s / 2  # before the process group gives up
@@ -140,7 +140,7 @@ class Ranks:
         members = ranks.gather(Member.here(rank))
         own = store.clone()  # pyrefly: ignore[missing-attribute]
         watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
-        ranks.wait()  # everyone has given a sign of life
+        ranks.wait()  # all have sent a heartbeat
         watch.start()
         ranks.watch = watch
         return ranks
@@ -152,7 +152,7 @@ class Ranks:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the other ranks, which are told if an error is the reason.
+        """Leaves the other ranks, and notifies them if an error is the reason.
 
         Raises:
             RankLostError: the error is that of an exchange, and another rank caused it.
@@ -162,7 +162,7 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # What ranks tell each other. All of them have to call these, in the same order.
+    # Exchanges between ranks. All of them have to call these, in the same order.
 
     def wait(self) -> None:
         """Waits until all ranks are here."""
@@ -194,7 +194,7 @@ class Ranks:
 
     @_exchange
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Tells for each flag whether it is set on any rank."""
+        """For each flag, True if it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
         with self._waiting("any"):
             dist.all_reduce(joint, dist.ReduceOp.MAX)

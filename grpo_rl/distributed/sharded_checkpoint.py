@@ -1,6 +1,6 @@
 """A checkpoint's sharded tensors: each rank writes its rows, and any number of ranks reads them back.
 
-They lie in a folder beside the checkpoint's own file, a file for each rank, with all of the rank's tensors. The
+They lie in a folder next to the checkpoint's own file, a file for each rank, with all of the rank's tensors. The
 checkpoint's own file is written when they are safe, and lists them with their digests: where there is a file, its
 tensors are whole, and any other is found out.
 """
@@ -24,7 +24,7 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder
 
 SHARDS = "shards"
-"""The entry of a checkpoint's state that says which tensors lie in the folder, and the folder's suffix."""
+"""The entry of a checkpoint's state that lists the tensors in the folder, and the folder's suffix."""
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint's file that is set aside."""
 Place = list[str | int]
@@ -110,7 +110,7 @@ def check_shards(path: Path, state: Mapping, rank: int = 0, size: int = 1) -> No
         try:
             found = checkpoint_file.check(_shard(path, name))
         except FileNotFoundError:
-            raise ValueError(f"it has no sharded tensors beside it in {folder_of(path).name}/{name}") from None
+            raise ValueError(f"it has no sharded tensors next to it in {folder_of(path).name}/{name}") from None
         except ValueError as error:
             raise ValueError(f"{folder_of(path).name}/{name} is damaged: {error}") from error
         if found != digest:
@@ -127,7 +127,7 @@ def load_shards(path: Path, state: dict, ranks: Ranks | None = None) -> dict:
     """The state with its sharded tensors on the CPU: whole, or with ``ranks`` each rank's part.
 
     Raises:
-        ValueError: what the file says of its tensors is not so.
+        ValueError: the file's description of its tensors is wrong.
     """
     shards = state.pop(SHARDS, None)
     if not shards:

@@ -37,11 +37,11 @@ SIGNS = (
     "Triton Error [CUDA]: out of memory",
     "MPS backend out of memory",
 )
-"""Messages of torch's errors that have no type of their own for a lack of memory."""
+"""Messages by which torch's generic errors report a lack of memory."""
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out, and to compute less at a time can't help."""
+    """Memory ran out, and smaller batches can't help."""
 
 
 class EngineDeadError(RuntimeError):
@@ -49,7 +49,7 @@ class EngineDeadError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
+    """True if an error is torch's or Triton's report that a GPU or the machine ran out of memory.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
@@ -92,7 +92,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 class EngineStartError(EngineDeadError):
-    """An engine's process has ended before it was ready; names it, and says why."""
+    """An engine's process has ended before it was ready; with its name and the reason."""
 
 
 class EngineLostError(RuntimeError):
@@ -194,7 +194,7 @@ class Sampler(Protocol):
     """Most tokens of a prompt and its response."""
 
     takes_adapters: bool
-    """True if the engine holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight``
+    """True if the engine holds LoRA adapters next to its weights, and takes them as ``<layer>.lora_A.weight``
     (r x inputs) and ``<layer>.lora_B.weight`` (outputs x r, scaled)."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:

@@ -1,4 +1,4 @@
-"""The work that an engine does at a time, by what it is asked for and the memory that it has."""
+"""The batch sizes of an engine, by its requests and its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGITS_SHARE = 1 / 16
 def batch_tokens(memory: float) -> int:
     """Tokens that vLLM computes at most in one batch, prompts in parts if need be, on a GPU of so many bytes.
 
-    They are vLLM's own numbers for batches without a user who waits; its engines in processes of their own take fewer.
+    They are vLLM's own numbers for batches without a waiting user; its engines in processes of their own take fewer.
     """
     return 16384 if memory >= LARGE_GPU else 8192
 

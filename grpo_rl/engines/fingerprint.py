@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 _MAX_WORDS = 1 << 18
 """Columns at most: words below 2^15 times multipliers below 2^20 then sum to less than 2^53, exact in fp64."""
 _CHUNK = 1 << 19  # words at a time: the fp64 copy stays in a CPU's cache
-_JOIN = -7046029254386353131  # odd; tells the two sets of column sums apart
+_JOIN = -7046029254386353131  # odd; separates the two sets of column sums
 
 
 def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> int:
@@ -111,7 +111,7 @@ def add(*fingerprints: int) -> int:
 def same_or_none(*fingerprints: int) -> int:
     """Fingerprint of a tensor that is held in several forms; a number that none of them has, where they differ.
 
-    A form that is right must not vouch for one that is not.
+    A correct form must not hide a wrong one.
 
     >>> same_or_none(7, 7), same_or_none(7, 0)
     (7, 1)

@@ -41,7 +41,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # Where less is asked vLLM samples at this all the same, and logits divided by 1e-320 are infinite.
+        # At less than this vLLM samples at this all the same, and logits divided by 1e-320 are infinite.
         if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= 2:
             raise ValueError(
                 f"sampling.temperature is {self.temperature}; it must be 0, which is greedy, or in "

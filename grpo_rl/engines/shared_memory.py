@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 MEMORY_NAME = "grpo_rl weights"
-"""Name of the trainer's memory, which tells it from other files."""
+"""Name of the trainer's memory, which distinguishes it from other files."""
 HEADER_WORDS = 2
 """Words of 64 bits in front of a bucket's tensors: the policy version, and the bucket's number."""
 

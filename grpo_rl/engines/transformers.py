@@ -79,7 +79,7 @@ class TransformersEngine(StepByGenerate, Engine):
         self._ends, self._folder = list(end_ids(model)), model
         self._decoder: Tokenizer | None = None  # read once stop strings are asked for
         # `generate` fills in what a call leaves open from here: a model's own temperature or repetition penalty would
-        # bend the distribution behind the recorder's back.
+        # change the distribution without the recorder's knowledge.
         self._model.generation_config = GenerationConfig()
 
     @override
@@ -88,7 +88,7 @@ class TransformersEngine(StepByGenerate, Engine):
         check_request(prompts, n, sampling, self.max_model_len)
         samples: list[Samples] = []
         while len(samples) < len(prompts):
-            # A response with a seed must not depend on those beside it.
+            # A response with a seed must not depend on the others in its batch.
             size = max(1, self._max_batch // n) if sampling.seed is None else 1
             at_once = prompts[len(samples) :][:size]
             with seeded(sampling.seed):

@@ -130,7 +130,7 @@ def compare(first: Path, second: Path) -> int:
 
 
 def _masked_word(word: str) -> str:
-    """An override without its secrets, told apart from one with others."""
+    """An override without its secrets, distinguished from one with others."""
     hidden = masked_override(word)
     return word if hidden == word else f"{hidden} ({masked(word, 'secret', told_apart=True)})"
 

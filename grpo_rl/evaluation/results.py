@@ -31,7 +31,7 @@ class TaskResult:
     """The scores of one task.
 
     Args:
-        row_ids: digest of each row, by which a comparison knows it.
+        row_ids: digest of each row, by which a comparison identifies it.
         scores: per-row numbers by score; NaN where a row could not be judged.
         measures: numbers on the responses: length, truncation, failures.
     """
@@ -75,7 +75,7 @@ def task_result(task: Task, rows: Sequence[dict], greedy: Evaluation, sampled: E
 
 
 def row_id(task: Task, row: dict) -> str:
-    """A digest of a row's prompt and gold answer, by which two evaluations know that they had the same row."""
+    """A digest of a row's prompt and gold answer, by which a row is recognised in two evaluations."""
     return hashlib.sha256(json.dumps([task.prompt(row), task.gold(row)], default=str).encode()).hexdigest()[:16]
 
 

@@ -291,5 +291,5 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
-    """Mask of the tokens that reached a bound of the surrogate, from what `GRPOLoss.terms` says of them."""
+    """Mask of the tokens that reached a bound of the surrogate, from the output of `GRPOLoss.terms`."""
     return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)

@@ -49,7 +49,7 @@ class Converted:
             place[name] = value
 
     def differs(self, name: str, why: str, value: Any = ...) -> None:
-        """Adds a difference: one line without secrets, and without a stranger's escape sequences."""
+        """Adds a difference: one line without secrets, and without escape sequences."""
         text = f"{self[name] if value is ... else value!r}"
         text = shown(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
         self.differences.append(" ".join(f"{text}: {shown(why)}".split()))
@@ -69,6 +69,6 @@ class Converted:
             raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")
         lines = [f"Converted from TRL's {source} by grpo-rl from-trl. Differences:"]
         lines += [f"  {line}" for line in self.differences or ["none"]]
-        # They quote a stranger's text: a line break would end the comment.
+        # They quote untrusted text: a line break would end the comment.
         comment = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}\n" for line in lines)
         return comment + settings

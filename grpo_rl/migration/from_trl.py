@@ -247,7 +247,7 @@ def _convert_model(made: Converted) -> None:
 
 
 def _divide_devices(made: Converted, ranks: int) -> None:
-    """Gives processes and engines their devices; vLLM beside several trainers has some of its own (async mode)."""
+    """Gives processes and engines their devices; vLLM next to several trainers has some of its own (async mode)."""
     size = int(made.get("vllm_tensor_parallel_size", 1))
     served = made["use_vllm"] and made["vllm_mode"] == "server"
     if ranks == 1 and not served:

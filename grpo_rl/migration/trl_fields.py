@@ -1,7 +1,7 @@
 """The table of TRL's ``GRPOConfig``: its fields, their defaults and types, and its values under their names here.
 
 Source: TRL 1.16, ``trl/trainer/grpo_config.py`` and ``trl/trainer/model_config.py``, and the ``TrainingArguments`` of
-transformers 5.19. docs/from_trl.md says what becomes of each field. `grpo_rl.settings.other_names.SAME` has those whose
+transformers 5.19. docs/from_trl.md has what becomes of each field. `grpo_rl.settings.other_names.SAME` has those whose
 value is taken over as it is.
 """
 
@@ -75,7 +75,7 @@ CONVERTED = {
     "load_best_model_at_end", "load_in_4bit", "load_in_8bit", "lora_target_modules", "optim", "resume_from_checkpoint",
     "sync_ref_model", "use_liger_kernel", "use_peft",
 }  # fmt: skip
-"""Fields with a counterpart, beside those whose value is taken over; three of them are Open-R1's."""
+"""Fields with a counterpart, other than those whose value is taken over; three of them are Open-R1's."""
 UNNEEDED = (
     "accelerator_config", "attn_implementation", "auto_find_batch_size", "average_tokens_across_devices",
     "batch_eval_metrics", "bf16_full_eval", "cache_implementation", "cast_lm_head_to_fp32", "dataloader_", "ddp_",

@@ -13,7 +13,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 
 TURN_ENDS = "turn_ends"
-"""The column that tells turns of the policy from the replies between them, where the task replies."""
+"""The column that separates the policy's turns from the replies between them, where the task replies."""
 
 _BEFORE_PARTS = [
     ("step", pa.int64()),
@@ -44,7 +44,7 @@ def completion_rows(
     Args:
         decode: ids -> text of a response.
         answer: index of a dataset row -> its gold answer, or None where the task has none.
-        turns: whether the task replies; then ``turn_ends`` says where turns and replies end in ``completion``.
+        turns: whether the task replies; then ``turn_ends`` has where turns and replies end in ``completion``.
         decode_prompt: ids -> text of a prompt; None: as of a response.
 
     ``policy_version`` is that of the response's first token: the oldest weights that had a part in it.

@@ -13,7 +13,7 @@ BUILT_IN = {
     "trackio": ("grpo_rl.monitor.trackio:TrackioLog", "trackio"),
     "mlflow": ("grpo_rl.monitor.mlflow:MLflowLog", "mlflow"),
 }
-"""The loggers that have a name: their class, and the library that it needs."""
+"""The built-in loggers by name: class, and required library."""
 
 
 def logger_names(backend: str | Sequence[str]) -> list[str]:

@@ -20,13 +20,12 @@ REMEDY = (
     "end the run and resume it without this logger in logger.backend, or with logger.mode=offline for wandb; what it "
     "lacks is in the run folder"
 )
-METHODS = ("log", "table", "close")
 REST = 20
 """Calls that a logger misses after one that failed: those of ten steps, as an attempt may take seconds."""
 
 
 class MetricsLogger(Protocol):
-    """A place that metrics and responses go to, beside the run folder's own files; `docs/loggers.md` has an example.
+    """A place that metrics and responses go to, next to the run folder's own files; `docs/loggers.md` has an example.
 
     Args:
         run_dir: the run folder, which exists.
@@ -54,7 +53,7 @@ def logger_class(name: str) -> type[MetricsLogger]:
     """The class of a logger, imported with its library.
 
     Raises:
-        ValueError: the library is not installed; there is no such module or class, or it lacks a method.
+        ValueError: the library is not installed; there is no such module or class.
     """
     if name in BUILT_IN:
         where, library = BUILT_IN[name]
@@ -64,20 +63,14 @@ def logger_class(name: str) -> type[MetricsLogger]:
             remedy = f"pip install 'grpo-rl[{name}]', or take it out of logger.backend"
             raise ValueError(f"logger.backend={name}, but it can't be imported ({error}): {remedy}") from error
         name = where
-    found = object_by_name(name, "logger.backend")
-    if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:
-        raise ValueError(
-            f"logger.backend={name}: there is no method {', '.join(missing)}; a logger is a class with "
-            f"{', '.join(METHODS)} (docs/loggers.md)"
-        )
-    return found
+    return object_by_name(name, "logger.backend")
 
 
 def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
     """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
 
     Raises:
-        ValueError: says which, and what to do.
+        ValueError: names the logger, and the remedy.
     """
     names = logger_names(backend)
     for name in names:
@@ -199,7 +192,7 @@ def sent(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def _described(error: Exception) -> str:
-    """The error for people; libraries' messages may have the address and the key that they were given."""
+    """The error's text for logs; libraries' messages may have the address and the key that they were given."""
     return f"{type(error).__name__}: {masked_text(str(error))}"
 
 

@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 FEWEST_AT_AN_END = 5
 """Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
-"""The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
+"""The names under ``reward/`` other than the named parts of the reward; no part may take one of them."""
 STEP_PHASES = ("read", "sample", "wait", "score", "train", "sync", "other")
 """The phases of a step in the order in which they begin; SFT reads in the place of sampling.
 
@@ -99,7 +99,7 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
 
 
 def task_metrics(groups: Mapping[str, Sequence[Group]]) -> dict[str, float]:
-    """The metrics of each task of a mixture that tell whether it is learnt, from its groups of a step.
+    """The metrics of each task of a mixture that show whether it is learnt, from its groups of a step.
 
     >>> from grpo_rl.testing import random_group
     >>> metrics = task_metrics({"gsm8k": [random_group(lengths=[1, 3], rewards=[0.0, 2.0])]})
@@ -241,7 +241,7 @@ def steps_at_an_end(steps: int) -> int:
 
 
 def first_and_last(values: Sequence[float]) -> tuple[float, float]:
-    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` says.
+    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` returns.
 
     >>> first_and_last([1.0] * 5 + [0.0] * 10 + [3.0, 4.0, 5.0, 4.0, 4.0]), first_and_last([1.0, math.nan, 2.0])
     ((1.0, 4.0), (1.0, 2.0))
@@ -343,7 +343,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def _encode(row: Mapping[str, float]) -> dict[str, object]:
-    # A metric may come as a tensor or a NumPy scalar; JSON wants Python's numbers.
+    # A metric may come as a tensor or a NumPy scalar; JSON needs Python's numbers.
     numbers = {name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()}
     nonfinite = {name: str(float(value)) for name, value in numbers.items() if not math.isfinite(value)}
     encoded: dict[str, object] = {name: None if name in nonfinite else value for name, value in numbers.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.loggers import run_name
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 
 ID_FILE, DATABASE, ARTIFACTS, TABLES = "mlflow_id", "mlflow.db", "mlflow_artifacts", "completions"
 LONGEST_VALUE = 500

@@ -15,7 +15,7 @@ from grpo_rl.waits.registry import waiting
 def start_phase(
     what: str, say: Callable[[str], None] = print, show: bool | None = None, live: bool = False
 ) -> Iterator[None]:
-    """Says what begins, and at its end how many seconds it took; nothing more where it fails.
+    """Prints a phase's name at its start, and its seconds at its end; no more where it fails.
 
     Two lines in a file. In a terminal the second is written over the first, unless something was printed between.
 

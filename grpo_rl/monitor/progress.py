@@ -1,4 +1,4 @@
-"""The terminal view of a run: a live panel where somebody watches, one plain line a step where no one does."""
+"""The terminal view of a run: a live panel in a terminal, one plain line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Progress:
         self._wait = wait and wait.__enter__()
 
     def goes_on(self) -> None:
-        """Notes a sign of life in a long phase, such as a micro-batch that is done."""
+        """Notes progress in a long phase, such as a micro-batch that is done."""
         if self._wait:
             self._wait.again()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -31,14 +32,25 @@ class SamplingLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._parts = StepParts(Path(run_dir) / SAMPLING_FOLDER)
 
-    def write(self, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
-        """Writes the step's part; none where there are no rows, as in synchronous training.
+    def write(self, step: int, sampled: Sequence[Any], zero: float) -> None:
+        """Writes the step's part; none where nothing was sampled meanwhile, as in synchronous training.
 
         Args:
-            rows: with the columns of :data:`SCHEMA` but ``step``.
+            sampled: as `grpo_rl.collectors.base.Sampled`.
+            zero: the run's clock, less ``time.perf_counter()``.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
+        rows = [
+            {
+                "engine": group.engine,
+                "group_id": group.group_id,
+                "policy_version": group.version,
+                "begun_s": zero + group.begun_s,
+                "ended_s": zero + group.ended_s,
+            }
+            for group in sampled
+        ]
         if rows:
             self._parts.write_rows(step, rows, SCHEMA)

@@ -131,7 +131,7 @@ class StepRecord:
                 # Kish's effective sample size, as a fraction of the tokens.
                 "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
             }
-            # Without a reference, a dual clip or a correction there is nothing to tell, not even 0.
+            # Without a reference, a dual clip or a correction there is nothing to log, not even 0.
             if "kl_ref" in self._sums:
                 metrics["kl/ref"] = self._sums["kl_ref"] / tokens
             if "clip_dual" in self._sums:

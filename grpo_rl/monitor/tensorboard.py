@@ -16,7 +16,7 @@ ROWS = 8
 class TensorBoardLog:
     """Event files in the run folder's ``tensorboard/``; ``tensorboard --logdir outputs`` shows all runs.
 
-    A resumed run tells TensorBoard to forget the steps after its checkpoint. Each call is on the disk before it
+    A resumed run makes TensorBoard drop the steps after its checkpoint. Each call is on the disk before it
     returns. Values are 32-bit floats, as TensorBoard's scalars are.
     """
 

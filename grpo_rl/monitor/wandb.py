@@ -175,7 +175,7 @@ def with_overview(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _set_aside(run_dir: Path) -> bool:
-    """Renames the folders of earlier offline runs, and tells whether there were any; uploaded ones stay."""
+    """Renames the folders of earlier offline runs, and returns whether there were any; uploaded ones stay."""
     found = False
     for folder in (run_dir / "wandb").glob("offline-run-*"):
         if not any(folder.glob("*.synced")):

@@ -67,7 +67,7 @@ def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again:
 
 
 def measure_rates(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 1.0) -> Rates:
-    """The rates of this machine: the best of all calls within about so many seconds, as a neighbour only slows down."""
+    """The rates of this machine: the best of all calls within about so many seconds; other load only slows them."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
     sizes = (4096, 8192) if device.type == "cuda" else (512, 1024, 2048)

@@ -1,10 +1,10 @@
 r"""Roofline of a step: what it would take at this machine's measured best, the floor behind ``limit_fraction``.
 
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
-memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
+memory. It leaves out what should be small in comparison (element-wise work, the optimizer, rewards), and counts every
 response token in full, though a response's last one need not be fed back: with responses of a few dozen tokens,
 the fraction is below 1 even where nothing is wasted. Of a mixture's experts those count that a token visits; decoding
-reads at least as many. What adapters add to products and reads is left out, being small beside the weights
+reads at least as many. What adapters add to products and reads is left out, being small next to the weights
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
@@ -37,7 +37,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> int | None:
-    """The number of experts that a token visits, as the config says; None: it doesn't, or has none."""
+    """The number of experts that a token visits, by its config; None: not given there, or no experts."""
     return next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
 
 
@@ -68,7 +68,7 @@ class ModelSizes:
         """The sizes of a transformers model, in the dtype it has now.
 
         Args:
-            pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
+            pushes_adapters: they alone travel, after a base that went with the first push; else they are merged.
         """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyrefly: ignore[missing-attribute]
         base = [p for name, p in model.named_parameters() if ".lora_" not in name]
@@ -107,6 +107,14 @@ class ModelSizes:
 
         return sum(n * (up_to(end, w) - up_to(start, w)) for w, n in Counter(self.windows).items())
 
+    def forward_flops(self, start: int, end: int, predicted: int = 0) -> int:
+        """Operations on the tokens of a sequence from position ``start`` up to ``end``, so many of them with the head.
+
+        They are $2N + 2HV$ a token, without the head $2N$, and $4AK$.
+        """
+        trunk = 2 * self.trunk * (end - start) + 4 * self.attention * self.keys_seen(start, end)
+        return trunk + 2 * self.hidden * self.vocab * predicted
+
 
 def floors_s(
     groups: Sequence[Group],
@@ -117,7 +125,6 @@ def floors_s(
     skip_zero_advantage: bool = False,
     mask_truncated: bool = False,
     inference_devices: int = 1,
-    alike: bool = True,
 ) -> dict[str, float]:
     r"""The least seconds of each phase of the step that samples these groups and trains on them.
 
@@ -131,8 +138,7 @@ def floors_s(
     Args:
         skip_zero_advantage: zero-variance groups are not trained on.
         mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
-        inference_devices: devices that sample side by side, each as fast as ``rates`` says.
-        alike: responses may begin alike; False: they are not compared.
+        inference_devices: devices that sample side by side, each as fast as ``rates``.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
     2·140·5 = 1400 for the responses take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
@@ -144,32 +150,19 @@ def floors_s(
     {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
     """
 
-    def prompt(length: int) -> int:
-        return 2 * sizes.trunk * length + 4 * sizes.attention * sizes.keys_seen(0, length)
-
-    def responses(passed: Sequence[Group]) -> int:
-        ends = ((p, p + n) for group in passed for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
-        keys = sum(sizes.keys_seen(start, end) for start, end in ends)
-        tokens = sum(len(group.response_ids) for group in passed)
-        return 2 * (sizes.trunk + sizes.hidden * sizes.vocab) * tokens + 4 * sizes.attention * keys
-
-    def prompts(passed: Sequence[Group]) -> int:
-        branches = prefix_tree([group.prompt_ids.numpy() for group in passed])
-        return sum(prompt(branch.stop) - prompt(branch.start) for branch in branches)
-
     def forward(passed: Sequence[Group]) -> int:
-        if not alike:
-            return prompts(passed) + responses(passed)
         sequences = [np.concatenate([group.prompt_ids, ids]) for group in passed for ids in group.responses]
         lengths = [len(group.prompt_ids) for group in passed for _ in range(group.size)]
         total = 0
         for branch in (b for b in prefix_tree(sequences) if b.stop):
             predicted = max(0, branch.stop - max(branch.start, min(lengths[member] for member in branch.members)))
-            total += prompt(branch.stop) - prompt(branch.start) + 2 * sizes.hidden * sizes.vocab * predicted
+            total += sizes.forward_flops(branch.start, branch.stop, predicted)
         return total
 
-    prefill = prompts(groups)
-    decode = responses(groups)
+    branches = prefix_tree([group.prompt_ids.numpy() for group in groups])
+    prefill = sum(sizes.forward_flops(branch.start, branch.stop) for branch in branches)
+    ends = ((p, n) for group in groups for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
+    decode = sum(sizes.forward_flops(start, start + length, length) for start, length in ends)
     longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]

@@ -6,15 +6,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from grpo_rl.planner.plan import Layout, Plan, make_plan, plan_layout
-from grpo_rl.planner.scenario import Scenario
+from grpo_rl.planner.plan import Plan, make_plan, plan_layout
+from grpo_rl.planner.scenario import Layout, Scenario
+from grpo_rl.settings.devices import asked_devices
 
-LARGEST_CLUSTER = 1024
 BEST_UTILIZATION = 0.9
 """``inference_model.gpu_memory_utilization`` of devices that sample alone."""
-
-UNDIVIDED = {f"{role}_model.{key}": None for role in ("train", "inference") for key in ("num_devices", "devices")}
-"""Overrides that leave the devices to :func:`with_devices`: on a larger cluster they are divided anew."""
 
 
 def best_overlapped(scenario: Scenario) -> Plan | None:
@@ -39,8 +36,7 @@ def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
         ValueError: the devices are too few.
     """
     settings, count = scenario.settings, scenario.cluster.count
-    roles = (settings.train_model, settings.inference_model)
-    divided = any(role.num_devices is not None or role.devices is not None for role in roles)
+    divided = any(asked_devices(settings, role) is not None for role in ("train", "inference"))
     if count == 1 or divided or not scenario.overlaps:
         return scenario, ""
     alone = scenario.with_overrides({"inference_model.gpu_memory_utilization": BEST_UTILIZATION})
@@ -58,10 +54,9 @@ def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
 def _overlapped(scenario: Scenario) -> Iterator[Plan]:
     """Plans of every split of all devices into trainers and engines.
 
-    A reference shares the trainers' devices, or has one of its own beside a single trainer.
+    A reference shares the trainers' devices, or has one of its own next to a single trainer.
     """
-    count, ref_model = scenario.cluster.count, scenario.settings.ref_model
-    ref = ref_model.num_devices or len(ref_model.devices or ())
+    count, ref = scenario.cluster.count, asked_devices(scenario.settings, "ref") or 0
     scenario = scenario if scenario.overlaps else scenario.with_overrides({"mode": "async"})
     for size in scenario.engine_sizes(2 ** int(math.log2(max(1, count - 1)))):
         for ranks in range(1, min(count - ref, (1 if ref else scenario.most_ranks) + 1)):
@@ -71,20 +66,16 @@ def _overlapped(scenario: Scenario) -> Iterator[Plan]:
 
 
 def remedies(plan: Plan) -> dict[str, list[str]]:
-    """The overrides that make each role fit that does not, each by itself; else pairs of them, else none.
+    """Overrides that make a role fit that does not, by role: one setting each, or else pairs of them, or else none.
 
     Each was planned: with it that role fits, and no other lacks more than before.
     """
-    return {role: list(_remedies(plan, role)) for role in plan.missing}
-
-
-def _remedies(plan: Plan, role: str) -> Iterator[str]:
-    candidates = list(_candidates(plan, role))
-    for count in (1, 2):
-        fitting = [found for keys in itertools.combinations(candidates, count) if (found := _first(plan, role, keys))]
-        if fitting:
-            yield from map(written, fitting)
-            return
+    found = {}
+    for role in plan.missing:
+        candidates = list(_candidates(plan, role))
+        tried = ([_first(plan, role, keys) for keys in itertools.combinations(candidates, size)] for size in (1, 2))
+        found[role] = next((fitting for all_of in tried if (fitting := [text for text in all_of if text])), [])
+    return found
 
 
 def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]:
@@ -101,8 +92,8 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
             yield "inference_model.gpu_memory_utilization", lower
             yield "inference_model.sleep", [True]
         if scenario.visible and not settings.train_model.devices:
-            free = scenario.cluster.count - layout.total
-            yield "train_model.num_devices", list(range(layout.train + 1, layout.train + free + 1))
+            most = layout.train + scenario.cluster.count - layout.total
+            yield "train_model.num_devices", range(layout.train + 1, most + 1)
         fitting = (plan.largest_tokens - (inference.max_model_len - longest)) // scenario.batches.group_size
         if 64 <= fitting < longest:
             yield "sampling.max_new_tokens", [fitting // 64 * 64]
@@ -116,26 +107,20 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
         yield "inference_model.tensor_parallel_size", [size for size in sizes if size > layout.engine_size]
         if (length := plan.largest_len // 64 * 64) > longest:
             yield "inference_model.max_model_len", [length]
-    if scenario.visible:
-        doubled = [scenario.cluster.count * 2**i for i in range(1, 11)]
-        yield "cluster", [count for count in doubled if count <= LARGEST_CLUSTER]
 
 
-def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, Sequence[object]]]) -> dict[str, object] | None:
-    """The first values of these keys together with which the role fits."""
+def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, Sequence[object]]]) -> str:
+    """The keys with the first of their values with which the role fits; empty: there are none."""
     keys, values = zip(*candidates, strict=True)
     for chosen in itertools.product(*values):
         overrides = dict(zip(keys, chosen, strict=True))
         try:
-            scenario = plan.scenario.with_overrides(overrides)
-            if "cluster" in overrides:
-                scenario, _ = with_devices(scenario.with_overrides(UNDIVIDED))
-            other = make_plan(scenario)
+            other = make_plan(plan.scenario.with_overrides(overrides))
         except ValueError:
             continue  # a value that this config can't have
         if all(name != role and gib <= plan.missing.get(name, 0.0) for name, gib in other.missing.items()):
-            return overrides
-    return None
+            return written(overrides)
+    return ""
 
 
 def written(overrides: Mapping[str, object]) -> str:

@@ -6,16 +6,12 @@ not divide is an `IndivisibleBatchError`, which the checks of a config raise and
 
 from __future__ import annotations
 
-import functools
+import math
 from dataclasses import dataclass
 
-import torch
-
-from grpo_rl.data.batching import micro_batches_of
-from grpo_rl.data.group import Group
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
-from grpo_rl.settings.divisibility import IndivisibleBatchError, Where, indivisible_batches
+from grpo_rl.settings.divisibility import IndivisibleBatchError, indivisible_batches
 from grpo_rl.settings.sections import Sections
 
 PROMPT_TOKENS = 128
@@ -32,7 +28,6 @@ class BatchPlan:
         wanted: responses that the config asks for; whole collections may give more.
         max_tokens: limit of a micro-batch, where the number of micro-batches is not given.
         accumulation: the number of micro-batches that is asked for; None: as many as the tokens need.
-        micro_batches: how many groups each micro-batch of an optimizer step has.
     """
 
     prompts: int
@@ -47,7 +42,6 @@ class BatchPlan:
     response_tokens: int
     max_tokens: int
     accumulation: int | None
-    micro_batches: tuple[int, ...]
     has_reference: bool
     needs_old_log_probs: bool
     skips_zero_variance: bool
@@ -70,6 +64,11 @@ class BatchPlan:
         return self.responses // self.batch_responses
 
     @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """How many groups each micro-batch of an optimizer step has."""
+        return equal_micro_batches(self.batch_groups, self.group_tokens, self.max_tokens, self.accumulation)
+
+    @property
     def over_budget(self) -> bool:
         """True where a group, which is never split, takes more than ``train.micro_batch_tokens``."""
         return self.accumulation is None and self.group_tokens > self.max_tokens
@@ -78,15 +77,6 @@ class BatchPlan:
     def group_tokens(self) -> int:
         """Tokens computed for a group: its prompt once, then every response."""
         return self.prompt_tokens + self.group_size * self.response_tokens
-
-    def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
-        """Stand-ins for so many groups of a collection, scored by a reference or not."""
-        lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
-        return [assumed_group(*lengths, i, reference) for i in range(count)]
-
-    def error_in(self, *where: Where) -> IndivisibleBatchError | None:
-        """The first error in one of these places."""
-        return next((error for error in self.errors if error.where in where), None)
 
 
 def plan_batches(
@@ -113,11 +103,7 @@ def plan_batches(
             f"a prompt of {prompt} tokens and a response of {response} do not fit into "
             f"inference_model.max_model_len={context}; each needs one token or more"
         )
-    batching = micro_batching(settings)
-    size = settings.env.repeats
-    count = settings.train.optim_batch_size // size
-    groups = [assumed_group(prompt, response, size, i) for i in range(count)]
-    micro, _ = micro_batches_of(None, groups, batching.max_tokens, batching.count)
+    batching, size = micro_batching(settings), settings.env.repeats
     return BatchPlan(
         prompts=settings.env.num_envs,
         group_size=size,
@@ -131,7 +117,6 @@ def plan_batches(
         response_tokens=response,
         max_tokens=batching.max_tokens,
         accumulation=batching.count,
-        micro_batches=tuple(len(groups) for groups in micro),
         has_reference=bool(settings.policy.kl_coef),
         needs_old_log_probs=needs_old_log_probs(settings),
         skips_zero_variance=batching.skip_zero_advantage,
@@ -140,27 +125,16 @@ def plan_batches(
     )
 
 
-@functools.cache
-def assumed_group(prompt: int, response: int, size: int, number: int = 0, reference: bool = False) -> Group:
-    """A group of these lengths and of nothing else; one number stands for all its tokens.
+def equal_micro_batches(groups: int, group_tokens: int, max_tokens: int, count: int | None = None) -> tuple[int, ...]:
+    """How many groups each micro-batch has where `grpo_rl.data.batching.micro_batches` splits groups of one size.
 
     Args:
-        number: an id that tells it from other groups, its prompt included.
-        reference: the reference has scored it.
+        count: as many micro-batches, as far as there are groups; None: as ``max_tokens`` needs.
+
+    >>> equal_micro_batches(7, 100, max_tokens=250), equal_micro_batches(2, 300, max_tokens=250)
+    ((2, 2, 2, 1), (1, 1))
     """
-
-    def tokens(dtype: torch.dtype) -> torch.Tensor:
-        return torch.ones((), dtype=dtype).expand(size * response)
-
-    return Group(
-        group_id=number,
-        row=number,
-        prompt_ids=torch.full((prompt,), number + 1),
-        response_ids=tokens(torch.long),
-        log_probs=tokens(torch.float32),
-        versions=tokens(torch.long),
-        trainable=tokens(torch.bool),
-        offsets=torch.arange(size + 1) * response,
-        rewards=torch.zeros(size),
-        ref_log_probs=tokens(torch.float32) if reference else None,
-    )
+    if not groups:
+        return ()
+    number = min(count, groups) if count else math.ceil(groups / max(1, max_tokens // group_tokens))
+    return tuple(groups // number + (i < groups % number) for i in range(number))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
@@ -19,13 +18,12 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
     """
     parser.usage = "grpo-rl batches [options] [overrides ...]"
     _add_lengths(parser, "assumed length of a prompt")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture there")
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
     parser.set_defaults(run_command=_batches)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Says what fits on each device of a cluster, the largest micro-batch and context, the expected time of a step, and
+    """Shows what fits on a cluster, by device, the largest micro-batch and context, the expected time of a step, and
     how to divide the devices. Takes the overrides of `grpo-rl train`; needs a model's config.json and no weights.
     cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or cluster=here, which measures this
     machine (the default). mode=async where there are several devices, unless it is given. Exit code 1: it does not fit,
@@ -56,24 +54,21 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
 
 def _refuse_sft(mode: str | None) -> None:
     if mode == "sft":
-        raise ValueError("mode=sft samples nothing, and a plan is of sampling beside training; leave it out")
+        raise ValueError("mode=sft samples nothing, and a plan is of sampling and training; leave it out")
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
+    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches
-    from grpo_rl.planner.drawing import picture, svg
+    from grpo_rl.planner.drawing import picture
 
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
-    title = _title("batches", options, overrides)
-    Console(highlight=False).print(picture(plan, title))
-    if options.svg:
-        options.svg.write_text(svg(plan, title))
+    Console(highlight=False).print(picture(plan, _title("batches", options, overrides)))
     return int(bool(plan.errors))
 
 
@@ -87,7 +82,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     here = where.startswith("here")
     if not cfg.mode and (not here or has_no_gpu()):
         cfg.mode = "async" if not here and Cluster.parse(where).count > 1 else "sync"
-    if cfg.mode:  # wrong words before the imports; GPUs here need torch
+    if cfg.mode:  # usage errors before the imports; GPUs here need torch
         Settings.read(cfg)
     cfg.train_model.dtype = cfg.train_model.dtype or (default_dtype(cfg.ray.address) if here else "bfloat16")
     cluster = Cluster.parse(where, cfg.train_model.dtype)
@@ -105,9 +100,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
-    plan = make_plan(scenario)
+    plan, best = make_plan(scenario), None if chosen else best_overlapped(scenario)
     title = _title("plan", options, overrides)
-    console = Console(highlight=False)
-    best = None if chosen else best_overlapped(scenario)
-    console.print(plan_view(plan, title, remedies(plan), best, chosen))
+    Console(highlight=False).print(plan_view(plan, title, remedies(plan), best, chosen))
     return int(not plan.fits or bool(plan.refused))

@@ -1,18 +1,16 @@
-"""A plan of batches as a picture, in the terminal or as SVG."""
+"""A plan of batches as a picture in the terminal."""
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections.abc import Iterable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.constrain import Constrain
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from grpo_rl.planner.batches import BatchPlan, IndivisibleBatchError
+from grpo_rl.planner.batches import BatchPlan
+from grpo_rl.settings.divisibility import Where
 
 COLUMNS = 79
 """Width of the drawing: one less than the narrowest terminal that is still common."""
@@ -26,79 +24,40 @@ COLOURS = ("blue", "green", "magenta", "cyan", "yellow")
 """Colours of optimizer steps, in turn."""
 
 
-def svg(plan: BatchPlan, title: str) -> str:
-    """The picture as an SVG document; the same plan gives the same bytes."""
-    console = Console(width=COLUMNS + 1, record=True, file=io.StringIO(), force_terminal=True, highlight=False)
-    console.print(picture(plan, title))
-    return console.export_svg(title="", theme=DEFAULT_TERMINAL_THEME, unique_id="batches", code_format=SVG)
-
-
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px/{line_height}px monospace }}
-{styles}
-</style>
-<rect width="100%" height="100%" fill="#ffffff"/>
-<defs>{lines}</defs>
-<g transform="translate({terminal_x}, {terminal_y})">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
-"""Rich's own format without a window's frame and without fonts from the network."""
-
-
 def picture(plan: BatchPlan, title: str) -> RenderableType:
     """The drawing: what is sampled, what an optimizer step takes, how it is computed, how often, on which devices."""
     body = Table.grid(padding=(0, 2))
     body.add_column(style="bold", no_wrap=True)
     body.add_column(width=COLUMNS - 11)
+    errors = {error.where: Text(f"{error.what}. Use {error.remedy}.", style="bold red") for error in plan.errors}
 
-    def row(
-        heading: str, says: str, settings: str, error: IndivisibleBatchError | None = None, drawn: Text | None = None
-    ) -> None:
-        said = Text(f"{error.what}. Use {error.remedy}.", style="bold red") if error else Text(says)
-        body.add_row(heading, Group(said, Text(settings, style="dim"), *([drawn] if drawn else [])))
+    def row(heading: str, text: str, settings: str, *where: Where, drawn: Text | None = None) -> None:
+        line = next((errors[place] for place in where if place in errors), Text(text))
+        body.add_row(heading, Group(line, Text(settings, style="dim"), *([drawn] if drawn else [])))
         body.add_row()
 
-    says = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
+    text = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
     resamples = f" train.max_resamples={plan.max_resamples}" * bool(plan.max_resamples)
-    row(
-        "1 Sample",
-        says,
-        f"env.num_envs={plan.prompts} env.repeats={plan.group_size}{resamples}",
-        None,
-        _responses(plan),
-    )
-    row(
-        "2 Train",
-        f"{_count(plan.batches, 'optimizer step')} of {plan.batch_responses:,} responses "
-        f"({_count(plan.batch_groups, 'group')})" + (f", in each of {plan.epochs} epochs" * (plan.epochs > 1)),
-        f"train.optim_batch_size={plan.batch_responses} train.epochs={plan.epochs}",
-        plan.error_in("cut", "left_over"),
-    )
+    settings = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}{resamples}"
+    row("1 Sample", text, settings, drawn=_responses(plan))
+    text = f"{_count(plan.batches, 'optimizer step')} of {plan.batch_responses:,} responses "
+    text += f"({_count(plan.batch_groups, 'group')})" + f", in each of {plan.epochs} epochs" * (plan.epochs > 1)
+    settings = f"train.optim_batch_size={plan.batch_responses} train.epochs={plan.epochs}"
+    row("2 Train", text, settings, "cut", "left_over")
     count = _count(len(plan.micro_batches), "micro-batch", "micro-batches")
+    text = f"{'exactly' if plan.accumulation else 'about'} {count} a step; a prompt is computed once"
     limit = f"train.micro_batch_tokens={plan.max_tokens}"
     if plan.accumulation:
         limit = f"train.gradient_accumulation_steps={plan.accumulation}"
-    row(
-        "3 Compute",
-        f"{'exactly' if plan.accumulation else 'about'} {count} a step; a prompt is computed once",
-        limit,
-        plan.error_in("micro_batches"),
-        _micro_batches(plan),
-    )
-    run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
+    row("3 Compute", text, limit, "micro_batches", drawn=_micro_batches(plan))
+    text = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
     if plan.max_resamples:  # a collection that is filled up ends as soon as enough responses are sampled
-        run = f"at most {run}: {plan.wanted:,} responses or a few more"
+        text = f"at most {text}: {plan.wanted:,} responses or a few more"
     else:
         responses = plan.collections * plan.responses
-        run += f", {responses:,} responses" + f" ({plan.wanted:,} rounded up)" * (responses != plan.wanted)
-    stages = Text(" → ".join(cycle(plan)))
-    row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.error_in("run"), stages)
+        text += f", {responses:,} responses" + f" ({plan.wanted:,} rounded up)" * (responses != plan.wanted)
+    stages = Text(" → ".join(_cycle(plan)))
+    row("4 Repeat", text, f"train.total_dialog_turns={plan.wanted}", "run", drawn=stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))
     notes = (
         "A group is a prompt and its responses; which groups meet in a step is drawn at random. "
@@ -113,35 +72,25 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
 
 def _responses(plan: BatchPlan) -> Text:
     """A row a group, a mark a response, in the colour of its optimizer step."""
-    picture = Text()
-    gap = " " if 2 * plan.group_size <= MARKS else ""
-    for group in shown(plan.prompts):
-        picture.append("\n" if picture else "")
-        if group is None:
-            picture.append("…")
-            continue
-        picture.append(f"prompt {group + 1:<{len(str(plan.prompts))}}  ")
-        owners = _owners(plan, group)
-        for mark, owner in enumerate(owners):
-            cut = mark and owner != owners[mark - 1]
-            picture.append("|" if cut else gap if mark else "", "bold red")
-            style = "red" if owner is None else COLOURS[owner % len(COLOURS)]
-            picture.append("□" if owner is None else "■", style)
-        steps = list(dict.fromkeys(owners))
-        names = " | ".join("left over" if step is None else f"step {step + 1}" for step in steps)
-        names += ": the group is cut" * (len(steps) > 1)
-        picture.append(f"  {names}", "dim" if len(steps) == 1 and steps != [None] else "bold red")
+    rows = [Text("…") if group is None else _responses_to(plan, group) for group in shown(plan.prompts)]
     if plan.group_size > MARKS:
-        picture.append(f"\na mark stands for {plan.group_size / MARKS:.3g} responses", "dim")
-    return picture
+        rows.append(Text(f"a mark stands for {plan.group_size / MARKS:.3g} responses", style="dim"))
+    return Text("\n").join(rows)
 
 
-def _owners(plan: BatchPlan, group: int) -> list[int | None]:
-    """The optimizer step of each mark of a group, from 0, or None where responses are left over."""
-    marks = min(MARKS, plan.group_size)
-    responses = [group * plan.group_size + mark * plan.group_size // marks for mark in range(marks)]
-    steps = [response // plan.batch_responses for response in responses]
-    return [step if step < plan.batches else None for step in steps]
+def _responses_to(plan: BatchPlan, group: int) -> Text:
+    """The row of a group; a mark is full where an optimizer step takes the response, empty where it is left over."""
+    size, marks, names = plan.group_size, min(MARKS, plan.group_size), []
+    responses = (group * size + mark * size // marks for mark in range(marks))
+    row = Text(f"prompt {group + 1:<{len(str(plan.prompts))}}  ")
+    for step, taken in itertools.groupby(response // plan.batch_responses for response in responses):
+        is_used = step < plan.batches
+        drawn = ("■" if is_used else "□" for _ in taken)
+        row.append("|" if names else "", "bold red")
+        row.append((" " if 2 * size <= MARKS else "").join(drawn), COLOURS[step % len(COLOURS)] if is_used else "red")
+        names.append(f"step {step + 1}" if is_used else "left over")
+    text = f"  {' | '.join(names)}" + ": the group is cut" * (len(names) > 1)
+    return row.append(text, "bold red" if len(names) > 1 or "left over" in names else "dim")
 
 
 def shown(count: int) -> list[int | None]:
@@ -155,42 +104,41 @@ def shown(count: int) -> list[int | None]:
 
 def _micro_batches(plan: BatchPlan) -> Text:
     """A row a micro-batch: its groups, each a prompt and its responses, to scale."""
-    picture = Text()
-    budget = None if plan.accumulation else plan.max_tokens
-    loads = [groups * plan.group_tokens for groups in plan.micro_batches]
-    scale = BAR / max([*loads, budget or 1])
-    for row in shown(len(loads)):
-        picture.append("\n" if picture else "")
-        if row is None:
-            picture.append("…")
+    budget, micro_batches = None if plan.accumulation else plan.max_tokens, plan.micro_batches
+    scale = BAR / max([plan.group_tokens * max(micro_batches, default=0), budget or 1])
+    end = round(budget * scale) if budget else BAR
+    rows = []
+    for number in shown(len(micro_batches)):
+        if number is None:
+            rows.append(Text("…"))
             continue
-        bar = "".join(_group_bars(plan, plan.micro_batches[row], scale))
-        end = round(budget * scale) if budget else BAR
-        picture.append(bar[:end].ljust(end)).append("|" if budget else "", "dim").append(bar[end + 1 :])
-        over = budget is not None and loads[row] > budget
-        label = f" {_count(plan.micro_batches[row], 'group')}, {loads[row]:,} tokens"
-        picture.append(label, "bold red" if over else "")
+        groups = micro_batches[number]
+        bar, tokens = _bar(plan, groups, scale), groups * plan.group_tokens
+        limit, style = Text("|" if budget else "", "dim"), "bold red" if tokens > (budget or tokens) else ""
+        label = Text(f" {_count(groups, 'group')}, {tokens:,} tokens", style)
+        rows.append(Text(bar[:end].ljust(end)) + limit + Text(bar[end + 1 :]) + label)
     if plan.over_budget:
-        tokens = f"{plan.group_size} responses take {plan.group_tokens:,} tokens"
-        picture.append(f"\na group is never split: {tokens}, more than train.micro_batch_tokens", "bold red")
+        text = f"{plan.group_size} responses take {plan.group_tokens:,} tokens, more than train.micro_batch_tokens"
+        rows.append(Text(f"a group is never split: {text}", "bold red"))
+    computed = plan.batch_groups * plan.group_tokens
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.response_tokens)
     legend = (
-        f"\n█ a prompt of {plan.prompt_tokens:,} tokens, computed once, ░ and its {plan.group_size} responses of "
-        f"{plan.response_tokens:,}: {sum(loads):,} tokens a step; with the prompt beside each response, {apart:,}"
+        f"█ a prompt of {plan.prompt_tokens:,} tokens, computed once, ░ and its {plan.group_size} responses of "
+        f"{plan.response_tokens:,}: {computed:,} tokens a step; with the prompt before each response, {apart:,}"
     )
-    return picture.append(legend, "dim")
+    return Text("\n").join([*rows, Text(legend, "dim")])
 
 
-def _group_bars(plan: BatchPlan, groups: int, scale: float) -> Iterable[str]:
-    """The columns of each group; too small ones are drawn without their prompts."""
+def _bar(plan: BatchPlan, groups: int, scale: float) -> str:
+    """The columns of so many groups; too small ones are drawn without their prompts."""
     edges = [round(group * plan.group_tokens * scale) for group in range(groups + 1)]
-    prompt = max(1, round(plan.prompt_tokens * scale))
-    for start, end in itertools.pairwise(edges):
-        columns = end - start
-        yield "░" * columns if columns < 2 else ("█" * min(prompt, columns - 1)).ljust(columns, "░")
+    prompt, bar = max(1, round(plan.prompt_tokens * scale)), ""
+    for columns in (end - start for start, end in itertools.pairwise(edges)):
+        bar += ("█" * min(prompt, columns - 1)).ljust(columns, "░")
+    return bar
 
 
-def cycle(plan: BatchPlan) -> list[str]:
+def _cycle(plan: BatchPlan) -> list[str]:
     """The events of one collection, in order; optimizer steps of an epoch are given by the first and the last."""
     stages = [f"sample {plan.responses:,}" + " or more" * bool(plan.max_resamples)]
     stages += ["score reference"] * plan.has_reference + ["score policy"] * plan.needs_old_log_probs

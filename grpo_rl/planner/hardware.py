@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 if TYPE_CHECKING:
     from grpo_rl.perf.rates import Rates
@@ -96,32 +97,28 @@ class Cluster:
         ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
 
         Raises:
-            ValueError: the text can't be read, or a number is missing, not finite, or not above 0; names it.
+            ValueError: the text can't be read, or a number is missing, not finite, or not above 0.
         """
         name, *settings = text.split(",")
+        [(count, device)] = re.findall(r"^(?:([1-9]\d*)x)?(.*)$", name)
         try:
-            words = (setting.partition("=") for setting in settings)
-            given: dict[str, Any] = {key: (int if key == "node" else float)(value) for key, _, value in words}
+            pairs = (setting.partition("=") for setting in settings)
+            given: dict[str, Any] = {key: (int if key == "node" else float)(value) for key, _, value in pairs}
+            if wrong := [number for number in given if not 0 < given[number] < math.inf]:
+                raise ValueError(f"{wrong[0]} has to be finite and above 0")
+            if unknown := given.keys() - {*NUMBERS}:
+                raise ValueError(f"unknown number {unknown.pop()}; a device has {', '.join(NUMBERS)}")
+            if name == "here":
+                here = _here(dtype)
+                return replace(here, device=replace(here.device, **given))
+            known = DEVICES.get(device.lower())
+            return cls(int(count or 1), replace(known, **given) if known else Device(device, **given))
+        except TypeError:  # a number that no device has, or a device of one's own that lacks one
+            known = ", ".join(device.name for device in DEVICES.values())
+            numbers = f"another one needs all numbers but node: {', '.join(NUMBERS)}"
+            raise ValueError(f"cluster={text}: known devices are {known}; {numbers}") from None
         except ValueError as error:
             raise ValueError(f"cluster={text}: {error}") from None
-        if unknown := given.keys() - {*NUMBERS}:
-            raise ValueError(f"cluster={text}: unknown number {min(unknown)}; a device has {', '.join(NUMBERS)}")
-        if wrong := [number for number in given if not 0 < given[number] < math.inf]:
-            raise ValueError(f"cluster={text}: {wrong[0]} has to be finite and above 0")
-        if name == "here":
-            cluster = _here(dtype)
-            return replace(cluster, device=replace(cluster.device, **given))
-        match = re.fullmatch(r"(?:([1-9]\d*)x)?(\S+)", name)
-        if not match:
-            raise ValueError(f"cluster={text}: give a count and a device, as in 64xH100, or here")
-        count, name = int(match[1] or 1), match[2]
-        known = DEVICES.get(name.lower())
-        if known is None and (missing := [number for number in NUMBERS[:-1] if number not in given]):
-            raise ValueError(
-                f"cluster={text}: {name} is none of {', '.join(d.name for d in DEVICES.values())}; a device of your "
-                f"own needs {', '.join(missing)} too, as in {count}x{name},memory_gib=80,tflops=900"
-            )
-        return cls(count, replace(known, **given) if known else Device(name=name, **given))
 
     def __str__(self) -> str:
         d = self.device
@@ -151,8 +148,8 @@ def _here(dtype: str) -> Cluster:
     rates = machine_rates(getattr(torch, dtype), kind)
     tflops, memory_gb_s = rates.gemm_flops_per_s / 1e12, rates.bytes_per_s / 1e9
     if not gpus:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Cluster(1, Device("CPU", memory / GIB, tflops, memory_gb_s, memory_gb_s, memory_gb_s, 1, kind))
+        memory_gib = psutil.virtual_memory().total / GIB
+        return Cluster(1, Device("CPU", memory_gib, tflops, memory_gb_s, memory_gb_s, memory_gb_s, 1, kind))
     properties = torch.cuda.get_device_properties(0)
     known = known_device(properties.name)
     link, network = (known.link_gb_s, known.network_gb_s) if known else (32.0, 12.5)

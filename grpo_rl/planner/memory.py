@@ -15,7 +15,6 @@ number in the dtype that is computed in.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,10 +38,6 @@ CPU_CACHE_GIB = 2
 """The largest KV cache of vLLM on a CPU, where no share of the memory counts; see `grpo_rl.engines.vllm.cpu`."""
 VLLM_BLOCK = 16
 """Tokens in a block of vLLM's KV cache."""
-
-
-# A plan tries many settings on one model, whose layers are run for this without weights.
-_refuse_unsupported = functools.lru_cache(maxsize=1)(refuse_unsupported)
 
 
 class NotPlannedError(ValueError):
@@ -76,16 +71,13 @@ class Experts:
         if not layers:
             return cls()
         config, name = model.config.get_text_config(), type(model).__name__
-        chosen = experts_of_a_token(config)
-        if not isinstance(chosen, int):
+        if not isinstance(chosen := experts_of_a_token(config), int):
             raise NotPlannedError(f"{name}'s config does not say how many experts a token visits, which its plan needs")
         numbers = {len(weight) for weights in layers for weight in weights}
         # The last product's weights, [I, H] or [H, I] of each expert, are the smallest: the others' have two factors.
         widths = {min(w.numel() // len(w) for w in weights) // config.hidden_size for weights in layers}
         if len(numbers) > 1 or len(widths) > 1:
-            raise NotPlannedError(
-                f"{name}'s layers have different experts ({numbers} of {widths}); a plan needs equal ones"
-            )
+            raise NotPlannedError(f"{name}'s layers have different experts; a plan needs equal ones")
         total = sum(weight.numel() for weights in layers for weight in weights)
         return cls(numbers.pop(), chosen, widths.pop(), total)
 
@@ -139,7 +131,7 @@ class Shape:
         Raises:
             ValueError: the model can't be trained here, or (NotPlannedError) is of a kind that is not planned.
         """
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
         config, name = model.config.get_text_config(), type(model).__name__
         if any(mixers(model)):
             raise NotPlannedError(f"{name} has layers that carry a state; plans are of attention alone")
@@ -196,7 +188,7 @@ class Shape:
         A norm keeps its input in fp32, the normalised numbers and its output, which is the next products' input; the
         attention queries, keys, values, its output (on CUDA laid out twice) and a log-sum-exp a head; the MLP both
         factors, the activation and their product. Fused kernels keep a norm's input and output, and make the MLP's
-        activation again. Each expert of a token keeps its input and output beside what an MLP does, which is never
+        activation again. Each expert of a token keeps its input and output on top of what an MLP does, which is never
         fused, four places in the order of tokens and of experts (int64) and two weights; a router its probabilities.
         """
         w, queries, keys = self.itemsize, self.sizes.attention, self.kv_heads * self.head_dim
@@ -216,6 +208,7 @@ class Training:
         masters: fp32 copies are stepped in the place of the weights.
         moments: numbers that the optimizer keeps of each parameter: 2 in AdamW, 0 in SGD.
         frozen_bytes: bytes of each frozen weight under adapters.
+        offloaded: the trainer's state is in the host's memory.
     """
 
     masters: bool = True
@@ -223,6 +216,7 @@ class Training:
     checkpointing: bool = False
     fused: bool = False
     frozen_bytes: float = 2.0
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +234,7 @@ class Footprint:
 def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]:
     """Bytes that a training device holds from its first step on, gradients included.
 
-    On one device there are weights and, beside them, fp32 masters. Sharded by FSDP2 the masters are the parameters:
+    On one device there are weights and fp32 masters. Sharded by FSDP2 the masters are the parameters:
     weights in the dtype that is computed in exist only while they are gathered. Gradients and moments have the dtype of
     what is stepped.
     """
@@ -257,25 +251,20 @@ def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]
     }
 
 
-def training_footprint(
-    shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda", offloaded: bool = False
-) -> Footprint:
+def training_footprint(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> Footprint:
     """The peak of a training device, in any micro-batch of a step but the first.
 
     Args:
         tokens: T; all are taken to be scored, of which prompts are not.
-        offloaded: the trainer's state is in the host's memory.
     """
-    return max(training_moments(shape, training, ranks, tokens, kind, offloaded), key=lambda moment: moment.total)
+    return max(training_moments(shape, training, ranks, tokens, kind), key=lambda moment: moment.total)
 
 
-def training_moments(
-    shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda", offloaded: bool = False
-) -> list[Footprint]:
+def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> list[Footprint]:
     """The moments that can be the highest, see :func:`training_footprint`."""
     w, hidden, sharded, trains_all = shape.itemsize, shape.sizes.hidden, ranks > 1, not shape.adapters
     stepped = 4 if training.masters else w
-    state = {} if offloaded else kept_state(shape, training, ranks)
+    state = {} if training.offloaded else kept_state(shape, training, ranks)
 
     def moment(name: str, gathered: float, gradients: float, per_token: float, logits: float = 0.0) -> Footprint:
         parts = {"gathered weights": gathered, "gradients on their way": gradients}
@@ -326,7 +315,7 @@ def logits_tile(shape: Shape, tokens: int, kind: Kind) -> float:
 
 
 def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dict[str, float]:
-    """Bytes that a reference on a device of its own needs beside its weights."""
+    """Bytes that a reference on a device of its own needs in addition to its weights."""
     w, hidden = shape.itemsize, shape.sizes.hidden
     # The widest place of a layer: the stream, a norm in fp32, and three vectors of the MLP.
     # Of each expert its input, both factors, activation and product; or its input, output, and that weighted, twice.

@@ -1,57 +1,29 @@
 """Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase.
 
-Seconds are the floors of `grpo_rl.perf.roofline`, at the rates that a device reaches. What travels between devices is
-counted beside them: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
-the ranks of one engine tell each other is taken to be in the share.
+Seconds are those of `grpo_rl.perf.roofline` at the rates that a device reaches. What travels between devices is
+counted in addition: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
+the ranks of one engine exchange is taken to be in the share.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from grpo_rl.data.batching import micro_batches_of
-from grpo_rl.perf.rates import Rates
-from grpo_rl.perf.roofline import floors_s
-from grpo_rl.planner.batches import BatchPlan
+from grpo_rl.perf.roofline import ModelSizes
+from grpo_rl.planner.batches import BatchPlan, equal_micro_batches
 from grpo_rl.planner.hardware import GIB, Device
-from grpo_rl.planner.memory import EngineMemory, Shape, Training, kept_state, reference_activations
-from grpo_rl.planner.scenario import Scenario
+from grpo_rl.planner.memory import EngineMemory, Shape, reference_activations
+from grpo_rl.planner.scenario import Layout, Scenario
 from grpo_rl.settings.devices import USABLE, allocate
 from grpo_rl.weights.shared_memory import GPU_BYTES
 
 TOKEN_STEP = 256
 """Micro-batches are planned in multiples of so many tokens."""
 MOST_TOKENS = 1 << 22
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The number of devices of each role.
-
-    Args:
-        ref: devices of the reference alone; 0: it shares the trainer's, or there is none.
-        colocated: the devices that sample are those that train, in turns.
-    """
-
-    train: int
-    ref: int
-    inference: int
-    engine_size: int
-    colocated: bool = False
-
-    @property
-    def engines(self) -> int:
-        return self.inference // self.engine_size
-
-    @property
-    def total(self) -> int:
-        """The number of devices in use."""
-        return self.train + self.ref + (0 if self.colocated else self.inference)
 
 
 @dataclass(frozen=True)
@@ -101,11 +73,11 @@ class Plan:
     @property
     def shared(self) -> bool:
         """True if a GPU trains and samples at the same time."""
-        return self.scenario.shares_gpu(self.layout.colocated)
+        return self.scenario.shares_gpu(self.layout)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: phases in turns, or sampling beside all others.
+        """Seconds of a step: phases in turns, or sampling in parallel with all others.
 
         On a device that does both at the same time each phase slows the other down: the sum is planned there, too.
         """
@@ -131,11 +103,8 @@ class Plan:
         """The reason why no script runs it, and the remedy; empty where one does."""
         if self.scenario.overlaps or self.scenario.settings.inference_model.engine != "vllm":
             return ""
-        if self.layout.train > 1:
-            return "with mode=sync vLLM is in the process of one trainer, and here are several; use mode=async"
-        if self.layout.engines > 1:
-            return f"with mode=sync there is one engine, and here are {self.layout.engines}; use mode=async"
-        return ""
+        one, counts = "with mode=sync one process trains with one engine", (self.layout.train, self.layout.engines)
+        return f"{one}, and here are {counts[0]} and {counts[1]}; use mode=async" if counts != (1, 1) else ""
 
     @property
     def overrides(self) -> dict[str, object]:
@@ -160,16 +129,12 @@ def make_plan(scenario: Scenario) -> Plan:
     devices = allocate(scenario.settings, scenario.settings.mode, scenario.visible, shape.heads)
     size, ranks = devices.tensor_parallel_size, len(devices.train)
     if not shape.can_split_keys(size):
-        raise ValueError(
-            f"inference_model.tensor_parallel_size={size}: {shape.kv_heads} key-value heads can be neither split nor "
-            f"repeated {size} ways; use a divisor or a multiple of {shape.kv_heads}"
-        )
+        fitting = f"use a divisor or a multiple of {shape.kv_heads}, the key-value heads"
+        raise ValueError(f"inference_model.tensor_parallel_size={size}: {fitting}")
     ref = len(devices.ref) if scenario.has_reference and devices.ref != devices.train else 0
     if ref and ranks > 1:
-        raise ValueError(
-            f"ref_model asks for devices of its own beside {ranks} that train, each of which scores the reference "
-            "itself; leave ref_model.num_devices and ref_model.devices null, or train on one"
-        )
+        own = "ref_model has devices of its own next to one trainer alone"
+        raise ValueError(f"{own}, and {ranks} train; leave ref_model.num_devices and ref_model.devices null")
     return plan_layout(scenario, Layout(ranks, ref, len(devices.inference), size, devices.colocated))
 
 
@@ -177,14 +142,14 @@ def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
     """The plan of a scenario on this layout, whatever devices its config asks for."""
     shape, device, ranks = scenario.shape, scenario.cluster.device, layout.train
     usable, engine = USABLE * device.memory, scenario.engine(layout.engine_size, layout.engines)
-    shared = scenario.shares_gpu(layout.colocated)
     held = {} if layout.ref else {"reference": scenario.reference_bytes(ranks)}
-    beside_engine = 0.0  # what stays on the engine's devices while it samples
+    while_sampling = 0.0  # what stays on the engine's devices
     if layout.colocated and scenario.engine_sleeps:
-        beside_engine = sum(held.values()) + scenario.kept(ranks)
+        kept = 0.0 if scenario.training.offloaded else sum(scenario.kept_state(ranks).values())
+        while_sampling = sum(held.values()) + kept
     elif layout.colocated:
         held["vLLM"] = engine.budget
-        if shared:
+        if scenario.shares_gpu(layout):
             held["weights on their way"] = GPU_BYTES
     tokens = scenario.micro_batch_tokens(ranks)
     peak = scenario.trainer(ranks, tokens)
@@ -195,55 +160,53 @@ def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
     # The cache has to hold one response of the greatest length, and is as large as the engine's budget allows.
     least = scenario.settings.inference_model.max_model_len * engine.kv_per_token
     parts = {"weights": engine.weights, "largest batch": engine.work, "KV cache": max(engine.cache, least)}
-    roles.append(Role("inference", parts, min(engine.budget, usable - beside_engine), "sampling"))
-    b, train_share, sharded = scenario.batches, scenario.train_share, scenario.shards(ranks) > 1
-    seconds = {
-        "sample": sample_s(shape, engine, b, scenario.sample_share, device, layout.engines, layout.engine_size),
-        "score": score_s(shape, b, train_share, device, ranks, sharded),
-        "train": train_s(shape, scenario.training, b, train_share, device, ranks, sharded),
-        "sync": sync_s(shape, device, layout.total, shared),
-    }
+    roles.append(Role("inference", parts, min(engine.budget, usable - while_sampling), "sampling"))
+    b, share = scenario.batches, scenario.sample_share
+    sampling = sample_s(shape, engine, b, share, device, layout.engines, layout.engine_size)
+    seconds = {"sample": sampling} | _seconds_of_training(scenario, layout)
     return Plan(scenario, layout, held, tuple(roles), engine, seconds)
 
 
-@functools.lru_cache(maxsize=4096)  # the search for a split asks again and again
-def train_s(
-    shape: Shape, training: Training, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool
-) -> float:
-    """Seconds of all optimizer steps of a collection, at this share of the devices' rates.
+def _seconds_of_training(scenario: Scenario, layout: Layout) -> dict[str, float]:
+    """Seconds of a collection's forward passes before training, of all its optimizer steps, and of a push.
 
-    The rank with most groups is waited for. Gathering and reducing weights runs beside the computation: what takes
+    The rank with most groups is waited for. Gathering and reducing weights overlaps the computation: what takes
     longer counts. Every number of the optimizer's state is read and written once a step.
+
+    A push with its proof is passes over the weights at the memory's rate, or the way between devices: they are read and
+    written, and read on either side for their fingerprints. On a device that trains and samples at the same time they
+    are also written into memory that both sides share, and read from there.
     """
-    groups = batches.assumed_groups(math.ceil(batches.batch_groups / ranks))
-    compute = floors_s(groups, shape.sizes, device.rates(share), alike=False)["train"]
-    if training.checkpointing:
-        compute *= (3 + shape.sizes.trained) / (2 + shape.sizes.trained)
-    trained = shape.adapters or shape.parameters
-    if sharded:
-        # Gathered for the forward pass and again for the backward pass; gradients are reduced in fp32.
-        _, micro_batches = micro_batches_of(None, groups, batches.max_tokens, batches.accumulation)
-        travels = micro_batches * (2 * shape.itemsize * shape.parameters + 4 * trained)
-    else:
-        travels = 2 * 4 * trained
-    travel = travels * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
-    state = kept_state(shape, training, ranks if sharded else 1)
-    update = 2 * sum(state.values()) / device.rates().bytes_per_s
-    return batches.batches * batches.epochs * (max(compute, travel) + update)
+    shape, b, device, ranks = scenario.shape, scenario.batches, scenario.cluster.device, layout.train
+    sizes, bytes_per_s, sharded = shape.sizes, device.rates().bytes_per_s, scenario.shards(ranks) > 1
+    forward_s = _group_flops(sizes, b) / device.rates(scenario.train_share).gemm_flops_per_s
+    gathered, trained = shape.itemsize * shape.parameters, shape.adapters or shape.parameters
+
+    def travel_s(size: float) -> float:
+        return size * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
+
+    def micro_batches(groups: int, count: int | None) -> int:
+        return len(equal_micro_batches(groups, b.group_tokens, b.max_tokens, count))
+
+    groups = math.ceil(b.prompts / ranks)
+    travels = micro_batches(groups, None) * gathered if sharded else 0
+    score = (b.has_reference + b.needs_old_log_probs) * max(groups * forward_s, travel_s(travels))
+
+    groups = math.ceil(b.batch_groups / ranks)
+    # The backward pass takes twice the forward's operations, or once where weights are frozen.
+    compute = groups * forward_s * (2 + sizes.trained + scenario.training.checkpointing)
+    travels = 2 * 4 * trained
+    if sharded:  # gathered for the forward pass and again for the backward pass; gradients are reduced in fp32
+        travels = micro_batches(groups, b.accumulation) * (2 * gathered + 4 * trained)
+    update = 2 * sum(scenario.kept_state(ranks).values()) / bytes_per_s
+    train = b.batches * b.epochs * (max(compute, travel_s(travels)) + update)
+
+    sync = sizes.pushed_bytes * (6 if scenario.shares_gpu(layout) else 4) / bytes_per_s
+    if layout.total > 1:
+        sync = max(sync, sizes.pushed_bytes / device.link_bytes_per_s(layout.total))
+    return {"score": score, "train": train, "sync": sync}
 
 
-@functools.lru_cache(maxsize=4096)
-def score_s(shape: Shape, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool) -> float:
-    """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
-    groups = batches.assumed_groups(math.ceil(batches.prompts / ranks), reference=True)
-    compute = floors_s(groups, shape.sizes, device.rates(share), alike=False)["score"]
-    _, micro_batches = micro_batches_of(None, groups, batches.max_tokens)
-    gathered = micro_batches * shape.itemsize * shape.parameters if sharded else 0
-    travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
-    return (batches.has_reference + batches.needs_old_log_probs) * max(compute, travel)
-
-
-@functools.lru_cache(maxsize=4096)
 def sample_s(
     shape: Shape, engine: EngineMemory, batches: BatchPlan, share: float, device: Device, engines: int, size: int
 ) -> float:
@@ -251,33 +214,29 @@ def sample_s(
 
     An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
     token, of a mixture the experts that the wave's responses visit together if each chooses by itself. Keys and values
-    are read beside that, as attention's kernels do nothing else.
+    are read on top of that, as attention's kernels do nothing else.
     """
+    prompt, response, sizes = batches.prompt_tokens, batches.response_tokens, shape.sizes
     groups = math.ceil(batches.prompts / engines)
     responses = groups * batches.group_size
-    at_once = min(responses, engine.sequences, engine.tokens // (batches.prompt_tokens + batches.response_tokens))
+    at_once = min(responses, engine.sequences, engine.tokens // (prompt + response))
     if at_once < 1:
         return math.inf
     waves = math.ceil(responses / at_once)
     one = device.rates(share)
-    rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
-    sizes, experts = shape.sizes, shape.experts
-    more = experts.visited(at_once) - experts.visited(1)  # than the floor counts
-    sizes = replace(sizes, decode_bytes=sizes.decode_bytes + round(more * experts.parameters * shape.itemsize))
-    computed = waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), sizes, rates, alike=False)["sample"]
-    keys = responses * shape.sizes.keys_seen(batches.prompt_tokens, batches.prompt_tokens + batches.response_tokens)
+    flops_per_s, bytes_per_s = size * one.gemm_flops_per_s, size * one.bytes_per_s
+    more = shape.experts.visited(at_once) - shape.experts.visited(1)  # than one response reads
+    read = sizes.decode_bytes + round(more * shape.experts.parameters * shape.itemsize)
+    in_wave = math.ceil(groups / waves)
+    prefill = in_wave * sizes.forward_flops(0, prompt)
+    decode = in_wave * _group_flops(sizes, batches) - prefill
+    computed = waves * (prefill / flops_per_s + max(decode / flops_per_s, response * read / bytes_per_s))
+    keys = responses * sizes.keys_seen(prompt, prompt + response)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 
 
-def sync_s(shape: Shape, device: Device, devices: int, shared: bool = False) -> float:
-    """Seconds of a push with its proof: passes over the weights at the memory's rate, or the way between devices.
-
-    The weights are read and written, and read on either side for their fingerprints. On a device that trains and
-    samples at the same time they are also written into memory that both sides share, and read from there.
-
-    Args:
-        devices: the number of all devices.
-        shared: the trainer and an engine in another process have the same device.
-    """
-    passes = shape.sizes.pushed_bytes * (6 if shared else 4) / device.rates().bytes_per_s
-    return passes if devices == 1 else max(passes, shape.sizes.pushed_bytes / device.link_bytes_per_s(devices))
+def _group_flops(sizes: ModelSizes, batches: BatchPlan) -> int:
+    """Operations of a forward pass over a group: its prompt once, then every response."""
+    prompt, response = batches.prompt_tokens, batches.response_tokens
+    of_response = sizes.forward_flops(prompt, prompt + response, response)
+    return sizes.forward_flops(0, prompt) + batches.group_size * of_response

@@ -32,11 +32,36 @@ from grpo_rl.storage.hub import why_no_hub
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The number of devices of each role.
+
+    Args:
+        ref: devices of the reference alone; 0: it shares the trainer's, or there is none.
+        colocated: the devices that sample are those that train, in turns.
+    """
+
+    train: int
+    ref: int
+    inference: int
+    engine_size: int
+    colocated: bool = False
+
+    @property
+    def engines(self) -> int:
+        return self.inference // self.engine_size
+
+    @property
+    def total(self) -> int:
+        """The number of devices in use."""
+        return self.train + self.ref + (0 if self.colocated else self.inference)
+
+
+@dataclass(frozen=True)
 class Scenario:
     """A config on a cluster, with assumed lengths and rates.
 
     Args:
-        settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
+        settings: the run's; by ``mode`` sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
         train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.
@@ -52,11 +77,8 @@ class Scenario:
     sample_share: float = SAMPLE_SHARE
 
     def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
-        """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
-        values, cluster = dict(overrides), self.cluster
-        if (count := values.pop("cluster", None)) is not None:
-            cluster = replace(cluster, count=int(str(count)))
-        return replace(self, settings=self.settings.with_values(values), cluster=cluster)
+        """The scenario with other values of some settings."""
+        return replace(self, settings=self.settings.with_values(overrides))
 
     @property
     def visible(self) -> int:
@@ -68,9 +90,9 @@ class Scenario:
         """True if sampling and training go on at the same time."""
         return self.settings.mode == "async"
 
-    def shares_gpu(self, colocated: bool) -> bool:
-        """True if a GPU trains and samples at the same time, where the same devices do both."""
-        return colocated and self.overlaps and self.visible > 0
+    def shares_gpu(self, layout: Layout) -> bool:
+        """True if a GPU trains and samples at the same time."""
+        return layout.colocated and self.overlaps and self.visible > 0
 
     @cached_property
     def shape(self) -> Shape:
@@ -90,6 +112,7 @@ class Scenario:
             checkpointing=train.gradient_checkpointing,
             fused=compiles and not train.quantization if train.compile is None else train.compile,
             frozen_bytes=QUANTIZED_BYTES.get(train.quantization, self.shape.itemsize),
+            offloaded=train.cpu_offload,
         )
 
     @property
@@ -126,14 +149,11 @@ class Scenario:
 
     def trainer(self, ranks: int, tokens: int) -> Footprint:
         """The peak of one of so many training devices, with all of these tokens in a micro-batch."""
-        kind, offloaded = self.cluster.device.kind, self.settings.train_model.cpu_offload
-        return training_footprint(self.shape, self.training, self.shards(ranks), tokens, kind, offloaded)
+        return training_footprint(self.shape, self.training, self.shards(ranks), tokens, self.cluster.device.kind)
 
-    def kept(self, ranks: int) -> float:
-        """Bytes that a training device keeps between steps."""
-        if self.settings.train_model.cpu_offload:
-            return 0.0
-        return sum(kept_state(self.shape, self.training, self.shards(ranks)).values())
+    def kept_state(self, ranks: int) -> dict[str, float]:
+        """Bytes of the trainer's state between steps, for each of so many devices."""
+        return kept_state(self.shape, self.training, self.shards(ranks))
 
     def reference_bytes(self, ranks: int) -> float:
         """Bytes of the reference's weights on each of so many devices that share them, with averages if it keeps some.
@@ -173,7 +193,7 @@ def config_source(name: str) -> str:
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         check_class(folder)
         return str(folder)
-    for offline in (True, False):  # what is here is not asked of the network
+    for offline in (True, False):  # a local file needs no network
         with contextlib.suppress(OSError, ValueError):
             if offline or not why_no_hub():
                 AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
@@ -181,7 +201,6 @@ def config_source(name: str) -> str:
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))
     raise ValueError(
-        f"unknown model {name!r}: there is no such folder, and its config.json could not be had from the hub"
-        f"{f' ({reason})' if (reason := why_no_hub()) else ''}; give a folder with that file, connect to the hub, or "
-        "accept the model's licence there"
+        f"unknown model {name!r}: no such folder, and its config.json could not be had from the hub"
+        f"{f' ({reason})' if (reason := why_no_hub()) else ''}; give a folder, or accept the model's licence on the hub"
     )

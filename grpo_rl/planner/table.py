@@ -30,9 +30,7 @@ def plan_view(
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
     model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
-    how = "at once" if scenario.overlaps else "in turns"
-    if plan.shared:
-        how = "at once on one device, at most"
+    how = "at once on one device, at most" if plan.shared else "at once" if scenario.overlaps else "in turns"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         Text(),
@@ -48,7 +46,10 @@ def plan_view(
         _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
     if best is not None:
-        parts.append(_line("", f"best at once: {_best(best)}"))
+        share = best.scenario.settings.inference_model.gpu_memory_utilization
+        split = f"train {best.layout.train}, inference {best.layout.inference}, engines of {best.layout.engine_size}"
+        text = f"{_seconds(best.step_s)} a step with {split} in {share:.0%} of the memory ({phases(best.seconds)})"
+        parts.append(_line("", f"best at once: {text}"))
     parts.append(Text())
     for role in plan.roles:
         if role.missing_gib:
@@ -76,17 +77,17 @@ def _line(label: str, text: str) -> Text:
 def _devices(plan: Plan) -> str:
     layout, ranks = plan.layout, plan.layout.train
     how = f" ({'fsdp' if plan.scenario.shards(ranks) > 1 else 'ddp'})" if ranks > 1 else ""
-    said = f"train {ranks}{how}, "
+    text = f"train {ranks}{how}, "
     if plan.scenario.has_reference:
-        said += f"reference {layout.ref}, " if layout.ref else "reference beside it, "
-    said += f"inference {'on the same' if layout.colocated else layout.inference}, "
-    said += f"{layout.engines} engine" + "s" * (layout.engines > 1)
-    said += f" of {layout.engine_size}" * (layout.engine_size > 1)
-    said += f"; {plan.scenario.settings.mode}"
+        text += f"reference {layout.ref}, " if layout.ref else "reference next to it, "
+    text += f"inference {'on the same' if layout.colocated else layout.inference}, "
+    text += f"{layout.engines} engine" + "s" * (layout.engines > 1)
+    text += f" of {layout.engine_size}" * (layout.engine_size > 1)
+    text += f"; {plan.scenario.settings.mode}"
     if plan.shared:
         share = plan.scenario.settings.inference_model.gpu_memory_utilization
-        said += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
-    return said
+        text += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
+    return text
 
 
 def _memory(plan: Plan) -> Table:
@@ -103,21 +104,14 @@ def _memory(plan: Plan) -> Table:
 def _room(plan: Plan) -> list[Text]:
     scenario, settings, train = plan.scenario, plan.scenario.settings, plan.roles[0]
     tokens, longest = scenario.micro_batch_tokens(plan.layout.train), scenario.longest_group
-    said = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
-    said += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
+    text = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
+    text += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
     if longest > settings.train.micro_batch_tokens and not scenario.batches.accumulation:
-        said += f" (a group at its longest has {longest:,}, and is never split)"
+        text += f" (a group at its longest has {longest:,}, and is never split)"
     context = settings.inference_model.max_model_len
     responses = min(plan.engine.tokens // context, plan.engine.sequences)
     engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
-    return [_line("Room", said), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
-
-
-def _best(plan: Plan) -> str:
-    share = plan.scenario.settings.inference_model.gpu_memory_utilization
-    engines = f"engines of {plan.layout.engine_size} in {share:.0%} of the memory"
-    split = f"train {plan.layout.train}, inference {plan.layout.inference}"
-    return f"{_seconds(plan.step_s)} a step with {split}, {engines} ({phases(plan.seconds)})"
+    return [_line("Room", text), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
 
 
 def phases(seconds: Mapping[str, float]) -> str:

@@ -27,7 +27,7 @@ class LoRA:
             of fresh weights is not 1 but scatters around it, as if weights were stale.
         targets: names of linear layers in the model, like ``q_proj``, or ``all-linear``: all but the head. A model with
             matrices that are no linear layers, like stacked experts, needs names: those matrices stay frozen.
-        push: the engine gets ``merged`` weights, or the ``adapter`` beside its base.
+        push: the engine gets ``merged`` weights, or the ``adapter`` next to its base.
         export: the run saves a ``merged`` model, or an ``adapter`` folder for peft.
         seed: of A's random initialisation; B starts at zero, so the policy starts equal to its base.
 

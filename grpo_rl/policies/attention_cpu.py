@@ -95,7 +95,7 @@ class Arrangement:
 
     @classmethod
     def of(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
-        """The arrangement of a micro-batch for these numbers of heads; computed once, by the first layer that asks."""
+        """The arrangement of a micro-batch for these numbers of heads, computed once, in the first layer."""
         if (heads, kv_heads) not in layout.cache:
             layout.cache[heads, kv_heads] = cls._computed(layout, heads, kv_heads)
         return layout.cache[heads, kv_heads]

@@ -25,14 +25,14 @@ checkpointing: an uncompiled module there would save other tensors than the forw
 
 
 def compile_model(model: PreTrainedModel, compile: bool | None, device: torch.device, alone: bool) -> bool:
-    """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
+    """Has a model on this device compile at its first calls, if requested; returns whether it does.
 
     Args:
         compile: None: if a compiler works for the device.
         alone: no other process trains with this one; on CUDA whole layers are compiled then, not norms and MLPs alone.
 
     Raises:
-        ValueError: it is asked for, and there is no compiler, or it fails.
+        ValueError: compilation is requested, and there is no compiler, or it fails.
     """
     if compile is False:
         return False
@@ -101,8 +101,8 @@ def _prepare(model: PreTrainedModel) -> None:
 
 
 def set_gpu_options() -> None:
-    """Sets the compiler's options for graphs on a GPU, and the threads beside them, for the whole process."""
-    # vLLM's start sets one, and compiled functions check the number. Beside a GPU the host computes on small tensors
+    """Sets the compiler's options for graphs on a GPU, and the host's threads, for the whole process."""
+    # vLLM's start sets one, and compiled functions check the number. With a GPU the host computes on small tensors
     # only: a step of 512 tokens took 82 to 102 ms with 16 threads and 76 with one (docs/log.md).
     torch.set_num_threads(1)
     # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU, which takes a C++ compiler too.

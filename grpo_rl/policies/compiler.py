@@ -15,7 +15,7 @@ from grpo_rl.storage.cache import cache_folder
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 BUILD = "_CxxBuild"
-"""The end of the name of a folder in which PyTorch builds the library beside it, under a lock of the library's key."""
+"""The end of the name of a folder in which PyTorch builds the library next to it, under a lock of the library's key."""
 
 
 def keep_compiled_code() -> None:
@@ -96,7 +96,7 @@ def _small(x: torch.Tensor) -> torch.Tensor:
 
 
 def _first_error(error: Exception) -> str:
-    """The line of the error's message that says most: a compiler's own error, or else the first.
+    """The most informative line of an error's message: a compiler's own error, or else the first.
 
     >>> _first_error(RuntimeError("C++ compile error\\n\\nOutput:\\nx.cpp:1: fatal error: Python.h: No such file"))
     'x.cpp:1: fatal error: Python.h: No such file'

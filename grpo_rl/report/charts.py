@@ -51,7 +51,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
 
 
 def charts(names: Sequence[str], stale: bool) -> list[Chart]:
-    """The charts of these metrics, in reading order; each metric that no chart knows comes in one at the end.
+    """The charts of these metrics, in reading order; each metric without a chart gets one at the end.
 
     Args:
         stale: some token was; in synchronous training every token is fresh, and a chart of zeros would take room.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
 from grpo_rl.report.configuration import written
-from grpo_rl.report.files import CONFIG, EVALUATION, is_running, read_config, read_rows, read_summary
+from grpo_rl.report.files import CONFIG, is_running, read_config, read_evaluation, read_rows, read_summary
 from grpo_rl.report.page import Section
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
+from grpo_rl.storage.yaml_text import flat
 
 UNSET = "unset"
 SAME_FOR_A_PAIR = ("env.", "evaluate.")
@@ -23,7 +21,7 @@ SAME_FOR_A_PAIR = ("env.", "evaluate.")
 OF_TOKENS = ("model.name", "model.chat_template")
 """Settings that decide what a token is: nats a token compare where these are the same, too."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
-"""Settings that say nothing of what a run does."""
+"""Settings that do not affect a run's results."""
 
 
 def run_folders(given: Sequence[Path]) -> list[Path]:
@@ -79,15 +77,6 @@ def _others(runs: Sequence[Path], beginnings: tuple[str, ...] = SAME_FOR_A_PAIR)
     return ", ".join([key for key in keys if any(each.get(key) != first.get(key) for each in settings)][:3])
 
 
-def read_held_out(run_dir: Path) -> list[float]:
-    """The reward of each held-out row at the run's last evaluation, NaN where a row has none; empty without one."""
-    try:
-        rewards = json.loads((run_dir / EVALUATION).read_text())["rewards"]
-        return [math.nan if reward is None else float(reward) for reward in rewards]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
 def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
     """Each run's name, steps, change of reward with its interval, and the paired difference from the first run; or the
     held-out losses of SFT."""
@@ -112,7 +101,7 @@ def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
 
 def _difference(first: Path, run: Path) -> dict[str, Any]:
     """The paired difference from the first run's held-out rewards, or why there is none."""
-    before, after = read_held_out(first), read_held_out(run)
+    before, after = ((read_evaluation(folder) or [[]])[0] for folder in (first, run))
     if not before or not after:
         return {"unpaired": "no held-out rewards"}
     if other := _others([first, run]):
@@ -181,7 +170,7 @@ def build(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
-    """The runs in the order of a setting's values, for each setting that differs; None where one says no more."""
+    """The runs in the order of a setting's values, for each setting that differs; None where one adds nothing."""
     gains, panels = compared(runs), []
     known = [i for i, run in enumerate(gains) if "gain" in run]
     for key, values in differences(runs).items():

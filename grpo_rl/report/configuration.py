@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from grpo_rl.report.files import CONFIG, read_config, read_overrides, read_summary, versions
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
+from grpo_rl.storage.yaml_text import flat
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:

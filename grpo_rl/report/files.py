@@ -1,8 +1,9 @@
-"""The files of a run folder that its page is made of, beside those that have a reader in ``monitor``."""
+"""The files of a run folder that its page is made of, other than those that have a reader in ``monitor``."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,17 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], empty: T) -> T
         wanted = "a list" if isinstance(empty, list) else "an object"
         raise ValueError(f"{path} holds {type(found).__name__}, not {wanted}; remove it to do without")
     return found or empty
+
+
+def read_evaluation(run_dir: Path, step: int | None = None) -> tuple[list[float], dict[str, Any] | None] | None:
+    """The held-out rewards of a step, or of the last evaluation, and the tracker's state; None if not stored."""
+    try:
+        stored = json.loads((run_dir / EVALUATION).read_text())
+        if step not in (None, stored["step"]):
+            return None
+        return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def subject(config: dict[str, Any]) -> str:

@@ -72,7 +72,7 @@ class Change(NamedTuple):
 
 
 def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
-    """One sentence: the held-out gain with its interval, or what can be said without one."""
+    """One sentence: the held-out gain with its interval, or what is known without one."""
     if change := held_out_change(summary):
         return change.sentence("Held-out reward")
     if found := unpaired_change(rows):
@@ -173,7 +173,7 @@ def finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 def training_change(rewards: Sequence[float]) -> Change:
     r"""The change of the mean training reward from the first to the last steps, with Welch's 95 % interval.
 
-    A step's mean is one observation: its groups are of prompts that other steps do not have, and the interval knows
+    A step's mean is one observation: its groups are of prompts that other steps do not have, and the interval covers
     how much such means scatter. Where neighbouring steps resemble each other, a mean is known less well than their
     number says: the variance of the mean is then that of Newey and West (https://doi.org/10.2307/1913610) with
     $\lfloor 4(n/100)^{2/9} \rfloor$ lags, where it is the larger, which with few steps corrects a part of it. What the
@@ -225,7 +225,7 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
 
 
 def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The few numbers that everyone asks for first."""
+    """The few most important numbers."""
     found = []
 
     def tile(label: str, value: str, detail: str = "", tone: str = "") -> None:

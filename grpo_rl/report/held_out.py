@@ -1,4 +1,4 @@
-"""Data of the held-out responses on a run's page: what the policy said before and after training, prompt by prompt."""
+"""Data of the held-out responses on a run's page, before and after training, prompt by prompt."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from grpo_rl.monitor.metrics import STEP_PHASES, is_reward_statistic
 
 CLOCKS = frozenset({"time", "time/at_s"})
-"""Metrics that place a line in time and say nothing of the run."""
+"""Metrics that place a line in time, without information on the run."""
 EVALUATION = frozenset({
     "loss", "reward", "sampled_reward", "standard_error", "failed", "mean_length", "truncated_fraction", "accuracy",
     "tied",
 })  # fmt: skip
-"""Names under ``eval/`` beside the parts of the held-out reward, pass@k and maj@k."""
+"""Names under ``eval/`` other than the parts of the held-out reward, pass@k and maj@k."""
 APART = CLOCKS | {"time/evaluate_s"}
 """Metrics that no pattern takes."""
 
@@ -58,7 +58,7 @@ REWARD = [
           {"reward/mean": "mean reward", "reward/sampled_mean": "with the groups that were filtered out"},
           "The mean over the responses of a training step."),
     Chart("Reward", "Held-out reward", {"eval/reward": "held-out", "eval/sampled_reward": "of sampled responses"},
-          "The mean reward of problems that are never trained on. Responses are greedy where nothing else is said.",
+          "The mean reward of problems that are never trained on. Responses are greedy unless noted.",
           markers=True),
 ]  # fmt: skip
 TASKS = [
@@ -90,7 +90,7 @@ HELD_OUT = [
 STEPS = [
     Chart("Reward", "Spread of the reward", _quantiles("total") | {"reward/std": "standard deviation"},
           "How the responses of a step differ in their reward."),
-    Chart("Reward", "Measured beside the reward", {"measure/*": "*"},
+    Chart("Reward", "Measured next to the reward", {"measure/*": "*"},
           "What the task logs and does not pay for, as means over responses."),
     Chart("Reward", "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
           "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True),
@@ -103,7 +103,7 @@ STEPS = [
     Chart("Responses", "Length and reward", {"response/length_correlation": "correlation"},
           "Above zero the longer responses of a group earn more than the shorter ones."),
     Chart("Policy", "Entropy", {"entropy": "entropy"},
-          "Nats a token: how open the policy's choice is. Near zero it has stopped exploring.", 0),
+          "Nats a token: the policy's remaining exploration. Near zero it has stopped exploring.", 0),
     Chart("Policy", "KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
           "Nats a token: how far the policy is from each.", 0),
     Chart("Policy", "Weight of the KL divergence", {"kl/coef": "kl_coef"}, "Its factor in loss or reward.", 0),
@@ -115,7 +115,7 @@ STEPS = [
     Chart("Policy", "Gradient norm", {"grad_norm": "before clipping"},
           "Spikes often come before a run falls apart.", 0),
     Chart("Policy", "Loss", {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
-          "The value of a policy-gradient loss says little; its parts should stay in proportion."),
+          "The value of a policy-gradient loss means little; its parts should stay in proportion."),
     Chart("Policy", "Learning rate", {"lr": "learning rate"}, "The rate of the step, as scheduled.", 0),
     Chart("Sampler and trainer", "Sampler against trainer", {"mismatch/mean": "mean", "mismatch/max": "largest"},
           "The gap between their log-probabilities of a token on the same weights; small gaps are rounding.", 0),
@@ -126,7 +126,7 @@ STEPS = [
           "The trainer's probability of the tokens that the sampler's settings allow.", 0, percent=True),
     Chart("Sampler and trainer", "Effective sample size",
           {"ess": "of the loss", "correction/ess": "of the correction"},
-          "The share of tokens that would say as much if all weighed the same; 100 %: they do.", 0, percent=True),
+          "As a share of the tokens, weighted by their ratios; 100 %: all weigh the same.", 0, percent=True),
     Chart("Sampler and trainer", "Correction of stale tokens",
           {"correction/mean": "mean weight", "correction/bounded_fraction": "bounded, as a share"},
           "The weights that make up for older policies.", 0),
@@ -230,7 +230,7 @@ def _held_out(names: Sequence[str]) -> Iterator[Chart]:
     parts = {name: rest for name, rest in own.items() if name not in known and rest not in EVALUATION}
     yield Chart("Held-out", "Held-out parts", parts, "What the held-out reward is made of.", markers=True)
     help = "What the task logs and does not pay for."
-    yield Chart("Held-out", "Measured beside the held-out reward", measures, help, markers=True)
+    yield Chart("Held-out", "Measured next to the held-out reward", measures, help, markers=True)
     for task in tasks:
         inner = _below(names, f"eval/{task}/")
         series = {name: rest for name, rest in inner.items() if rest in ("reward", "sampled_reward")} | _solved(inner)

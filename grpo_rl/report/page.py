@@ -20,8 +20,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.report import advisories, charts, configuration, headline, held_out, responses, tokens
-from grpo_rl.report.files import REPORT
+from grpo_rl.monitor.advisories import Advisories
+from grpo_rl.report import charts, configuration, headline, held_out, responses, tokens
+from grpo_rl.report.files import REPORT, read_config, read_rows
 from grpo_rl.storage.whole_file import write_whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -52,11 +53,19 @@ class Section:
     note: str = ""
 
 
+def _advice(run_dir: Path) -> dict[str, Any] | None:
+    found = [
+        {"id": one.name, "title": one.title, "text": one.seen, "remedy": f"Try {one.setting}. See {one.page}"}
+        for one in Advisories(read_config(run_dir), read_rows(run_dir)).raised.values()
+    ]
+    return {"advisories": found} if found else None
+
+
 SUMMARY = Section("summary", "Summary", headline.build)
 """The head of the page, which every page has; its data have ``title``, ``subject``, ``headline`` and ``note``."""
 
 SECTIONS: list[Section] = [
-    Section("advisories", "Advice", advisories.build),
+    Section("advisories", "Advice", _advice),
     Section(
         "charts",
         "Curves",

@@ -6,12 +6,15 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from grpo_rl.loopback import LOOPBACK, names_this_machine
+from grpo_rl.report.files import is_running
 
 READ_S = 10.0
 """Seconds of silence after which a reader in the middle of a request, or of its answer, is given up with its thread."""
@@ -21,16 +24,34 @@ MOST_OF_TIME = 0.05
 """Building takes at most this share of the time: the run that is followed may need the machine for itself."""
 
 
+def state_of(runs: Sequence[Path]) -> object:
+    """A value that changes with the files of the runs, and with whether they go on."""
+    found: list[object] = [is_running(run) for run in runs]
+    for path in (path for run in runs for path in sorted(run.iterdir()) if path.suffix != ".tmp"):
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            stat = path.lstat()
+            found.append((path, stat.st_mtime_ns, stat.st_size))
+    return found
+
+
 class LivePage:
-    """The data of a page, built anew now and then, and shared by all readers.
+    """The data of a page, built anew when something has changed, and shared by all readers.
 
     Args:
         build: the data of each section as JSON, by id.
         assemble: the page of such data.
+        state: a value that changes with what the data are built from.
     """
 
-    def __init__(self, build: Callable[[], dict[str, str]], assemble: Callable[[dict[str, str]], str]) -> None:
-        self._build, self._assemble = build, assemble
+    def __init__(
+        self,
+        build: Callable[[], dict[str, str]],
+        assemble: Callable[[dict[str, str]], str],
+        state: Callable[[], object],
+    ) -> None:
+        self._build, self._assemble, self._state = build, assemble, state
+        self._built: object = None
+        """The state that the data were built from."""
         self._lock = threading.Lock()
         self._next = 0.0
         self._data: dict[str, str] = {}
@@ -48,8 +69,8 @@ class LivePage:
 
     def _refresh(self) -> dict[str, str]:
         with self._lock:
-            if (begun := time.monotonic()) >= self._next or not self._data:
-                self._data = self._build()
+            if (begun := time.monotonic()) >= self._next and (state := self._state()) != self._built:
+                self._data, self._built = self._build(), state
                 ended = time.monotonic()
                 self._next = ended + max(FRESH_S, (ended - begun) * (1 / MOST_OF_TIME - 1))
             return self._data
@@ -58,7 +79,7 @@ class LivePage:
 def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
     """A server of the page on loopback; ``port`` 0 takes a free one.
 
-    It knows two addresses, ``/`` and ``/data.json``, and reads no file by a name that a reader gives.
+    It has two addresses, ``/`` and ``/data.json``, and reads no file by a name that a reader gives.
 
     Raises:
         ValueError: the port is taken.
@@ -104,7 +125,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            pass  # a line for each look of each reader helps no one
+            pass  # no log line for each request of each reader
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -117,6 +138,15 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"port {port} can't be used ({why}); leave --port out for a free one") from error
+
+
+def serve(page: LivePage, port: int) -> int:
+    """Serves the page until Ctrl-C."""
+    with make_server(page, port) as server:
+        print(f"http://{LOOPBACK}:{server.server_address[1]}/  (on this machine alone; Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)
+    return 0
 
 
 def _version(text: str) -> str:

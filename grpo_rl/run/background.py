@@ -33,7 +33,7 @@ class Background:
         """Returns when nothing is under way.
 
         Raises:
-            Exception: what was under way failed; told once.
+            Exception: what was under way failed; raised once.
         """
         if work := self._work:
             with waiting("a checkpoint on the disk"):
@@ -42,6 +42,6 @@ class Background:
             work.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread; the next :meth:`wait` tells of a failure."""
+        """Waits, and ends the thread; the next :meth:`wait` raises a failure."""
         with waiting("a checkpoint on the disk"):
             self._thread.shutdown()

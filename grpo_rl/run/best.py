@@ -54,7 +54,7 @@ class BestTracker:
         return {"best": self.best, "no_better": self._no_better, "score": self.score}
 
     def restore(self, state: Mapping[str, Any], rows: int | None = None) -> str | None:
-        """Goes on from :meth:`state`; where that is of other scores it begins anew, and the note for the user says so.
+        """Goes on from :meth:`state`; where that is of other scores it begins anew, and returns a note for the user.
 
         Args:
             rows: the number of rows that the score has now.

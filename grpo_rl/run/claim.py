@@ -73,7 +73,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any
     is_run = _is_run(place)
     if not is_run and place.resolve() != own.resolve():
         return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
-    with _or_let_go(_locked(folder)) as lock:
+    with _released_on_error(_locked(folder)) as lock:
         return _in_folder(folder, lock, is_run, frequency)
 
 
@@ -114,7 +114,7 @@ def _began_at(own: Path, place: Path | None) -> bool:
 
 
 def trained(folder: Path) -> bool:
-    """Tells whether a run took a step there, or ended."""
+    """True if a run took a step there, or ended."""
     return bool(checkpoint.checkpoints(folder / CHECKPOINTS) or (folder / SUMMARY).exists() or last_logged(folder))
 
 
@@ -126,31 +126,22 @@ def _new(own: Path, place: Path | None = None) -> Claim:
     Args:
         place: the checkpoint of elsewhere that it begins from.
     """
-    with _or_let_go(_locked(own)) as lock:
+    with _released_on_error(_locked(own)) as lock:
         again = (own / METRICS_FILE).exists() and not trained(own)
     notes = [f"The run in {own} had trained nothing, and begins again"] * again
     return Claim(own, lock, place, again=again, notes=notes)
 
 
 def _from_elsewhere(own: Path, place: Path, frequency: int) -> Claim:
-    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it.
-
-    Raises:
-        ValueError: the folder holds another run.
-    """
+    """Claims a folder for a run that begins from a checkpoint of elsewhere; the same command again goes on with it."""
     claimed = _new(own, place)
-    with _or_let_go(claimed.lock):
+    with _released_on_error(claimed.lock):
         refuse_other_run(own, place)
         return _in_folder(own, claimed.lock, True, frequency) if _began_at(own, place) else claimed
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
-    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
-
-    Raises:
-        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left; or the one of elsewhere
-            that it began from is gone.
-    """
+    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all."""
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
@@ -198,11 +189,7 @@ def set_logs_aside(folder: Path) -> None:
 
 
 def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
-    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
-
-    Raises:
-        ValueError: every run of this config is in use by another process.
-    """
+    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one."""
     notes: list[str] = []
     live: list[FolderInUseError] = []
     for run in _runs(outputs):
@@ -244,7 +231,7 @@ def _runs(outputs: Path) -> list[Path]:
 
 
 def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
-    """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
+    """The difference of a stored run's config, in words; None if none matters, or it was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
@@ -268,7 +255,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 @contextmanager
-def _or_let_go(lock: FolderLock) -> Iterator[FolderLock]:
+def _released_on_error(lock: FolderLock) -> Iterator[FolderLock]:
     """Releases the lock if the block raises an error."""
     try:
         yield lock
@@ -278,7 +265,7 @@ def _or_let_go(lock: FolderLock) -> Iterator[FolderLock]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
+    """True if the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

@@ -29,7 +29,6 @@ class CommonParts:
         env: the rows, and their texts; of GRPO the environment.
         engine: samples; of SFT none.
         collector: hands out the groups of each step.
-        group_size: responses of a group.
         within_memory: how groups are split into micro-batches: the one owner of their size, which shrinks if memory
             runs out.
     """
@@ -41,7 +40,6 @@ class CommonParts:
     engine: Any
     weights: WeightSync
     collector: Collector
-    group_size: int
     schedules: Schedules
     loss: GRPOLoss | SFTLoss
     within_memory: WithinMemory
@@ -71,7 +69,7 @@ class CommonParts:
     def begin_collecting(self) -> None:
         """Restores the collector from the checkpoint."""
         if self._collected:
-            self.collector.restore(self._collected)
+            self.collector.load_state_dict(self._collected)
             self._collected = None
 
     def state(self) -> dict[str, Any]:
@@ -81,7 +79,7 @@ class CommonParts:
             "schedules": self.schedules.state(),
             "within_memory": self.within_memory.state(),
             "engine": self.engine.state() if hasattr(self.engine, "state") else None,
-            "collector": self.collector.state(),
+            "collector": self.collector.state_dict(),
             "version": self.weights.version,
             "base": self.weights.base_fingerprints(),
             "rng": checkpoint.rng_state(),

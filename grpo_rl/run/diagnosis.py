@@ -20,7 +20,7 @@ from grpo_rl.training.optimizer import NonFiniteError
 DIAGNOSED = (MismatchError, NonFiniteError)
 """Errors that stop a run over its numbers."""
 NAMED_CAUSES = (EngineDeadError, OutOfMemoryError, ScoreError)
-"""Errors whose messages say all, and end a run without a traceback."""
+"""Errors with complete messages, which end a run without a traceback."""
 PROMPT_CHARACTERS = 60
 """The longest prompt that messages show whole."""
 

@@ -16,10 +16,19 @@ from typing import Any
 from grpo_rl.distributed.liveness import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics
-from grpo_rl.report.files import BEGAN_FROM, CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.report.files import (
+    BEGAN_FROM,
+    CONFIG,
+    EVALUATION,
+    OVERRIDES,
+    REPORT,
+    SUMMARY,
+    read_evaluation,
+    read_summary,
+)  # fmt: skip
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
-from grpo_rl.run.summary import read_evaluation, try_write_report, write_overrides
+from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, write_whole
@@ -34,7 +43,7 @@ class Room:
     """Disk space that a run needs: the kept checkpoints, the one being written included, and the exported models.
 
     Args:
-        models: 2 where the best model is kept beside the last one.
+        models: 2 where the best model is kept next to the last one.
     """
 
     checkpoints: int
@@ -101,7 +110,7 @@ class RunFolder:
         self.step = self.collected = 0
         self.seconds_before = 0.0
         self.restarts = 0
-        """The number of times that the ranks of the run were started again, as far as its checkpoint knows."""
+        """The number of times that the ranks of the run were started again, as stored in its checkpoint."""
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
@@ -129,7 +138,7 @@ class RunFolder:
         except OSError as error:
             if kind is None:
                 raise
-            # The error that ends the run is told by itself; this one is, too, and does not take its place.
+            # The error that ends the run is reported by itself; this one is logged, too, and does not replace it.
             print(f"The last checkpoint could not be written: {error}", file=sys.stderr, flush=True)
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -220,11 +229,7 @@ class RunFolder:
             raise RunIsOver
 
     def _check_ranks(self, state: dict) -> None:
-        """Refuses another number of ranks than the checkpoint's, unless the run is elastic.
-
-        Raises:
-            ValueError: there are more or fewer, and ``train.elastic`` is false.
-        """
+        """Refuses another number of ranks than the checkpoint's, unless the run is elastic."""
         self.restarts = state.get("restarts", 0)
         size = self._ranks.size if self._ranks else 1
         before = state["ranks"]
@@ -341,7 +346,7 @@ class RunFolder:
             path, state = self.restored
             began = {"checkpoint": str(path.absolute()), "step": state["step"]}
             write_whole(self.path / BEGAN_FROM, json.dumps(began))
-        if self._again:  # before the config is another: it says when the first checkpoint of these logs was due
+        if self._again:  # before the config is replaced: it has the first checkpoint's due step
             set_logs_aside(self.path)
         if self.rank_zero:
             self._is_new = not (self.inside or self._again or self._ranks)  # restarted ranks look for these files
@@ -364,7 +369,7 @@ class RunFolder:
         logged.truncate(self.path, last)
 
     def _truncate_metrics(self) -> bool:
-        """Drops the metrics of after the checkpoint, and tells whether those of its step's evaluation are there."""
+        """Drops the metrics of after the checkpoint, and returns whether those of its step's evaluation are there."""
         assert self.restored
         path, state = self.restored
         readable = None

@@ -23,7 +23,7 @@ from grpo_rl.training.evaluate import Evaluation, evaluate, row_scores
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """Another task that is evaluated beside the training one: its first rows, with so many sampled responses each."""
+    """Another task that is evaluated next to the training one: its first rows, with so many sampled responses each."""
 
     name: str
     env: LLMEnv
@@ -33,7 +33,7 @@ class HeldOutTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """The evaluations beside greedy responses to the training task, and what follows from them.
+    """The evaluations other than greedy responses to the training task, and what follows from them.
 
     Args:
         samples: responses to each row of the training task at ``temperature``; 0: none.
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass
 class Evaluated:
-    """One evaluation: its metrics, whether it is the best so far, and what the user has to know of it."""
+    """One evaluation: its metrics, whether it is the best so far, and a note for the user."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     is_best: bool = False
@@ -148,7 +148,7 @@ class HeldOut:
             write_evaluation(folder, step, self.after, self.tracker.state())
 
     def keep_responses(self, folder: Path) -> None:
-        """Stores the responses of the newest evaluation as text, beside those of evaluations before it."""
+        """Stores the responses of the newest evaluation as text, next to those of earlier evaluations."""
         if self._newest is not None and self.evaluated_at is not None:
             gold = [self._env.task.gold(row) for row in self.rows]
             HeldOutLog(folder).write(self.evaluated_at, self._newest, gold)

@@ -1,7 +1,7 @@
 """The lock of a run's folder: one process writes there; a second process gets an error that names the holder.
 
 The lock is the kernel's, on a file that the writer holds open, so the kernel releases it however the process ends. The
-file's content is for people.
+file's content is for error messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTEMPTS, PAUSE_S = 4, 0.05
 _held: set[int] = set()
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Closes the locks that a forked process inherited; the parent keeps them."""
     for descriptor in _held:
         os.close(descriptor)
@@ -31,7 +31,7 @@ def _let_go() -> None:
 
 
 # Executed programs don't inherit the descriptor, forked processes do: one that outlives the run would keep the folder.
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class FolderInUseError(ValueError):
@@ -63,14 +63,14 @@ class FolderLock:
                 if error.errno not in UNSUPPORTED:
                     raise
                 self.warning = (
-                    f"the file system of {folder} has no locks ({error.strerror}): see to it that no other process "
+                    f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process "
                     "writes there"
                 )
             if before and before.get("host") != socket.gethostname():
                 # Some mounts of NFS keep locks to the host.
                 self.warning = (
                     f"{folder} was last written by {_described(before)}, and was not left in order; where its file "
-                    "system does not lock between hosts, see to it that this process has ended"
+                    "system does not lock between hosts, make sure that this process has ended"
                 )
             since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
             self._write({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
@@ -92,7 +92,7 @@ class FolderLock:
 
     def close(self) -> None:
         """Releases the lock; the file stays, since another process may have locked it already."""
-        if self._descriptor in _held:  # otherwise this is a forked process, which has let go of it
+        if self._descriptor in _held:  # otherwise this is a forked process, which has closed it
             _held.remove(self._descriptor)
             self._write({})
             os.close(self._descriptor)
@@ -136,11 +136,7 @@ def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which refuses nobody.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
+    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which blocks no other process."""
     for _ in range(ATTEMPTS - 1):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

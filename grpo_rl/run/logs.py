@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,7 @@ from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.sampling_log import SamplingLog
-from grpo_rl.monitor.text_log import TextLog
-from grpo_rl.monitor.token_log import TokenLog, TokenPieces
+from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.settings.sections import Logger
 
 
@@ -54,11 +57,9 @@ class RunLogs:
         self.sampling = SamplingLog(folder) if tokenizer and rank_zero else None
         self.tokens: TokenLog | None = None
         if tokenizer and rank_zero and (logger.token_groups or loss):
-            pieces = TokenPieces(tokenizer) if logger.token_groups else lambda ids: []
-            self.tokens = TokenLog(folder, config, logger.token_groups, pieces, loss)
-        self.advisories = Advisories(config)
-        self._advises = True
-        record = TextLog(folder).write if rank_zero else lambda _: None
+            self.tokens = TokenLog(folder, config, logger.token_groups, partial(token_pieces, tokenizer), loss)
+        self.advisories, self._advises = Advisories(config), True
+        record = partial(_log_line, _log_of(folder)) if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
@@ -68,7 +69,7 @@ class RunLogs:
         if rank_zero:
             self.loggers = open_loggers(logger, folder, config, self.note)
         self.last_words: list[str] = []
-        """Lines that are shown when all else is closed, unless an error ends the run."""
+        """The exit message: lines shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()
@@ -100,13 +101,10 @@ class RunLogs:
         self.loggers.log(step, metrics)
 
     def _advise(self, row: Mapping[str, float]) -> list[Advisory]:
-        if not self._advises:
-            return []
         try:
-            return self.advisories.update(row)
+            return self.advisories.update(row) if self._advises else []
         except Exception as error:  # advice that fails must not end a run
-            self._advises = False
-            why = f"{type(error).__name__}: {error}"
+            self._advises, why = False, f"{type(error).__name__}: {error}"
             self.note(f"Warning. There are no advisories from step {row['step']} on ({why}); all else goes on")
             return []
 
@@ -126,21 +124,21 @@ class RunLogs:
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
 
     def log_sampled(self, step: int, sampled: Sequence[Any], zero: float) -> None:
-        """Logs when engines sampled.
-
-        Args:
-            sampled: as `grpo_rl.collectors.base.Sampled`.
-            zero: the run's clock, less ``time.perf_counter()``.
-        """
+        """Logs when engines sampled (see `grpo_rl.monitor.sampling_log.SamplingLog.write`)."""
         if self.sampling:
-            rows = [
-                {
-                    "engine": group.engine,
-                    "group_id": group.group_id,
-                    "policy_version": group.version,
-                    "begun_s": zero + group.begun_s,
-                    "ended_s": zero + group.ended_s,
-                }
-                for group in sampled
-            ]
-            self.sampling.write(step, rows)
+            self.sampling.write(step, sampled, zero)
+
+
+def _log_of(folder: Path) -> Path:
+    """The log in the run's folder, by the name of Hydra's own; a resumed run goes on in that of its folder."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    return folder.absolute() / (Path(handlers[0].baseFilename).name if handlers else "grpo.log")
+
+
+def _log_line(path: Path, text: str) -> None:
+    """Appends a line as Hydra writes it; not through its handlers, which print it in the terminal again."""
+    now = datetime.now()
+    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+    # A full disk is named by the files that matter.
+    with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(f"[{stamp}][grpo_rl.run][INFO] - {text}\n")

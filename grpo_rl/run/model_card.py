@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from grpo_rl.monitor.progress import duration
 from grpo_rl.policies.model_folder import is_hub_name, local_folder
 from grpo_rl.run.model_files import CARD
 from grpo_rl.run.origin import repository
+from grpo_rl.settings.imitation import is_read
 from grpo_rl.storage.yaml_text import read_yaml
 
 SHOWN = {
@@ -26,12 +25,6 @@ SHOWN = {
     "sampling": ("temperature", "top_p", "max_new_tokens"),
 }
 """The settings that the card names; all of them are in the run folder's ``config.yaml``."""
-SHOWN_OF_SFT = {
-    "optimizer": SHOWN["optimizer"],
-    "train": ("epochs", "optim_batch_size", "seed"),
-    "sampling": ("max_new_tokens",),
-}
-"""Those that it names of SFT."""
 
 
 def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -53,7 +46,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         datasets=[data] if data else None,
         tags=[*(["sft", "grpo_rl"] if sft else ["grpo", "grpo_rl", "reinforcement-learning"]), env["dataset"]],
     )
-    shown = SHOWN_OF_SFT if sft else SHOWN
+    shown = [(part, key) for part, keys in SHOWN.items() for key in keys if not sft or is_read(f"{part}.{key}")]
     added = "".join(f", plus `{key}`" for key in env.get("rewards", {}))
     taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
     name = base if on_hub(base) else Path(base).name
@@ -70,7 +63,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "",
         "| setting | value |",
         "| --- | --- |",
-        *(f"| `{part}.{key}` | {config[part][key]} |" for part, keys in shown.items() for key in keys),
+        *(f"| `{part}.{key}` | {config[part][key]} |" for part, key in shown),
         "",
         "## Made by",
         "",
@@ -79,8 +72,6 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         + f", config {summary.get('config_hash')}; "
         + ", ".join(f"{key} {value}" for key, value in summary.get("versions", {}).items() if key != "grpo_rl"),
     ]
-    if summary.get("command"):
-        lines += ["", "```bash", _without_paths(str(summary["command"])), "```"]
     return f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -129,36 +120,3 @@ def base_license(name: str) -> str | None:
         return None
     found = head.get("license") if isinstance(head, dict) else None
     return found if isinstance(found, str) else None
-
-
-LOCAL = re.compile(r"(^|[\s,:=\[\]{}()'\"])(~|\.{0,2}/(?!$|\s)|\.\.$|file://|[A-Za-z]:\\\\)")
-"""The beginning of a path of this machine, by itself or inside a list or a mapping."""
-PLACES = re.compile(r"(^|[._-])(path|dir|folder|file|files|out|resume|store|cache)$")
-"""Keys whose values are places, also relative ones."""
-
-
-def _without_paths(command: str) -> str:
-    """The command without the places of this machine: settings with one are left out, a local model keeps its name.
-
-    >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k env.path=~/a=b.jsonl")
-    'python sota/grpo.py model.name=m env.dataset=gsm8k'
-    """
-    kept: list[str] = []
-    for word in shlex.split(command):
-        key, equals, value = word.partition("=")
-        path = Path(word)
-        if not equals and path.suffix == ".py":
-            kept.append(f"sota/{path.name}" if path.parent.name == "sota" else path.name)
-        elif key.lstrip("+~") == "model.name" and not on_hub(value):
-            kept.append(f"{key}={Path(value).name}")
-        elif _names_a_place(key.lstrip("+~"), value) if equals else LOCAL.search(word):
-            if not equals and kept and kept[-1].startswith("-"):
-                kept.pop()  # the option whose argument it is
-        else:
-            kept.append(word)
-    return shlex.join(kept)
-
-
-def _names_a_place(key: str, value: str) -> bool:
-    local = bool(LOCAL.search(value)) or ("/" in value and bool(PLACES.search(key)) and not value.startswith("hf:"))
-    return local or key.startswith("hydra.")

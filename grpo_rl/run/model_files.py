@@ -19,7 +19,7 @@ def model_files(run: Path) -> list[Path]:
     """The files of a run's model.
 
     Raises:
-        ValueError: the run has no model, or beside the model's files there is one that is none, or one with a key.
+        ValueError: the run has no model, or next to it lies a file of another kind, or one with a key.
     """
     folder = run / MODEL
     if not (folder / CARD).is_file():

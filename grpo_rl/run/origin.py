@@ -30,7 +30,7 @@ def origin(config: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
 
     Args:
         config: the whole config.
-        before: what this said before, where the run resumes. The command is that of the resume, whose settings hold
+        before: the earlier entries, where the run resumes. The command is that of the resume, whose settings hold
             from there on; that of the start comes as ``command_of_start`` where it is another.
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}

@@ -27,7 +27,7 @@ def add_push_to_hub(parser: argparse.ArgumentParser) -> None:
 def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"push-to-hub takes no overrides such as {overrides[0]}")
-    # Imported late: who asks for help does not wait for it.
+    # Imported late: help should not wait for it.
     import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError

@@ -54,7 +54,7 @@ class Restarts:
         """Leaves the run's folder to later starts; rank zero does.
 
         Args:
-            before: restarts that the checkpoint knows of, if this is the launcher's first start.
+            before: restarts that the checkpoint counts, if this is the launcher's first start.
         """
         self.count = self.count if self.folder else before
         if ranks.rank == 0 and ranks.watch:

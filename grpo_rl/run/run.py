@@ -121,7 +121,7 @@ class Run(Generic[P]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if is_out_of_memory(error) and not isinstance(error, EngineDeadError | OutOfMemoryError):
             # Beyond what begins again with less at a time, as in the optimizer's own step.
-            error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md says what takes less")
+            error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md has ways to use less")
         if not self._training:
             if isinstance(error, NAMED_CAUSES):
                 raise SystemExit(f"Stopped before the first step: {error}") from error
@@ -170,7 +170,7 @@ class Run(Generic[P]):
             )
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
-            groups = parts.collector.collect(parts.group_size)
+            groups = parts.collector.collect()
             self.collected = parts.collector.collected
             if not groups:
                 break  # the last groups were dropped
@@ -225,18 +225,16 @@ class Run(Generic[P]):
             self.logs.note(f"Warning. {warning}")
 
     def locate_nonfinite(self) -> str:
-        """Says in a sentence where the optimizer step's loss or gradient is not finite first."""
+        """A sentence on where the optimizer step's loss or gradient is first not finite."""
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:
-        """Adds an optimizer step's result to the record, the mismatch check and the log of tokens."""
+        """Adds an optimizer step's result to the record and the mismatch check."""
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
             self._diagnosis.mismatch.weights_moved()
         self.record.add_result(result)
-        if self.logs.tokens:
-            self.logs.tokens.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
@@ -329,7 +327,7 @@ class Run(Generic[P]):
         """
         self.folder.check_place(self.step)
         path: Path | None = self.save_checkpoint()
-        self.folder.settle()  # whoever finds the run finished finds its checkpoint
+        self.folder.settle()  # a finished run has its checkpoint
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
@@ -339,7 +337,7 @@ class Run(Generic[P]):
             self.logs.progress.update(self.step, metrics)
         summary, kept = self._summary(), self.options.train.keep_final_checkpoint
         end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
-        if not kept:  # until now: whoever kills the run here finds it finished, or resumes it
+        if not kept:  # until now: a run killed here is finished, or can be resumed
             self.folder.remove_checkpoints()
         return summary
 

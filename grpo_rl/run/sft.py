@@ -38,7 +38,7 @@ class SFTDiagnosis(RunDiagnosis):
     """The checks of a run without a sampler: whether its numbers are finite."""
 
     def observe(self, tokens: TensorDictBase, _losses: TensorDictBase, groups: Sequence[Group]) -> None:
-        """Compares nothing: no one sampled the tokens."""
+        """Compares nothing: the tokens were not sampled."""
 
 
 class HeldOutDemonstrations:

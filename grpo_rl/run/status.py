@@ -22,7 +22,7 @@ TAIL_BYTES = 1 << 16
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    """Says whether a run's process is alive, its last step with its age, and what waited for what when a wait was late
+    """Shows whether a run's process is alive, its last step with its age, and what waited for what when a wait was late
     last. Exit code 1: the run is not finished, and no process of it is alive.
     """
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,7 +73,7 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
 def keep_best(folder: Path, step: int, parts: CommonParts, adapters: str) -> None:
     """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
 
-    ``best.json`` beside its weights has its step, so that no kill leaves the one without the other.
+    ``best.json`` next to its weights has its step, so that no kill leaves the one without the other.
     """
     step_file = {BEST: json.dumps({"step": step}) + "\n"}
     export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers, step_file)
@@ -96,7 +95,7 @@ def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path | None
 
 
 def _write(logs: RunLogs, summary: dict[str, object]) -> Path | None:
-    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised]
+    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised.values()]
     write_summary(logs.folder, summary)
     return try_write_report(logs.folder, logs.note)
 
@@ -124,17 +123,6 @@ def write_evaluation(
     """
     stored = finite({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
     write_whole(folder / EVALUATION, json.dumps(stored, allow_nan=False) + "\n")
-
-
-def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any] | None] | None:
-    """The held-out rewards of a step and the tracker's state; None where they were not stored."""
-    try:
-        stored = json.loads((folder / EVALUATION).read_text())
-        if stored["step"] != step:
-            return None
-        return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -135,7 +135,7 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
             go together.
     """
     chosen, changed = loss_config(overrides), compose_config(DEFAULT_CONFIG, [])
-    # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
+    # The loss alone, in a config in which all else is in order: the run's own may need what this machine lacks.
     for key in ("loss", *OF_A_LOSS):
         OmegaConf.update(changed, key, plain(select(settings, key)), merge=False)
     for key in sorted((_key(word) for word in overrides), key=len):  # a preset first, and single settings over it

@@ -119,7 +119,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     raise
                 raise SystemExit(f"error: {shown(str(error))}") from error
             finally:
-                gc.collect()  # models sit in reference cycles; the next job of a sweep wants their memory now
+                gc.collect()  # models sit in reference cycles; the next job of a sweep needs their memory now
                 give_back()
 
         def entry() -> None:
@@ -128,9 +128,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
             where = folders(arguments)
             if (about := topic(arguments)) is not None:
-                says = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
+                summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
                 try:
-                    print(help_text(about, says, config_name, where, dataset_of(arguments, config_name), mode))
+                    print(help_text(about, summary, config_name, where, dataset_of(arguments, config_name), mode))
                 except ValueError as error:
                     raise SystemExit(f"error: {shown(str(error))}") from None
                 return

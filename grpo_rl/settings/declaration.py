@@ -65,9 +65,9 @@ class Setting:
 
     Args:
         default: the default; :data:`REQUIRED`: the config must give a value.
-        meaning: what the setting does; the comment beside it in ``config/``.
+        meaning: what the setting does; the comment next to it in ``config/``.
         choices: the allowed values; empty: any value of its type.
-        named: whether ``package.module:name``, an object of the user's own, is taken beside the choices.
+        named: whether ``package.module:name``, an object of the user's own, is accepted as well as the choices.
         mode: the only mode that reads the setting; None: both do.
         kind: the type of its values other than null; where it has choices, theirs.
         free: whether it is a mapping whose keys are not declared here.
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def comment(self) -> str:
-        """The comment beside the setting in ``config/``.
+        """The comment next to the setting in ``config/``.
 
         >>> Setting("none", "an experiment tracker", choices=("wandb", "none")).comment
         'wandb | none; an experiment tracker'

@@ -1,4 +1,4 @@
-"""The device plan: which GPUs train, score the reference and sample, or an error that says what does not fit."""
+"""The device plan: which GPUs train, score the reference and sample, or an error with what does not fit."""
 
 from __future__ import annotations
 
@@ -125,40 +125,32 @@ def allocate(
         raise ValueError(f"inference_model.tensor_parallel_size={asked}, but no GPU is visible; leave it null")
     tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
     shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
-    engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
-    roles = plan["train"], plan.get("ref", ()), plan["inference"]
-    return Devices(*roles, tensor_parallel_size, engine_share, plan.get("reward", ()))
-
-
-def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
-    """The roles of the run; that of the reference only where one is loaded."""
-    roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]
-    for role in roles:
-        if counts_only and role.indices is not None:
-            raise ValueError(
-                f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
-                f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
-            )
-    if not cfg.policy.kl_coef > 0:
-        asked = roles.pop(1)
-        if asked.count is not None:
-            given = f"{asked.section} asks for {_devices(asked.count)}"
-            raise ValueError(
-                f"{given}, but with policy.kl_coef={cfg.policy.kl_coef} no reference is loaded; leave it null"
-            )
-    reward = _Role.of_reward(cfg)
-    return [roles[0], *([reward] if reward.count else []), *roles[1:]]
-
-
-def _engine_share(cfg: Sections, device: torch.device) -> float:
-    """The engine's share of the memory of a GPU that trains at the same time."""
-    share = cfg.inference_model.gpu_memory_utilization
-    if share > MOST_SHARED:
+    engine_share = cfg.inference_model.gpu_memory_utilization if shares else 0.0
+    if engine_share > MOST_SHARED:
         raise ValueError(
-            f"inference_model.gpu_memory_utilization={share} on {device}, which trains at the same time, leaves "
-            f"training {max(0.0, USABLE - share):.0%} of its memory; use at most {MOST_SHARED}, or mode=sync"
+            f"inference_model.gpu_memory_utilization={engine_share} on {plan['train'][0]}, which trains at the same "
+            f"time; use at most {MOST_SHARED}, or mode=sync"
         )
-    return share
+    devices = plan["train"], plan.get("ref", ()), plan["inference"]
+    return Devices(*devices, tensor_parallel_size, engine_share, plan.get("reward", ()))
+
+
+def asked_devices(cfg: Sections, name: str) -> int | None:
+    """The number of devices that ``train``, ``ref`` or ``inference`` asks for, by a list or as a number; None: neither.
+
+    Raises:
+        ValueError: the list names a GPU twice or none, or the number is another.
+    """
+    section = getattr(cfg, f"{name}_model")
+    count, indices = section.num_devices, section.devices
+    if indices is None:
+        return count
+    if not indices or len(set(indices)) < len(indices) or count not in (None, len(indices)):
+        raise ValueError(
+            f"{name}_model.devices={list(indices)} with {name}_model.num_devices={count}; give a list of different "
+            "GPUs and leave the number null, or the number alone"
+        )
+    return len(indices)
 
 
 @dataclass(frozen=True)
@@ -166,36 +158,34 @@ class _Role:
     """A role's requested devices; ``count`` and ``indices`` are None where the plan decides."""
 
     name: str
-    count: int | None
-    indices: tuple[int, ...] | None
+    count: int | None = None
+    indices: tuple[int, ...] | None = None
 
-    @property
-    def section(self) -> str:
-        return "env.rewards.model" if self.name == "reward" else f"{self.name}_model"
-
-    @classmethod
-    def of_reward(cls, cfg: Sections) -> _Role:
-        """The role of ``env.rewards.model``; it shares the training device where it asks for none of its own."""
-        env = getattr(cfg, "env", None)
-        given = env.rewards.get("model") if env else None
-        given = given if isinstance(given, Mapping) else {}
-        indices = given.get("devices")
-        return cls("reward", given.get("num_devices") or (indices and 1), tuple(indices) if indices else None)
-
-    @classmethod
-    def read(cls, cfg: Sections, name: str) -> _Role:
-        section = getattr(cfg, f"{name}_model")
-        count, indices = section.num_devices, section.devices
-        if indices is None:
-            return cls(name, count, None)
-        if not indices or len(set(indices)) != len(indices):
-            given = f"{name}_model.devices={list(indices)}"
-            raise ValueError(f"{given}; it is a list of different GPUs such as [0, 1], or null")
-        return cls(name, len(indices), tuple(indices))
+    def __str__(self) -> str:
+        section = "env.rewards.model" if self.name == "reward" else f"{self.name}_model"
+        return f"{section}.devices={list(self.indices)}" if self.indices else f"{section}.num_devices={self.count}"
 
 
-def _devices(count: int) -> str:
-    return f"{count} device" + ("s" if count > 1 else "")
+def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
+    """The roles of the run; those of a reference and of a reward model only where they have or share devices."""
+    roles = []
+    for name in ("train", "ref", "inference"):
+        indices = getattr(cfg, f"{name}_model").devices
+        role = _Role(name, asked_devices(cfg, name), None if indices is None else tuple(indices))
+        if counts_only and role.indices:
+            raise ValueError(
+                f"{role}, but with ray.address Ray chooses among the GPUs of all nodes; set "
+                f"{name}_model.num_devices={role.count} and leave the list null"
+            )
+        if name != "ref" or cfg.policy.kl_coef > 0:
+            roles.append(role)
+        elif role.count is not None:
+            raise ValueError(f"{role}, but with policy.kl_coef={cfg.policy.kl_coef} no reference is loaded")
+    env = getattr(cfg, "env", None)
+    given = env.rewards.get("model") if env else None
+    if isinstance(given, Mapping) and (given.get("num_devices") or given.get("devices")):
+        roles.insert(1, _Role("reward", 1, tuple(given.get("devices") or ()) or None))
+    return roles
 
 
 def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
@@ -203,20 +193,15 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
     import torch
 
     for role in roles:
-        given = f"{role.section}.num_devices={role.count}"
-        given = given if role.indices is None else f"{role.section}.devices={list(role.indices)}"
-        if role.indices is not None or (mode == "sync" and (role.count or 1) > 1):
-            raise ValueError(f"{given}, but no GPU is visible; leave it null to use the CPU")
+        if role.indices or (mode == "sync" and (role.count or 1) > 1):
+            raise ValueError(f"{role}, but no GPU is visible; leave it null to use the CPU")
     if mode == "sync":
         _say_everything_shares_the_cpu()
         return {role.name: (torch.device("cpu"),) for role in roles}
     counts = {role.name: role.count or 1 for role in roles if role.name not in ("ref", "reward")}
     counts["train"] = max(counts["train"], world)
-    total = sum(counts.values())
-    if cores is not None and total > cores:
-        key = "inference_model" if counts["inference"] > 1 else "train_model"
-        fix = f"lower {key}.num_devices" if max(counts.values()) > 1 else "use mode=sync, where they take turns"
-        raise ValueError(f"{_sum(counts, 'process', 'processes')}, {cores} CPU cores there; {fix}")
+    if cores is not None and sum(counts.values()) > cores:
+        raise ValueError(f"{_sum(counts)} processes, {cores} CPU cores there; ask for fewer, or use mode=sync")
     return {role.name: (torch.device("cpu"),) * counts.get(role.name, 1) for role in roles}
 
 
@@ -226,47 +211,40 @@ def _say_everything_shares_the_cpu() -> None:
 
 
 def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[str, tuple[torch.device, ...]]:
-    """Indices of each role on a machine with GPUs: the lists first, then counts from what is left.
+    """The devices of each role on a machine with GPUs: the lists first, then counts from what is left.
 
     Args:
         alone: the machine has one GPU, which training and sampling share.
     """
     train, inference = roles[0], roles[-1]
-    if inference.indices is not None and inference.indices == train.indices and inference.count == 1:
-        roles, alone = [*roles[:-1], _Role("inference", None, None)], True
+    if inference.indices and inference.indices == train.indices and inference.count == 1:
+        roles, alone = [*roles[:-1], _Role("inference")], True
     owner: dict[int, _Role] = {}
     for role in roles:
         for index in role.indices or ():
-            key = f"{role.section}.devices"
             if not 0 <= index < visible:
-                raise ValueError(f"{key}={list(role.indices or ())}: there is no GPU {index}, {visible} visible")
+                raise ValueError(f"{role}: there is no GPU {index}, {visible} visible")
             if index in owner:
-                raise ValueError(
-                    f"GPU {index} is in both {owner[index].section}.devices and {key}; leave {key} null to share"
-                )
+                raise ValueError(f"GPU {index} is in both {owner[index]} and {role}; leave one null to share")
             owner[index] = role
-
     # Only training has a size of its own when it is left null; the others share it or take what is left.
     counts = {role.name: role.count or (1 if role.name == "train" else 0) for role in roles}
-    total = sum(counts.values())
-    if total > visible:
-        raise ValueError(f"{_sum(counts)}, {visible} visible; {_remedy(roles, mode, alone)}")
+    if sum(counts.values()) > visible:
+        raise ValueError(f"{_sum(counts)} GPUs, {visible} visible; ask for fewer")
     free = [index for index in range(visible) if index not in owner]
     plan: dict[str, tuple[int, ...]] = {}
     for role in roles:
-        take = counts[role.name] if role.indices is None else 0
+        take = 0 if role.indices else counts[role.name]
         plan[role.name] = role.indices or tuple(free[:take])
         free = free[take:]
     if "ref" in plan and not plan["ref"]:
         plan["ref"] = plan["train"]
     if not plan["inference"]:
-        if mode == "sync" or alone:
-            plan["inference"] = plan["train"]
-        elif free:
-            plan["inference"] = tuple(free)
-        else:
-            why = "none is left to sample; use sync mode, or give training fewer"
-            raise ValueError(f"{_sum(counts)}, {visible} visible: {why}")
+        plan["inference"] = plan["train"] if mode == "sync" or alone else tuple(free)
+    if not plan["inference"]:
+        raise ValueError(
+            f"{_sum(counts)} GPUs, {visible} visible: none is left to sample; use mode=sync, or train on fewer"
+        )
     return {name: tuple(_gpu(index) for index in indices) for name, indices in plan.items()}
 
 
@@ -287,42 +265,24 @@ def _gpu(index: int) -> Any:
     return torch.device("cuda", index) if index < 128 else FarDevice(index)
 
 
-def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
-    """The devices of each role and their total, in words.
+def _sum(counts: Mapping[str, int]) -> str:
+    """The devices of each role and their total.
 
     >>> _sum({"train": 2, "ref": 1, "inference": 6}), _sum({"train": 1, "inference": 0})
-    ('train 2 + ref 1 + inference 6 = 9 GPUs', 'train 1 GPU')
+    ('train 2 + ref 1 + inference 6 = 9', 'train 1 = 1')
     """
-    parts = {name: count for name, count in counts.items() if count}
-    total = sum(parts.values())
-    all_of_them = f"{total} {units if total > 1 else unit}"
-    terms = " + ".join(f"{name} {count}" for name, count in parts.items())
-    return f"{terms} = {all_of_them}" if len(parts) > 1 else f"{next(iter(parts))} {all_of_them}"
+    terms = (f"{name} {count}" for name, count in counts.items() if count)
+    return f"{' + '.join(terms)} = {sum(counts.values())}"
 
 
-def _remedy(roles: list[_Role], mode: str, alone: bool) -> str:
-    """The setting to change when the groups need more than there is: that of the largest, the last of equals."""
-    role = max(reversed(roles), key=lambda role: role.count or 0)
-    key = f"{role.section}.{'num_devices' if role.indices is None else 'devices'}"
-    if (role.count or 0) > 1:
-        return f"lower {key}"
-    if role.name == "inference" and mode == "async" and not alone:
-        return "use sync mode, where inference can share the training device"
-    return f"leave {key} null to share the training device"
-
-
-def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: int | None) -> int:
-    size = devices if asked is None else asked
-    meaning = "null, all inference devices: " if asked is None else ""
-    if devices % size:
+def _tensor_parallel_size(asked: int | None, devices: int, heads: int | None) -> int:
+    """The size that is asked for, or all devices of inference; it has to divide them and the model's heads."""
+    size = asked or devices
+    if devices % size or (heads or size) % size:
+        of_heads = f" and {heads} (attention heads)" if heads else ""
+        fitting = [d for d in divisors(devices) if (heads or d) % d == 0]
         raise ValueError(
-            f"inference_model.tensor_parallel_size={size} does not divide the {_devices(devices)} of inference; "
-            f"use one of {divisors(devices)}"
-        )
-    if num_attention_heads is not None and num_attention_heads % size:
-        fitting = [d for d in divisors(devices) if num_attention_heads % d == 0]
-        raise ValueError(
-            f"inference_model.tensor_parallel_size={size} ({meaning}{num_attention_heads} attention heads cannot be "
-            f"split {size} ways); use one of {fitting}"
+            f"inference_model.tensor_parallel_size={asked or 'null'}: {size} does not divide {devices} (inference "
+            f"devices){of_heads}; use one of {fitting}"
         )
     return size

@@ -39,7 +39,7 @@ class EvalSettings(Section):
 
     tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + TASK_NAMES)
     rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)
-    samples: int = setting(0, "responses to each row beside the greedy one, for pass@k and maj@k; 0: none", at_least=0)
+    samples: int = setting(0, "responses to each row next to the greedy one, for pass@k and maj@k; 0: none", at_least=0)
     temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
     max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", at_least=1)
     max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", at_least=2)

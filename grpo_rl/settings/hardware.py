@@ -15,7 +15,7 @@ CPU_FILE = Path("/proc/cpuinfo")
 def has_no_gpu() -> bool:
     """True if torch certainly sees no GPU: there is none, all are hidden, or it is a build for CPUs.
 
-    False: torch has to be asked.
+    False: torch has to be queried.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return hidden or not any(Path(name).exists() for name in GPU_FILES) or _torch_is_for_cpus()

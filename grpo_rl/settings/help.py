@@ -82,7 +82,7 @@ def topic(arguments: Sequence[str]) -> str | None:
 
 def help_text(
     about: str,
-    says: str,
+    summary: str,
     config_name: str,
     folders: Sequence[Path],
     dataset: str | None = None,
@@ -92,7 +92,7 @@ def help_text(
 
     Args:
         about: what :func:`topic` gives.
-        says: the script's docstring, whose first paragraph is shown.
+        summary: the script's docstring, whose first paragraph is shown.
         config_name: its default config.
         folders: the folders with configs: the project's, and the user's.
         dataset: the task whose settings are shown next to those of all tasks.
@@ -101,13 +101,13 @@ def help_text(
     Raises:
         ValueError: there is no such section or key; with the nearest.
     """
-    lines = _settings(about, dataset) if about else _overview(says, config_name, folders, mode)
+    lines = _settings(about, dataset) if about else _overview(summary, config_name, folders, mode)
     return "\n".join(lines)
 
 
-def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
+def _overview(summary: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
     command, sft = " ".join(program(mode)), mode == "sft"
-    yield says
+    yield summary
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
     first = [key for key in FIRST if not sft or is_read(key)]
@@ -117,7 +117,7 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     if not sft:
         yield from _block("Losses, loss=NAME:", _members("loss", folders), 22)
     examples = EXAMPLES_OF_SFT if sft else EXAMPLES
-    yield from _block("Examples:", {f"{command} {words}": says for words, says in examples.items()}, 76)
+    yield from _block("Examples:", {f"{command} {words}": summary for words, summary in examples.items()}, 76)
     yield from _block("More:", MORE, 22)
 
 
@@ -128,8 +128,8 @@ def _settings(about: str, dataset: str | None) -> Iterator[str]:
         sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
         raise ValueError(unknown("section or setting", about, [*sections, *known] if "." in about else sections))
     makes = getattr(Sections.__dataclass_fields__.get(about), "default_factory", None)
-    if says := SECTIONS.get(about) or (makes.__doc__ if isinstance(makes, type) else None):
-        yield textwrap.fill(f"{about}: {says}", _width(), break_on_hyphens=False)
+    if summary := SECTIONS.get(about) or (makes.__doc__ if isinstance(makes, type) else None):
+        yield textwrap.fill(f"{about}: {summary}", _width(), break_on_hyphens=False)
     values = compose_config(DEFAULT_CONFIG, [f"env.dataset={dataset}"]) if dataset else {}
     yield from _block("", _described(keys, known, OmegaConf.to_container(values) if dataset else {}))
 
@@ -156,8 +156,8 @@ def _members(group: str, folders: Sequence[Path]) -> dict[str, str]:
 
 def _first_comment(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
-    says = (line for line in lines if line.startswith("#") and not line.startswith("# @package"))
-    return next(says, "").lstrip("# ").rstrip(" :,")
+    summary = (line for line in lines if line.startswith("#") and not line.startswith("# @package"))
+    return next(summary, "").lstrip("# ").rstrip(" :,")
 
 
 def _width() -> int:

@@ -1,4 +1,4 @@
-"""Refuses settings that ask for what this machine lacks, as far as that can be known without importing torch."""
+"""Refuses settings that need what this machine lacks, as far as that can be known without importing torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grpo_rl.storage.cache import cache_folder
 
 
 def check_machine(settings: Settings, mode: str = "sync") -> None:
-    """Refuses settings that ask for files or packages that are not here.
+    """Refuses settings that need files or packages that are not here.
 
     On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
-    run is built, which knows more; here an error takes a second, and there the time of all imports.
+    run is built, with more knowledge; here an error takes a second, and there the time of all imports.
 
     Raises:
         ValueError: something is not here; names it and the remedy.
@@ -53,7 +53,7 @@ def check_engine(settings: Settings) -> None:
 
 
 def _check_rows(settings: Settings, source: Source, split: str) -> None:
-    """Has the task's own loader say what is wrong with a path where nothing is, unless it may be of the hub."""
+    """Raises the task's own loader's error for a path where nothing is, unless it may be of the hub."""
     path = source.path
     if path is None or repository_of(path) or glob.has_magic(path) or os.path.exists(os.path.expanduser(path)):
         return

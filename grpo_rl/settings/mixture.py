@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
+from grpo_rl.envs.own import is_env, own_class
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
@@ -23,9 +24,9 @@ TAKEN = ("error", "timeout", "invalid", "unjudgeable", "groups")
 """Names that no task of a mixture can have: ``failed/error`` counts errors."""
 ALONE = (MIXTURE, "agent")
 """Values of ``env.dataset`` that are no task of a mixture: an agent's sessions have a collector of their own."""
-OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
+OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "transforms", "mixture")
 """Settings that a single task of a mixture can't have."""
-OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum")
+OF_TRAINING = ("dataset", "eval_path", "num_envs", "repeats", "curriculum", "transforms")
 """Settings of ``env`` that an entry can't have: its own keys name task and data, and nothing is trained on."""
 EPISODES = ("openenv", "verifiers")
 """Tasks that reward the steps of an episode, which an agent's session is not."""
@@ -83,6 +84,8 @@ def entries(settings: Sections) -> dict[str, Entry]:
                 f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
         check_names([dataset], where, [task for task in TASKS if task not in ALONE])
+        if is_name(dataset) and is_env(own_class(dataset)):
+            raise ValueError(f"{where}: an environment of your own is no task of a mixture; set env.dataset={dataset}")
         if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = select(env, "rewards.model", {})
@@ -162,5 +165,7 @@ def check_agent(settings: Sections) -> None:
         raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")
     if scorer is None and not settings.env.path:
         raise ValueError("env.dataset=agent has no rows of its own; set env.path, or env.scorer, whose rows are taken")
+    if settings.env.transforms:
+        raise ValueError("env.transforms are for environments; an agent's sessions have their own; leave it out")
     if settings.env.curriculum:
         raise ValueError("env.curriculum counts the rewards of responses, not of an agent's sessions; leave it out")

@@ -39,7 +39,7 @@ class LoRASection(Section):
         "experts get no adapters and stay as they are",
     )
     push: Literal["merged", "adapter"] = setting(
-        "merged", "what the engine gets: merged weights, or the adapter beside its own weights (vLLM only)"
+        "merged", "what the engine gets: merged weights, or the adapter next to its own weights (vLLM only)"
     )
     export: Literal["merged", "adapter"] = setting(
         "merged", "what the run writes at its end: a merged model, or an adapter folder for peft"
@@ -113,7 +113,7 @@ class InferenceModel(Section):
     )
     gpu_memory_utilization: float = setting(
         0.5,
-        "share of a GPU's memory that vLLM takes; at most 0.8 where training goes on beside it (mode=async on one GPU)",
+        "share of a GPU's memory that vLLM takes; at most 0.8 where training shares the GPU (mode=async on one GPU)",
         more_than=0,
         at_most=1,
     )

@@ -9,16 +9,16 @@ from dataclasses import field
 from inspect import Parameter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_rl.envs.own import parameters_of, task_class
+from grpo_rl.envs.own import own_class, parameters_of
 from grpo_rl.settings.declaration import REQUIRED, Section, Setting, plain
 from grpo_rl.settings.tasks import TASKS
 
 TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
-"""Names that the environment uses itself, beside the settings that all tasks share."""
+"""Names that the environment uses itself, in addition to the settings that all tasks share."""
 
 
 def task_section(dataset: str) -> type[Section]:
-    """The settings of ``env.dataset``: those of one of the project's tasks, or those that the user's class tells.
+    """The settings of ``env.dataset``: those of one of the project's tasks, or those of the user's class.
 
     Raises:
         ValueError: there is no such class, or it is no task, or a setting has a name that is taken.
@@ -28,7 +28,7 @@ def task_section(dataset: str) -> type[Section]:
 
 @functools.cache
 def _section(name: str) -> type[Section]:
-    task = task_class(name)
+    task = own_class(name)
     try:
         hints = get_type_hints(task.__init__)
     except (NameError, TypeError):  # imported for type checkers alone

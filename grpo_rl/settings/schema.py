@@ -21,8 +21,8 @@ from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
 from grpo_rl.settings.tasks import TASKS
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
+from grpo_rl.storage.yaml_text import flat
 
 ABSENT = object()
 UNSET = "???"
@@ -97,7 +97,7 @@ class Settings(Sections):
     def stored(self) -> dict[str, Any]:
         """The settings as a run stores them, of JSON's types: without secrets.
 
-        Masked texts are told apart, as a run must not go on with others; those of loggers may differ.
+        Masked texts are distinguished, as a run must not go on with others; those of loggers may differ.
         """
         return json.loads(self.as_json())
 
@@ -106,7 +106,7 @@ class Settings(Sections):
         return json.dumps(self._without_secrets(), sort_keys=True)
 
     def as_text(self) -> str:
-        """The settings as YAML, for people and for comparing runs: without secrets, and told apart likewise."""
+        """The settings as YAML, for people and for comparing runs: without secrets, and distinguished likewise."""
         return yaml.safe_dump(self._without_secrets(), sort_keys=False, allow_unicode=True)
 
     def _without_secrets(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Settings(Sections):
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
-    """The values, with those that a task of the user's own tells, which no file of config/ has."""
+    """The values, with the settings of a task of the user's own, which no file of config/ has."""
     if dataset in TASKS:
         return values
     own = {name: setting.default for name, setting in declared(task_section(dataset)).items()}

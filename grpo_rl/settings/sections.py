@@ -1,4 +1,4 @@
-"""Every setting that all tasks share, declared once; its meaning is the comment beside it in ``config/``."""
+"""Every setting that all tasks share, declared once; its meaning is the comment next to it in ``config/``."""
 
 from __future__ import annotations
 
@@ -74,8 +74,12 @@ class Env(Section):
     mcp: tuple[object, ...] = setting(
         (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
     )
+    transforms: tuple[str, ...] = setting(
+        (),
+        "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)",
+    )
     task: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings, as plain values; as a mapping a section has them beside its own."""
+    """The task's own settings, as plain values; as a mapping a section has them next to its own."""
 
     def __getitem__(self, key: str) -> Any:
         return self.task[key] if key in self.task else super().__getitem__(key)
@@ -138,7 +142,7 @@ class Optimizer(Section):
 
 
 class Policy(Section):
-    """The terms of the loss beside the surrogate."""
+    """The terms of the loss other than the surrogate."""
 
     kl_coef: float = setting(
         0.0, "weight of the KL to the frozen reference (loss.kl); 0 loads no reference", at_least=0
@@ -174,7 +178,7 @@ class Evaluate(Section):
     rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", at_least=0)
     frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", at_least=0)
     samples: int = setting(
-        0, "responses to each row beside the greedy one, for eval/pass@k and eval/maj@k; 0: none", at_least=0
+        0, "responses to each row next to the greedy one, for eval/pass@k and eval/maj@k; 0: none", at_least=0
     )
     temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
     tasks: tuple[Mapping[str, Any], ...] = setting(

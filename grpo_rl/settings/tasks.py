@@ -122,7 +122,7 @@ class SearchQA(Section):
     """Questions to be answered by searching documents."""
 
     corpus: str | None = required(
-        "documents: JSON (title -> sentences) or JSONL (title, text); null: those beside the questions"
+        "documents: JSON (title -> sentences) or JSONL (title, text); null: those next to the questions"
     )
     held_out: float = required("share of `path` that is kept for evaluation", at_least=0, less_than=1)
     results: int = required("documents that a search shows", at_least=1)
@@ -157,7 +157,7 @@ class Code(Section):
 class OpenEnv(Section):
     """Episodes of an environment behind an OpenEnv server."""
 
-    url: str | None = required("the server's address, such as http://127.0.0.1:8000; no one else is asked")
+    url: str | None = required("the server's address, such as http://127.0.0.1:8000; no other is contacted")
     episodes: int = required("seeds to train on where there is no path; a tenth as many are held out", at_least=1)
     system_prompt: str | None = required(SYSTEM_PROMPT)
 
@@ -207,7 +207,7 @@ class Agent(Section):
     )
     scorer: str | None = required(
         "task that gives the rows and scores an agent's final message, one of env.dataset's; null: rows are those of "
-        "env.path, and the agent tells its reward"
+        "env.path, and the agent sends its reward"
     )
     scorer_settings: Mapping[str, Any] = required("settings of the scorer that differ from its own")
     pass_environment: tuple[str, ...] = required(

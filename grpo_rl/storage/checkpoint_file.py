@@ -24,7 +24,7 @@ PIECE_BYTES = 1 << 20
 
 
 def write(path: Path, state: Mapping) -> str:
-    """Writes a state; whoever looks sees the whole file or none. Returns the SHA-256 of the archive.
+    """Writes a state; readers see the whole file or none. Returns the SHA-256 of the archive.
 
     Raises:
         OSError: the disk is full or read-only; it names the file. What was there before is untouched.

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked, found out in seconds: its client takes a minute without a network."""
+"""Whether the Hugging Face hub can be reached, found out in seconds: its client takes a minute without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 5.0
 
 @functools.cache
 def why_no_hub() -> str | None:
-    """The reason why the hub is not asked: ``HF_HUB_OFFLINE`` is set, or it does not respond; None if it does.
+    """The reason why the hub is not contacted: ``HF_HUB_OFFLINE`` is set, or it does not respond; None if it does.
 
     It is found out once: when it has not responded, no library asks it any more in this process and those that it
     starts.

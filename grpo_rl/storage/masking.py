@@ -52,7 +52,7 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """The same settings with ``***`` for each text that may be secret, and for user and password in each URL.
 
     Counts of keys and tokens stay, and so do prompts, templates and stop strings. ``told_apart`` adds three digits of a
-    digest: two texts are told apart in 4095 of 4096 cases, while of 4096 guesses at one of them one passes.
+    digest: two texts are distinguished in 4095 of 4096 cases, while of 4096 guesses at one of them one passes.
 
     >>> masked({"api_key": "abc", "max_new_tokens": 256, "command": ["server", "--token", "abc"]})
     {'api_key': '***', 'max_new_tokens': 256, 'command': ['server', '--token', '***']}

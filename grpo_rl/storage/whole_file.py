@@ -26,7 +26,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     A process that is killed in the block leaves ``temporary``; a block that fails leaves nothing.
 
     Args:
-        temporary: beside ``path``; None: ``.<name>.tmp``, which readers of a folder skip.
+        temporary: next to ``path``; None: ``.<name>.tmp``, which readers of a folder skip.
     """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     with naming(path):
@@ -79,7 +79,7 @@ def _take_place(partial: Path, folder: Path) -> None:
 def put_back(folder: Path) -> None:
     """Puts the earlier folder in its place again where a process was killed before the new one took it.
 
-    What else a killed process left beside it is removed.
+    Everything else that a killed process left next to it is removed.
     """
     old = folder.with_name(f"{folder.name}.old")
     if old.exists() and not folder.exists():

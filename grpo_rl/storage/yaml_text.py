@@ -1,7 +1,8 @@
-"""Reads YAML, whose errors are of one kind."""
+"""YAML texts, whose errors are of one kind, and values by their dotted names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -51,3 +52,15 @@ def _measured(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
         sizes, depths = zip((0, 0), *(_measured(each, known) for each in inner), strict=True)
         known[id(value)] = 1 + sum(sizes), 1 + max(depths)
     return known[id(value)]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by dotted name; lists and empty mappings are values.
+
+    >>> flat({"a": {"b": 1, "rewards": {}}, "c": [2], "resume": None})
+    {'a.b': 1, 'a.rewards': {}, 'c': [2], 'resume': None}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found

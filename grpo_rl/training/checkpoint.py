@@ -25,8 +25,8 @@ from grpo_rl.distributed.sharded_checkpoint import (
 )
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder
+from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import logged
 from grpo_rl.training.logged import LOGS, step_of
 
@@ -111,19 +111,19 @@ def set_rng_state(state: dict) -> None:
 
 def with_own_rng(state: dict, ranks: Ranks | None) -> dict:
     """A checkpoint's state with that of this rank's generators; with rank zero's where other ranks wrote it."""
-    everyones = state.get("rng_of_ranks") or []  # of one process
-    return {**state, "rng": everyones[ranks.rank]} if ranks and len(everyones) == ranks.size else state
+    rng_states = state.get("rng_of_ranks") or []  # of one process
+    return {**state, "rng": rng_states[ranks.rank]} if ranks and len(rng_states) == ranks.size else state
 
 
 def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:
-    """Writes ``checkpoint_<step>.pt``; whoever looks sees the whole file or none.
+    """Writes ``checkpoint_<step>.pt``; readers see the whole file or none.
 
     A checkpoint of the same step that is there already is good until this one takes its place.
 
     Args:
         keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
         ranks: the processes that hold the state together, all of which call this, with a folder that all of them see.
-            Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank zero.
+            Sharded tensors go into ``checkpoint_<step>.shards`` next to the file; all else is that of rank zero.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
@@ -142,7 +142,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         state = save_shards(path, state, ranks) if ranks else state
         agreed(ranks, commit)
     except OSError:
-        if rank_zero:  # room for whoever tries again
+        if rank_zero:  # room for another try
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path
@@ -195,7 +195,7 @@ def load(path: Path, ranks: Ranks | None = None) -> dict:
             rest. Alone, a process gets everything whole.
 
     Raises:
-        ValueError: it is damaged or no checkpoint of ours; names the newest good one beside it. All ranks raise it.
+        ValueError: it is damaged or no checkpoint of ours; names the newest good one. All ranks raise it.
     """
     try:
         return _load(path, ranks)
@@ -214,12 +214,7 @@ def _load(path: Path, ranks: Ranks | None) -> dict:
 
 
 def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
-    """A checkpoint's own file, whose contents and sharded tensors, each of them on one rank, are as they were written.
-
-    Raises:
-        ValueError: they are not.
-        OSError: they can't be read.
-    """
+    """A checkpoint's own file; its contents and shards, each read by one rank, are as they were written."""
     if rank == 0:
         checkpoint_file.check(path)
     state = checkpoint_file.read(path)
@@ -237,11 +232,11 @@ def _remedy(path: Path) -> str:
         if other.name != path.name:
             with suppress(ValueError, OSError):
                 _verified(other)
-                return f"the newest good one beside it is {other}"
-    return "there is no good one beside it"
+                return f"the newest good one next to it is {other}"
+    return "there is no good one next to it"
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -258,7 +253,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         ranks: the processes that go on with it, all of which call this.
 
     Raises:
-        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
+        ValueError: nothing that ``resume`` names can be used; with the reason and a remedy.
     """
     place = Path(resume).absolute()
     rank_zero = ranks is None or ranks.rank == 0
@@ -272,12 +267,12 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     # Rank zero looks: what others see of a shared disk may be older.
     found = agreed(ranks, lambda: look() if rank_zero else ([], False))
     paths, named = ranks.broadcast(found) if ranks else found
-    told = []
+    notes = []
     for path in paths:
         # Before gigabytes are hashed.
         damage = agreed(ranks, lambda path=path: damaged_logs(run, path) if rank_zero and run else None)
         if damage := ranks.broadcast(damage) if ranks else damage:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {damage}")
+            notes.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {damage}")
             if not named:
                 continue
         try:
@@ -288,12 +283,12 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         except ValueError as error:
             if named:
                 raise
-            told.append(f"passed over: {error}")
+            notes.append(f"passed over: {error}")
             continue
-        if rank_zero and told:
-            _say("\n".join([*told, f"resume={resume}: going on with {path}"]))
+        if rank_zero and notes:
+            _print_error("\n".join([*notes, f"resume={resume}: going on with {path}"]))
         return path, state
-    reasons = "\n  ".join(told)
+    reasons = "\n  ".join(notes)
     raise ValueError(
         f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
         f"on with one that is whole without the logs before it, give its file\n  {reasons}"
@@ -301,7 +296,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
 
 
 def damaged_logs(run: Path, path: Path) -> str | None:
-    """Says which log of a checkpoint's run is not as it was when the checkpoint was written; None: all are."""
+    """Names a log of a checkpoint's run that has changed since the checkpoint was written; None: none has."""
     listed, step = {}, step_of(path)
     # The checkpoint itself may be damaged, which is found out when it is loaded.
     with suppress(ValueError, TypeError, LookupError, AttributeError):
@@ -312,7 +307,7 @@ def damaged_logs(run: Path, path: Path) -> str | None:
 
 
 def length_setting(config: Mapping[str, object]) -> str:
-    """The setting that says how long a run is, and that prolongs a finished one; of a config by dotted names.
+    """The setting for the length of a run, which also prolongs a finished one; of a config by dotted names.
 
     >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync"})
     ('train.epochs', 'train.total_dialog_turns')

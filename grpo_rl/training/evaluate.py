@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 
 from grpo_rl.collectors.agent_sessions import AgentSettings, Played
 from grpo_rl.collectors.agents import play_held_out
-from grpo_rl.collectors.multi_turn import begin, judge, play
-from grpo_rl.engines.base import Sampler, Samples, Sampling, seeded
+from grpo_rl.collectors.base import unchanged
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.rollouts import play_all
+from grpo_rl.data import keys
+from grpo_rl.engines.base import Sampler, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.rows import dialog_of, next_of
 from grpo_rl.envs.task import last_said
 
 
@@ -170,27 +173,18 @@ def evaluate(
         with draws:
             played = play_held_out(env, engine, rows, sampling, samples, agent)
         return _of_sessions(env, rows, played, samples)
-    groups = []
-    for i, row in enumerate(rows):
-        ids = env.encode(row)
-        groups.append([begin(env, row, f"held-out row {i}", ids) for _ in range(samples)])
-    with draws:
-        if env.max_turns > 1:
-            play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
-        else:
-            sampled = engine.generate([group[0].prompt_ids for group in groups], samples, sampling)
-            for group, responses in zip(groups, sampled, strict=True):
-                for trajectory, response in zip(group, _one_by_one(responses), strict=True):
-                    trajectory.add_turn(response, env.decode(response.response_ids))
-    trajectories = [trajectory for group in groups for trajectory in group]
+    with draws, unchanged(env):
+        asked = list(env.reset(rows=rows, repeats=samples).unbind(0))
+        rollouts, _ = play_all(env, EnginePolicy(engine, sampling), asked)
+    dialogs = [dialog_of(next_of(rollout[-1])) for rollout in rollouts]
     return judged(
         env.task,
-        [result for group in groups for result in judge(env, group)],
-        [env.decode_prompt(trajectory.prompt_ids) for trajectory in trajectories],
-        [trajectory.dialog.messages for trajectory in trajectories],
-        [trajectory.dialog.text for trajectory in trajectories],
-        [sum(trajectory.trainable) for trajectory in trajectories],
-        [trajectory.truncated for trajectory in trajectories],
+        [dialog.verdict for dialog in dialogs],
+        [env.decode_prompt(row[keys.TOKENS_PROMPT]) for row in asked],
+        [dialog.messages for dialog in dialogs],
+        [dialog.text for dialog in dialogs],
+        [sum(len(turn[keys.TOKENS_RESPONSE]) for turn in rollout) for rollout in rollouts],
+        [bool(rollout[-1]["next", "truncated"]) for rollout in rollouts],
         samples,
     )
 
@@ -250,14 +244,6 @@ def judged(
         correct=[task.is_right(result) if isinstance(result, Reward) else None for result in results],
         answers=answers,
     )
-
-
-def _one_by_one(samples: Samples) -> Iterator[Samples]:
-    """Each response of a group by itself, without what training alone needs."""
-    for ids, log_probs, truncated in zip(
-        samples.responses, samples.log_probs.split(samples.offsets.diff().tolist()), samples.truncated, strict=True
-    ):
-        yield Samples(ids, log_probs, torch.tensor([0, len(ids)]), truncated[None], samples.version)
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ HELD_BYTES = 1 << 28
 
 
 class GradientQueue:
-    """Gradients as autograd made them, until there are enough for a kernel or the optimizer wants them."""
+    """Gradients as autograd made them, until there are enough for a kernel or the optimizer needs them."""
 
     def __init__(self) -> None:
         self._waiting: dict[Tensor, Tensor] = {}

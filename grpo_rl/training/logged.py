@@ -59,7 +59,7 @@ def last_logged(run: Path, length: int | None = None) -> int:
 
 
 def damaged(run: Path, logs: Mapping[str, int], step: int) -> str | None:
-    """Says which log lacks something of what a checkpoint of this step lists; None if none does.
+    """Names a log that lacks entries which a checkpoint of this step lists; None if none does.
 
     Metrics of later steps may follow, and folders of logs may be removed as a whole.
     """

@@ -161,7 +161,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class _RanOut:
-    """A micro-batch that did not fit: the ids and the tokens of its groups, and what torch said."""
+    """A micro-batch that did not fit: the ids and the tokens of its groups, and torch's message."""
 
     group_ids: list[int]
     tokens: int
@@ -210,7 +210,7 @@ class WithinMemory:
         at the end of the block, so that no variable of the caller holds on to the memory that is lacking.
 
         Args:
-            began_again: called with a sentence that says that what came of the step until now does not count.
+            began_again: called with a sentence that the step's results until now do not count.
 
         Raises:
             OutOfMemoryError: a group alone does not fit, or processes would have to begin again within a pass.
@@ -234,7 +234,7 @@ class WithinMemory:
                 del block
             found = self._failed(groups, at) if self._why else None
             del scored  # what it holds of the pass that broke off
-            if found:  # before the ranks tell each other, which takes memory, too
+            if found:  # before the ranks exchange it, which takes memory, too
                 self._discard()
                 free_memory()
             peers = self._policy.peers
@@ -289,7 +289,7 @@ class WithinMemory:
         return f"train.micro_batch_tokens={size}{' and train.gradient_accumulation_steps=null' if given else ''}"
 
     def _shrink(self, lacking: Sequence[_RanOut]) -> str:
-        """The sentence that tells of the new size, half of the smallest that did not fit."""
+        """The sentence on the new size, half of the smallest that did not fit."""
         for micro in lacking:
             if len(micro.group_ids) == 1:
                 raise OutOfMemoryError(

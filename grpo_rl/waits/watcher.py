@@ -54,7 +54,7 @@ class Watcher:
 
     @contextmanager
     def saying(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Has warnings said by this function until the context ends."""
+        """Has this function show warnings until the context ends."""
         self.say = say
         try:
             yield
@@ -69,7 +69,7 @@ class Watcher:
             try:
                 with self._looking:
                     self._look()
-            except Exception as error:  # who looks on must not end a run, nor stop looking on
+            except Exception as error:  # the watcher must neither end a run nor stop watching
                 _to_stderr(f"Warning. Waits can't be logged ({type(error).__name__}: {error})")
 
     def _look(self) -> None:

@@ -32,10 +32,10 @@ R = TypeVar("R")
 class WeightSync:
     """Owns the policy version: each push sends the model's parameters to the engines under the next one, and is proven.
 
-    Engines that join later are sent the present weights without being asked for. Sharded weights are gathered by all
+    Engines that join later are sent the present weights automatically. Sharded weights are gathered by all
     ranks, so the ranks that wait for rank zero do so in :meth:`on_rank_zero`, where they take part in such a delivery.
 
-    A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, beside a
+    A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, next to a
     base that is sent with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
     holds the tensors of each until they are all there.
 
@@ -117,7 +117,7 @@ class WeightSync:
     def _weights(
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
+        """The tensors to send; the shape of each that is taken, and its ``mark``, are put into ``seen``."""
         dtype, buffers = self._transport.dtype, saved_buffers(self._model)
         for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
             # Of a sharded one every rank asks for all.
@@ -148,7 +148,7 @@ class WeightSync:
             if wrong or held.version != self._version:
                 shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
                 raise WeightDeliveryError(
-                    f"weight version {self._version} did not arrive: {engine} says version {held.version}, and "
+                    f"weight version {self._version} did not arrive: {engine} holds version {held.version}, and "
                     f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'}). "
                     "Samples from it would be silently off-policy, so the run stops here."
                 )
@@ -206,7 +206,7 @@ def adapter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_to_send(model: torch.nn.Module, takes_adapters: bool, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that the engine knows them by, made one at a time as they are asked for.
+    """The weights under the engine's names, made one at a time as they are asked for.
 
     Args:
         takes_adapters: the engine holds a base and adapters. Its base is the one that the trainer computes with, which

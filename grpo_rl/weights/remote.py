@@ -19,7 +19,7 @@ from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.transport import Held, PushProofs, Transport, WeightDeliveryError
 
 READ_AT_ONCE = 16
-"""Tensors that an engine is asked to read back in one call, while it samples nothing."""
+"""Tensors that an engine reads back in one call, while it samples nothing."""
 
 
 class EngineControl(Protocol):

@@ -3,7 +3,7 @@
 The memory is the host's or, where both compute on the same GPU, that GPU's (CUDA IPC). vLLM has an ``ipc`` transfer of
 its own, whose handles are pickled: its engines in processes of their own refuse that, unless all messages may be.
 
-The engines' end is `grpo_rl.engines.vllm.shared_transfer`, a weight transfer that vLLM knows by its registry.
+The engines' end is `grpo_rl.engines.vllm.shared_transfer`, a weight transfer in vLLM's registry.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class SharedMemoryTransport(RemoteTransport):
             self.wait(*under_way[1:])
 
     def _drain(self) -> None:
-        # The older one first: where it failed, the error of the other says only that the update is over.
+        # The older one first: where it failed, the other's error is only that the update is over.
         for number in sorted(under_way[0] for under_way in self._under_way if under_way):
             self._ready(number)
 

@@ -49,7 +49,7 @@ class Transport(Protocol):
 
         Raises:
             EngineDeadError: an engine died, or did not answer within the deadline; names it.
-            WeightDeliveryError: an engine refused what came; says which and why.
+            WeightDeliveryError: an engine refused its weights; with its name and reason.
         """
         ...
 
@@ -64,7 +64,7 @@ class Transport(Protocol):
     def paused(self, only_new: bool = False) -> AbstractContextManager[bool]:
         """A context in which no engine samples. An error in it leaves them paused: what they hold is not proven.
 
-        It says whether some engine is new: it has been sent nothing yet, and lacks what does not change.
+        It yields whether some engine is new, and so also lacks the weights that never change.
 
         Args:
             only_new: weights are sent to those engines alone.
@@ -140,7 +140,7 @@ class NullTransport:
 
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
-        """Pauses nothing; rank zero says what is sent."""
+        """Pauses nothing; rank zero decides what is sent."""
         yield False
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Fails:
         return "", [{"type": "function"}] if text == "%" else [{"function": {"name": self.names[0], "arguments": "{}"}}]
 
 
-def test_what_a_parser_fails_at_is_text_that_is_trained_on_and_told_once(play, tokenizer):
+def test_what_a_parser_fails_at_is_text_that_is_trained_on_and_reported_once(play, tokenizer):
     played = play("?", "%", "x", make_parser=Fails)
     found = played.ask([user("p")], tools=TOOLS, n=3)
     assert [one.message["content"] for one in found] == ["?", "%", None]
@@ -89,7 +89,7 @@ def test_what_a_parser_fails_at_is_text_that_is_trained_on_and_told_once(play, t
     assert problem.startswith("the parser of env.tool_parser failed: KeyError: 'name' (") and __file__ in problem
 
 
-def test_a_template_that_changes_earlier_turns_is_told(play, tokenizer, monkeypatch):
+def test_a_template_that_changes_earlier_turns_is_reported(play, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     played = play("a", "b")

@@ -129,7 +129,7 @@ def test_an_engine_computes_as_many_responses_at_a_time_as_it_is_sent(folder, wo
     assert vllm_options(settings, folder, plan_of(settings, visible))["max_num_seqs"] == expected
 
 
-def test_an_engine_that_is_replaced_beside_a_trainer_gets_the_cache_that_was_measured_before(folder, monkeypatch):
+def test_an_engine_that_is_replaced_next_to_a_trainer_gets_the_cache_that_was_measured_before(folder, monkeypatch):
     settings, made = settings_of(folder), []
 
     class Engine:

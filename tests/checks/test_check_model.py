@@ -165,7 +165,7 @@ def test_entries_that_a_trained_models_generation_config_will_not_have_are_a_not
     assert code == 0 and lines["written files"][0] == "note" and "temperature" in lines["written files"][1]
 
 
-def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypatch):
+def test_no_code_of_a_folder_is_run_and_no_question_is_asked(copied, check, monkeypatch):
     (copied / "foo.py").write_text(f"open({str(copied / 'ran')!r}, 'w')\n")
     edit(copied, "config.json", model_type="foo", auto_map={"AutoConfig": "foo.FooConfig"})
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
@@ -178,7 +178,7 @@ def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypat
 
 
 @pytest.mark.nightly
-def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
+def test_a_model_that_does_not_fit_is_reported_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
 
@@ -212,7 +212,7 @@ def on_template(model, template, ends=(0,), normalizer=None):
         ),
     ],
 )
-def test_templates_that_change_earlier_turns_are_told(model, template, told):
+def test_templates_that_change_earlier_turns_are_reported(model, template, told):
     finding = on_template(model, template)["several turns"]
     assert (finding.kind == "OK") if told is None else (finding.kind == "note" and told in finding.text)
 
@@ -242,6 +242,6 @@ def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys
     assert " env.system_prompt=null " in out.rpartition("Train it: ")[2]
 
 
-def test_a_tokenizer_that_changes_text_is_told(model):
+def test_a_tokenizer_that_changes_text_is_reported(model):
     finding = on_template(model, PLAIN, normalizer=Lowercase())["text of ids"]
     assert finding.kind == "note" and "'so \\\\frac{1}{2} , or 0.5 .'" in finding.text

@@ -36,7 +36,7 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
     assert "first (" in out and "second (" in out and ": 2 CPUs, 0 GPUs" in out and "All 2 nodes answer" in out
     assert folder.is_dir() and not list(folder.iterdir())
     for node in ("first", "second"):
-        for about in ("python", "packages", "open files", "shared memory", "run folder", "leftovers"):
+        for about in ("python", "packages", "open files", "shared memory", "run folder"):
             assert re.search(f"^OK +{about} +{node}: ", out, re.MULTILINE), (node, about)
         assert re.search(f"^OK +clock +{node}: within .* s of this machine's", out, re.MULTILINE)
     assert re.search("^OK +collectives +2 processes summed a tensor in ", out, re.MULTILINE)
@@ -44,7 +44,7 @@ def test_nodes_that_are_fit_are_listed_and_nothing_is_left_in_their_folder(two_n
 
 
 @pytest.mark.nightly
-def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes):
+def test_a_fault_of_a_node_is_reported_and_the_other_node_too(two_nodes):
     def fails(number):
         if number == 1:
             raise RuntimeError("no such interface")
@@ -62,7 +62,7 @@ def test_what_a_node_does_not_do_is_told_and_the_other_is_heard(two_nodes):
         assert all(isinstance(e, Exception) for e in on_nodes(alive, nodes.all_reduce, ranks, 60.0))
 
 
-def test_clocks_that_differ_are_told(monkeypatch):
+def test_clocks_that_differ_are_reported(monkeypatch):
     monkeypatch.setattr(nodes.time, "time", lambda: 1e9)
     monkeypatch.setattr(nodes, "on_nodes", lambda *_: [1e9 + 0.1, 1e9 - 7.5, TimeoutError("no answer within 5 s")])
     found = list(nodes._clocks([Node(name, "10.0.0.1", name, {}) for name in "abc"], 5.0))
@@ -73,7 +73,7 @@ def test_clocks_that_differ_are_told(monkeypatch):
     ]
 
 
-def test_a_node_that_fails_is_named_and_the_others_are_told(monkeypatch, tmp_path):
+def test_a_node_that_fails_is_named_and_the_others_are_reported(monkeypatch, tmp_path):
     alive = [Node(name, "10.0.0.1", name, {}) for name in "abc"]
     its_own = Finding("OK", "open files", "enough")
 

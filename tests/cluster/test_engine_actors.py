@@ -110,7 +110,7 @@ async def test_an_actors_engine_answers_and_its_errors_are_its_own():
         engine.submit("generate", "d", [], 1, Sampling()).result(timeout=30)
     await engine.close()
     await engine.close()
-    with pytest.raises(EngineDeadError, match=r"engine 0 on .* was closed; it was asked for check_health"):
+    with pytest.raises(EngineDeadError, match=r"engine 0 on .* was closed before check_health"):
         await engine.check_health()
 
 
@@ -119,7 +119,7 @@ async def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
     fleet = Fleet(lambda number: launch(f"engine {number}", Engine, num_cpus=0.1), size=1)
     await fleet.start()
     await fleet.admit(await fleet.present())
-    with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
+    with pytest.raises(EngineLostError, match=r"engine 0 on .* died during generate"):
         await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
     await fleet.new_engine()
     await fleet.admit(await fleet.present())
@@ -134,7 +134,7 @@ def refuse(why: str) -> Engine:
 
 @pytest.mark.nightly
 @asynchronous
-async def test_what_cannot_start_says_why():
+async def test_a_failed_start_gives_the_reason():
     with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
         await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
     assert type(caught.value) is EngineDeadError, "another one would say the same"

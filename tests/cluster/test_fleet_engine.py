@@ -176,5 +176,5 @@ def test_engines_that_die_too_often_end_the_run_by_name(made):
 def test_what_is_wrong_with_the_weights_of_one_engine_still_stops_the_run(made, model):
     _, weights, launched = made(None, None)
     launched[1].finish_weight_update = lambda version: None
-    with pytest.raises(WeightDeliveryError, match="engine 1 says version 0"):
+    with pytest.raises(WeightDeliveryError, match="engine 1 holds version 0"):
         weights.push()

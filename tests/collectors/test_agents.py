@@ -26,6 +26,7 @@ from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
@@ -120,12 +121,22 @@ def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
     return env, AgentGroups(env, settings_of(agent, task, limits, max_sessions), SAMPLING, 200)
 
 
+@contextlib.contextmanager
+def collecting(collector):
+    try:
+        yield collector
+    finally:
+        collector.shutdown()
+
+
 def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limits=None, max_sessions=256):
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    with closing(SyncCollector(env, engine, SAMPLING, total, agents=SteppedGroups(groups, engine))) as collector:
-        return collector.collect(repeats), env, engine, collector
+    with collecting(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), total, agents=SteppedGroups(groups, engine))
+    ) as collector:
+        return collector.collect(), env, engine, collector
 
 
 def written(tokenizer, group):
@@ -254,14 +265,16 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
-        collector.collect(3)
-        collector.collect(3)
+    with collecting(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
+    ) as collector:
+        collector.collect()
+        collector.collect()
         (note,) = collector.events()
         assert "temperature=0.3 is replaced by the run's 1.0" in note and collector.events() == []
-        state = collector.state()
-        collector.collect(3)
-        collector.restore(state)
+        state = collector.state_dict()
+        collector.collect()
+        collector.load_state_dict(state)
         assert collector.metrics()["agents/calls"] == 6
 
 
@@ -395,12 +408,14 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
 
     engine, task = Engine(tokenizer), Length([{}])
     env, groups = groups_of(tokenizer, Scripted(script), task)
-    with closing(SyncCollector(env, engine, SAMPLING, 100, agents=SteppedGroups(groups, engine))) as collector:
-        before = collector.collect(3)
+    with collecting(
+        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
+    ) as collector:
+        before = collector.collect()
         counts = collector.metrics()
         evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))
         assert collector.metrics() == counts and collector.events() == []
-        (group,) = collector.collect(3)
+        (group,) = collector.collect()
         assert group.group_id == before[0].group_id + 1 and group.size == 3
 
 
@@ -666,7 +681,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
     collector = AsyncCollector(env, engines, SAMPLING, 12, weights, 1, agents=groups)
     found: list[Group] = []
     try:
-        while got := collector.collect(3):
+        while got := collector.collect():
             found += got
             # Other sessions of training are under way meanwhile.
             held_out = evaluate(env, engines, [{}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
@@ -674,7 +689,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
             weights.push()
         metrics = collector.metrics()
     finally:
-        collector.close()
+        collector.shutdown()
         loop.close()
     assert len(found) == 4 and all(group.size == 3 for group in found)
     assert max(int(group.versions.max()) for group in found) > 0 and metrics["groups/resampled"] == dies

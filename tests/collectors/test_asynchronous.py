@@ -127,11 +127,11 @@ def made(tokenizer, loop, rows=2, total=12, engine=None, max_failed_fraction=1.0
 
 def collections(collector, weights):
     out = []
-    while groups := collector.collect(3):
+    while groups := collector.collect():
         out.append(groups)
         weights.push()
     collector.staleness.check()
-    collector.close()
+    collector.shutdown()
     return out
 
 
@@ -146,23 +146,23 @@ def test_it_hands_out_whole_collections_until_all_responses_are_sampled(tokenize
 
 def test_the_next_collection_is_sampled_while_one_is_trained_on_and_no_more_than_the_bound_allows(tokenizer, loop):
     collector, engine, weights = made(tokenizer, loop, total=60)
-    collector.collect(3)
+    collector.collect()
     loop.run(asyncio.sleep(0.1))
     # Two a step, one step ahead, beside the two that are trained on.
     assert len(engine.asked) == 4
     weights.push()
     loop.run(asyncio.sleep(0.1))
     assert len(engine.asked) == 6
-    ages = [collector.staleness.version - int(group.versions.min()) for group in collector.collect(3)]
+    ages = [collector.staleness.version - int(group.versions.min()) for group in collector.collect()]
     assert ages == [1, 1]
-    collector.close()
+    collector.shutdown()
 
 
 def test_groups_of_an_engine_that_died_are_sampled_again(tokenizer, loop):
     collector, engine, weights = made(tokenizer, loop, engine=Engine(tokenizer, dies_at=[0]))
     out = collections(collector, weights)
     assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
-    assert engine.asked.count("group-0-0") == 1 and "group-0-1" in engine.asked
+    assert engine.asked.count("group-0-0-0") == 1 and "group-0-1-0" in engine.asked
 
 
 def test_it_tells_when_which_engine_sampled_each_group_once(tokenizer, loop):
@@ -191,69 +191,69 @@ def test_groups_that_teach_nothing_or_have_no_rewards_are_dropped_and_counted(to
 def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
     collector, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
     sampled = []
-    while groups := collector.collect(3):
+    while groups := collector.collect():
         assert all(group in collector.sampled for group in groups)
         sampled += collector.sampled
         weights.push()
     sampled += collector.sampled  # those that were left out last, with the empty collection
-    collector.close()
+    collector.shutdown()
     assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
 
 
 def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokenizer, loop):
     engine = Holding(tokenizer)
     first, _, weights = made(tokenizer, loop, engine=engine, rows=3, total=18, drops_zero_variance=True)
-    assert first.collect(3)
+    assert first.collect()
     sampled = [*first.sampled]
     weights.push()
-    assert not first.state()["zero_variance"]
+    assert not first.state_dict()["zero_variance"]
     engine.let_go.set()  # the third is sampled, and left out, between two collections
     until = time.monotonic() + 60
-    while not (state := first.state())["zero_variance"] and time.monotonic() < until:
+    while not (state := first.state_dict())["zero_variance"] and time.monotonic() < until:
         time.sleep(0.01)
     assert state["zero_variance"]
-    first.close()
+    first.shutdown()
     second, engine, weights = made(
         tokenizer, loop, rows=3, total=18, drops_zero_variance=True, version=weights.version, collected=first.collected
     )
     engine.version = weights.version
-    second.restore(state)
-    while second.collect(3):
+    second.load_state_dict(state)
+    while second.collect():
         sampled += second.sampled
         weights.push()
     sampled += second.sampled
-    second.close()
+    second.shutdown()
     assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
 
 
 def test_too_many_failures_end_the_run_in_the_thread_that_waits(tokenizer, loop):
     collector, _, weights = made(tokenizer, loop, rows=4, total=600, max_failed_fraction=0.0)
     with pytest.raises(ScoreError, match="ZeroDivisionError"):
-        while collector.collect(3):
+        while collector.collect():
             weights.push()
-    collector.close()
+    collector.shutdown()
 
 
 def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_sampled(tokenizer, loop):
     first, engine, weights = made(tokenizer, loop, total=30)
-    handed_out = first.collect(3)
+    handed_out = first.collect()
     loop.run(asyncio.sleep(0.1))  # two more are sampled meanwhile
     weights.push()
-    state = first.state()
-    first.close()
+    state = first.state_dict()
+    first.shutdown()
     waiting = [saved for saved in state["open"] if saved["group"] is not None]
     in_flight = [saved["prompt"]["group_id"] for saved in state["open"] if saved["group"] is None]
     assert [saved["version"] for saved in waiting] == [0, 0] and len(in_flight) == 2
 
     second, engine, weights = made(tokenizer, loop, total=30, version=1, collected=6)
     engine.version = 1
-    second.restore(state)
+    second.load_state_dict(state)
     assert second.collected == 6 and second.staleness.started == 4
     out = list(itertools.chain.from_iterable(collections(second, weights)))
     assert sorted(group.group_id for group in [*handed_out, *out]) == list(range(10))
     kept = {group.group_id: group for group in out}[waiting[0]["prompt"]["group_id"]]
     assert kept.versions.unique().tolist() == [0] and kept.rewards.tolist() == [0.0, 1.0, 2.0]
-    assert not any(f"group-{saved['prompt']['group_id']}-0" in engine.asked for saved in waiting), (
+    assert not any(f"group-{saved['prompt']['group_id']}-0-0" in engine.asked for saved in waiting), (
         "nothing is asked twice"
     )
     assert second.metrics()["groups/started"] == second.metrics()["groups/trained"] == 10
@@ -264,11 +264,11 @@ def test_engines_that_were_replaced_before_a_checkpoint_are_counted_after_it(tok
     for _ in range(2):
         collector, _, _ = made(tokenizer, loop, total=30, engine=Engine(tokenizer, dies_at=[0]))
         if state:
-            collector.restore(state)
-        collector.collect(3)
+            collector.load_state_dict(state)
+        collector.collect()
         counts.append(collector.metrics()["engines/replaced"])
-        state = collector.state()
-        collector.close()
+        state = collector.state_dict()
+        collector.shutdown()
     assert counts == [1, 2], "one in each run"
 
 
@@ -313,8 +313,8 @@ def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_traine
     engine = Speaks(tokenizer)
     weights = Weights(engine)
     collector = AsyncCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 6, weights, max_staleness=1)
-    groups = collector.collect(3)
-    collector.close()
+    groups = collector.collect()
+    collector.shutdown()
     end = tokenizer.eos_token_id
     said = [*tokenizer("hm")["input_ids"], end]
     for group in groups:

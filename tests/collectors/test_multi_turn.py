@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoTokenizer
 
-from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
+from grpo_rl.collectors.engine_policy import EnginePolicy, write
+from grpo_rl.collectors.groups import Trajectory, group_of_trajectories
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data import keys
 from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import LLMEnv, Prompt, Reward, ScoreError, Task
-from grpo_rl.envs.chat import Dialog
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.testing import save_tiny_model
 
 SAMPLING = Sampling(max_new_tokens=8)
@@ -79,7 +81,7 @@ def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, f
         return response
 
     engine = Recording(script, max_model_len=max_model_len)
-    return SyncCollector(env, engine, SAMPLING, total_dialog_turns=1000), engine, env
+    return SyncCollector(env, EnginePolicy(engine, SAMPLING), total_dialog_turns=1000), engine, env
 
 
 def text(tokenizer, ids):
@@ -88,7 +90,7 @@ def text(tokenizer, ids):
 
 def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(tokenizer):
     collect, engine, _ = collector(tokenizer, Echo({}), [["ab", "c", "end"], ["xyz", "end"]])
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     first, second = (text(tokenizer, ids) for ids in group.responses)
     assert (first, second) == ("ab<end>[ab]<end>>c<end>[c]<end>>end<end>", "xyz<end>[xyz]<end>>end<end>")
     masks = group.trainable.split(group.lengths.tolist())
@@ -103,7 +105,7 @@ def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(token
 
 def test_turns_and_tokens_are_bounded(tokenizer):
     collect, _, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["b…" + "b" * 20] * 9], max_turns=3)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     # Three turns and two replies; and a turn that met max_new_tokens ends its conversation, without a reply.
     assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>[a]<end>>a<end>"
     assert len(group.responses[1]) == SAMPLING.max_new_tokens
@@ -113,7 +115,7 @@ def test_turns_and_tokens_are_bounded(tokenizer):
 def test_a_conversation_ends_where_the_context_does(tokenizer):
     # Prompt "p<end>>" has 3 tokens, "a<end>" 2, a reply "[a]<end>>" 5.
     collect, engine, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["end"]], max_model_len=12)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>" and group.truncated.tolist() == [True, False]
     assert [room for _, room in engine.seen] == [8, 8, 2]
 
@@ -124,7 +126,7 @@ def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
     turns = [["boom"], ["slow"], ["a", "end"], ["end"]]
     collect, _, env = collector(tokenizer, task, turns, repeats=4, deadline_s=0.5)
     start = time.monotonic()
-    (group,) = collect.collect(4)
+    (group,) = collect.collect()
     assert time.monotonic() - start < 4
     assert group.rewards.tolist() == [1.0, 0.0] and group.lengths.tolist() == [11, 4]
     assert env.guard.failed == {"error": 1, "timeout": 1}
@@ -134,14 +136,14 @@ def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
 def test_where_fewer_than_two_conversations_are_left_the_group_is_dropped_and_the_next_prompts_taken(tokenizer):
     turns = [["boom"], ["end"], ["a", "end"], ["end"]]
     collect, _, _ = collector(tokenizer, Echo({}, {"prompt": "q"}), turns)
-    (group,) = collect.collect(2)
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0, 0.0] and collect.dropped_groups == 1 and collect.collected == 4
 
 
 def test_too_many_broken_replies_stop_the_run(tokenizer):
     collect, _, _ = collector(tokenizer, Echo({}), [["boom"], ["end"]], failed=0.0)
     with pytest.raises(ScoreError, match="the tool is broken"):
-        collect.collect(2)
+        collect.collect()
 
 
 @pytest.mark.slow
@@ -153,7 +155,7 @@ def test_a_slow_reply_holds_up_nobody_else(tokenizer):
     generate = engine.generate
     engine.generate = lambda *request: (times.append(time.monotonic()), generate(*request))[1]
     start = time.monotonic()
-    (group,) = collect.collect(8)
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0, *[2.0] * 7]
     # First turns, second and third ones of the others, and the slow one's second, alone.
     assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
@@ -166,10 +168,10 @@ def test_turns_of_a_batch_do_not_depend_on_whose_reply_is_first(tokenizer):
     engine.in_rounds = True
     batches: list[int] = []
     generate = engine.generate
-    engine.generate = lambda prompts, *more: (batches.append(len(prompts)), generate(prompts, *more))[1]
-    (group,) = collect.collect(3)
+    engine.generate = lambda prompts, n, *more: (batches.append(len(prompts) * n), generate(prompts, n, *more))[1]
+    (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0] * 3 and batches == [3, 3]
-    assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[3:]] == [True, False, False]
+    assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[1:]] == [True, False, False]
 
 
 class Chatty(Echo):
@@ -195,7 +197,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
     try:
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
         # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
-        groups = SyncCollector(env, engine, Sampling(max_new_tokens=40), total_dialog_turns=6).collect(3)
+        groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=40)), total_dialog_turns=6).collect()
         assert not engine._llm.llm_engine.has_unfinished_requests()
     finally:
         engine.close()
@@ -231,29 +233,31 @@ def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before
         own[-1] = NO_ROUTE
         return replace(one, routes=own, prompt_routes=torch.tensor(prompt_routes, dtype=torch.int8).view(-1, 1, 1))
 
-    first, second = (Trajectory({}, "row 0", [1, 2], Dialog([])) for _ in range(2))
-    first.add_turn(samples([5, 6], [0, 1]), "")
-    first.add_reply([8])
-    first.add_turn(samples([9, 9], [0, 1, 2, 3, 4]), "")
-    second.add_turn(samples([5, 6], [0, 1]), "")
-    second.add_reply([8])  # which the policy never read
-    group = group_of_trajectories(Prompt(0, 0, "?", torch.tensor([1, 2])), [first, second])
+    def turn(prompt, ids, prompt_routes):
+        row = TensorDict({keys.TOKENS_PROMPT: torch.tensor(prompt), "next": TensorDict({})})
+        write([row], samples(ids, prompt_routes), 100)
+        return row
+
+    first = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1]), turn([1, 2, 5, 6, 8], [9, 9], [0, 1, 2, 3, 4])])
+    second = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1])])
+    second.read(torch.tensor([8]))  # which the policy never read
+    group = group_of_trajectories(0, 0, torch.tensor([1, 2]), [first, second])
     assert group.prompt_routes.flatten().tolist() == [0, 1]
     assert group.routes.flatten().tolist() == [2, 3, 4, 7, NO_ROUTE, 7, NO_ROUTE, NO_ROUTE]
 
 
 def test_a_reply_has_no_kept_sets_between_those_of_two_turns():
     def conversation(*turns):
-        trajectory = Trajectory({}, "row 0", [1], Dialog([]))
+        trajectory = Trajectory()
         for turn in turns:
-            trajectory.add_turn(turn, "…")
-            trajectory.add_reply([8, 9])
+            trajectory.sampled(turn.response_ids, turn.log_probs, turn.versions, turn.kept)
+            trajectory.read(torch.tensor([8, 9]))
         return trajectory
 
     cut = Samples.from_lists([[5, 6]], [[-0.5, -0.1]], [False], 3, [[[5, 7], [6]]])
     whole = Samples.from_lists([[4]], [[-1.0]], [False], 3)
-    prompt = Prompt(0, 0, "?", torch.tensor([1]))
-    group = group_of_trajectories(prompt, [conversation(cut, cut), conversation(whole)])
+    prompt = 0, 0, torch.tensor([1])
+    group = group_of_trajectories(*prompt, [conversation(cut, cut), conversation(whole)])
     assert group.kept_ids.tolist() == [5, 7, 6, 5, 7, 6]
     assert group.kept_counts.tolist() == [2, 1, 0, 0, 2, 1, 0, 0] + [0, 0, 0]
-    assert group_of_trajectories(prompt, [conversation(whole)] * 2).kept is None
+    assert group_of_trajectories(*prompt, [conversation(whole)] * 2).kept is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.engine_policy import EnginePolicy, write
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
@@ -46,7 +46,7 @@ def engine(tokenizer):
 
 def test_groups_carry_prompt_responses_rewards_and_versions(env, engine, tokenizer):
     engine.version = 4
-    groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
+    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), total_dialog_turns=6).collect()
     assert [g.group_id for g in groups] == [0, 1] and all(isinstance(g, Group) for g in groups)
     for group in groups:
         assert tokenizer.decode(group.prompt_ids) == f"{CountA.rows[group.row]['q']}<end>>"
@@ -56,19 +56,19 @@ def test_groups_carry_prompt_responses_rewards_and_versions(env, engine, tokeniz
 
 
 def test_a_response_at_the_length_limit_is_marked_truncated(env, engine):
-    (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect(3)
+    (group, _) = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=1)), total_dialog_turns=6).collect()
     assert group.truncated.tolist() == [False, False, True] and group.lengths.tolist() == [0, 1, 1]
 
 
 def test_collections_follow_each_other_until_all_responses_are_sampled(env, engine):
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=18)
-    assert [[g.group_id for g in collector.collect(3)] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    assert collector.collected == 18
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), total_dialog_turns=18)
+    assert [[g.group_id for g in groups] for groups in collector] == [[0, 1], [2, 3], [4, 5]]
+    assert collector.collected == 18 and collector.collect() == []
 
 
 def test_a_resumed_collector_counts_on(env, engine):
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), 18, collected=12)
-    collector.collect(3)
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 18, collected=12)
+    collector.collect()
     assert collector.collected == 18
 
 
@@ -95,7 +95,7 @@ def test_log_probs_stay_with_their_tokens(env, tokenizer):
             return samples
 
     engine = Counting(lambda prompt, g: tokenizer("a" * g)["input_ids"])
-    group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect(3)[0]
+    group = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 6).collect()[0]
     td = group.to_tensordict()
     assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]
 
@@ -103,8 +103,8 @@ def test_log_probs_stay_with_their_tokens(env, tokenizer):
 def test_the_python_work_of_a_collection_does_not_grow_with_its_responses(env):
     def steps_of_python(length):
         engine = ScriptedEngine(lambda prompt, g: [5] * length)
-        collector = SyncCollector(env, engine, Sampling(max_new_tokens=length), total_dialog_turns=10**6)
-        collector.collect(3)
+        collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=length)), total_dialog_turns=10**6)
+        collector.collect()
         count = 0
 
         def trace(*_):
@@ -115,7 +115,7 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_responses(env):
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            groups = collector.collect(3)
+            groups = collector.collect()
         finally:
             sys.settrace(before)
         assert all(group.lengths.eq(length).all() for group in groups)
@@ -137,21 +137,21 @@ class CountAInFirst(CountA):
 
 def test_zero_variance_groups_are_replaced_until_the_collection_is_full(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, max_resamples=20)
-    groups = collector.collect(3)
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 10**6, max_resamples=20)
+    groups = collector.collect()
     assert [env.query(group.row) for group in groups] == ["one", "one"]
     # Every epoch of three rows has one such row, so the second is found in the second epoch: 4 to 6 prompts.
     asked = len(collector.sampled)
     assert 4 <= asked <= 6 and collector.collected == 3 * asked
     assert collector.filtered_groups == asked - 2 and collector.dropped_groups == 0
-    collector.collect(3)
+    collector.collect()
     assert collector.sampled[0].group_id == asked  # no prompt was taken from the data and not sampled
 
 
 def test_when_the_resamples_are_used_up_zero_variance_groups_fill_the_collection(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=3, repeats=3)  # each collection has one row that differs
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, max_resamples=1)
-    groups = collector.collect(3)
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 10**6, max_resamples=1)
+    groups = collector.collect()
     assert len(groups) == 3 and 3 * len(collector.sampled) == collector.collected == 15
     differing = [group for group in groups if group.rewards.std() > 0]
     assert 1 <= len(differing) <= 2 and groups[: len(differing)] == differing
@@ -181,14 +181,8 @@ def test_a_part_that_a_response_lacks_makes_no_difference_in_it():
 
 def test_resampling_ends_with_the_responses_of_the_run(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, max_resamples=1000)
-    assert len(collector.collect(3)) == 2 and collector.collected == 6
-
-
-def test_the_group_size_may_change_between_collections(env, engine):
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6)
-    assert [group.size for group in collector.collect(3)] == [3, 3]
-    assert [group.size for group in collector.collect(4)] == [4, 4] and collector.collected == 14
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 6, max_resamples=1000)
+    assert len(collector.collect()) == 2 and collector.collected == 6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
@@ -201,7 +195,7 @@ def test_log_probabilities_that_are_no_numbers_stop_the_collection(env, engine, 
 
     monkeypatch.setattr(engine, "generate", broken)
     with pytest.raises(RuntimeError, match="none of which is a finite number.* inference_model.engine=transformers"):
-        SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
+        SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), total_dialog_turns=6).collect()
 
 
 def test_kept_sets_of_samples_reach_the_group_and_the_rows_of_a_rollout(env):
@@ -211,7 +205,7 @@ def test_kept_sets_of_samples_reach_the_group_and_the_rows_of_a_rollout(env):
     group = group_of_samples(env.next_prompts(1)[0], samples)
     assert group.kept_ids.tolist() == [5, 1, 6, 7, 2] and group.kept_counts.tolist() == [2, 1, 2]
     rows = [TensorDict() for _ in range(3)]
-    EnginePolicy._write(rows, samples)
+    write(rows, samples, 100)
     assert [row[keys.KEPT_IDS].tolist() for row in rows] == [[5, 1], [], [6, 7, 2]]
     assert [row[keys.KEPT_COUNTS].tolist() for row in rows] == [[2], [], [1, 2]]
 
@@ -224,7 +218,7 @@ def test_routes_of_samples_reach_the_rows_of_a_rollout_with_those_of_the_prompt(
         prompt_routes=prompt_routes,
     )
     rows = [TensorDict() for _ in range(3)]
-    EnginePolicy._write(rows, samples)
+    write(rows, samples, 100)
     whole = [row[keys.ROUTES_FULL].tolist() for row in rows]
     of_prompt = [[[9, 8]], [[7, 6]]]
     assert whole == [[*of_prompt, [[1, 2]]], of_prompt, [*of_prompt, [[3, 4]], [[5, 6]]]]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
-from grpo_rl.collectors.multi_turn import begin, play
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.groups import Trajectory
+from grpo_rl.collectors.rollouts import play_all
+from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.vllm.tool_parsers import tool_parser
@@ -97,9 +102,23 @@ def played(family, conversations, max_turns=6):
     env = LLMEnv(Tools(rows), tokenizer, 1, 2, max_turns=max_turns, tool_parser=parser)
     env.check_prompts()
     engine = Recording(family, tokenizer)
-    trajectories = [begin(env, row, "row", env.encode(row)) for row in rows]
-    play(env, engine, Sampling(max_new_tokens=2000), trajectories)
-    return env, engine, trajectories
+    asked = list(env.reset(rows=rows, repeats=1).unbind(0))
+    rollouts, _ = play_all(env, EnginePolicy(engine, Sampling(max_new_tokens=2000)), asked)
+    return env, engine, [conversation(rollout) for rollout in rollouts]
+
+
+def conversation(rollout):
+    """What is trained on of a rollout, and where its turns begin."""
+    made = Trajectory.of_rollout(rollout)
+    starts = [len(turn[keys.TOKENS_PROMPT]) - len(rollout[0][keys.TOKENS_PROMPT]) for turn in rollout]
+    return SimpleNamespace(
+        prompt_ids=rollout[0][keys.TOKENS_PROMPT].tolist(),
+        ids=torch.cat(made.ids).tolist(),
+        trainable=torch.cat(made.trainable).tolist(),
+        turn_starts=starts,
+        truncated=made.truncated,
+        dialog=rollout[-1]["next", keys.HISTORY],
+    )
 
 
 def check(family, conversations):
@@ -109,7 +128,7 @@ def check(family, conversations):
     end_of_turn = env.tokenizer.eos_token
     turns = rewritten = 0
     for trajectory in trajectories:
-        assert trajectory.dropped is None and not trajectory.truncated
+        assert isinstance(trajectory.dialog.verdict, Reward) and not trajectory.truncated
         starts = [*trajectory.turn_starts, len(trajectory.ids)]
         for start, following in zip(starts, starts[1:], strict=False):
             # The engine was shown exactly what was kept, and what it sampled is what is trained on, and no more.

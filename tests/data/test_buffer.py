@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.testing import left_if_killed, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import left_if_killed
 
 
 def filled(groups=6, per_batch=2):

@@ -18,8 +18,9 @@ from grpo_rl.data.kept import Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, to_fp64
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
+from tests.helpers import to_fp64
 
 
 def assert_equal(a, b):

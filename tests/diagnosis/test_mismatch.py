@@ -219,7 +219,7 @@ def test_with_a_bound_it_stops_the_run_before_the_weights_move(model, dtype, nam
         ({"own_cuts": {"top_p": 0.9}}, r"about as top_p=0\.9 does, to 9\d % of its mass"),
         # The engine cut on its own; it was told to, and its kept sets are lost; they are not what it drew from.
         ({"own_cuts": {"top_k": 20}}, r"scores all of it\. Turn off what cuts there"),
-        ({"cuts": {"top_k": 20}, "fault": kept_lost}, r"told to cut tokens off, and 4 of 4 groups come without"),
+        ({"cuts": {"top_k": 20}, "fault": kept_lost}, r"set to cut tokens off, and 4 of 4 groups come without"),
         ({"cuts": {"top_k": 20}, "fault": kept_widened}, r"about as top_k=20 does.*of the mass of the kept sets"),
     ],
 )
@@ -359,7 +359,7 @@ def test_a_difference_that_one_odd_group_doubles_stops_nothing(model):
     assert training.warning is None
 
 
-def test_responses_that_only_new_ones_contradict_are_told_below_the_bound_and_stop_above_it(model):
+def test_responses_that_only_new_ones_contradict_are_reported_below_the_bound_and_stop_above_it(model):
     def changed(size):
         training = Training(model, "float32", fault=lambda groups: noise(size(training.steps))(groups))
         training.step(), training.step()

@@ -134,7 +134,7 @@ def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model)
     assert step.explain() == "Where it comes from could not be traced: out of memory."
 
 
-def test_weights_that_are_broken_already_are_said_to_be(model):
+def test_weights_that_were_broken_before_are_named(model):
     step = Step(model)
     with torch.no_grad():
         step.policy.model.get_submodule("model.layers.1.mlp").up_proj.weight[0, 0] = math.inf

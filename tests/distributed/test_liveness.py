@@ -175,7 +175,7 @@ def test_a_rank_that_fails_keeps_its_own_error_and_the_others_name_it(found):
     )
 
 
-def test_ranks_that_stop_in_order_say_nothing_of_each_other(found):
+def test_ranks_that_stop_in_order_log_nothing_of_each_other(found):
     assert found["in order"]["codes"] == {"0": 1, "1": 1} and found["in order"]["said"] == ["", ""]
 
 

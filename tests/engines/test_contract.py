@@ -126,7 +126,7 @@ def test_the_greedy_response_is_the_most_likely(engine, trainer_model):
     assert logits.max() - logits[sample.responses[0][0]] < 0.1  # bf16 may swap two that are this close
 
 
-def test_a_seed_gives_the_same_response_again_whatever_is_sampled_beside_it(engine):
+def test_a_seed_gives_the_same_response_again_whatever_is_sampled_next_to_it(engine):
     def sampled(prompts, seed):
         samples = engine.generate(prompts, n=1, sampling=Sampling(max_new_tokens=12, ignore_eos=True, seed=seed))
         return samples[-1].response_ids.tolist()

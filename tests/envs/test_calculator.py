@@ -167,7 +167,7 @@ def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
         ("nothing", '{"expression": "48+48/2"}'),
     ],
 )
-def test_a_wrong_call_of_a_function_is_told_what_is_wrong_and_is_no_use_of_a_tool(name, arguments):
+def test_a_wrong_call_of_a_function_gets_its_fault_as_reply_and_is_no_use_of_a_tool(name, arguments):
     task, message = Calculator([CLIPS], form="function"), function_call("")
     message["tool_calls"][0]["function"] = {"name": name, "arguments": arguments}
     messages = [*task.prompt(CLIPS), message]

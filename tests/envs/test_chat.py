@@ -14,6 +14,7 @@ from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
+from tests.envs.scoring import scored
 
 REPLY = [{"role": "tool", "content": "12"}]
 
@@ -169,4 +170,4 @@ def test_a_template_tells_where_a_turn_ends_of_a_tokenizer_that_was_loaded_other
 def test_a_reward_sees_the_tags_of_a_thought_that_are_special_tokens(thinking):
     task = PromptResponse([{"prompt": "?"}], reward=lambda completion: ["<think>" in text for text in completion])
     ids = thinking("<think>2 + 3</think>5<end>", add_special_tokens=False)["input_ids"]
-    assert [reward.total for reward in LLMEnv(task, thinking, 1, 2).score(0, [ids, ids[1:]])] == [1.0, 0.0]
+    assert [reward.total for reward in scored(LLMEnv(task, thinking, 1, 2), 0, [ids, ids[1:]])] == [1.0, 0.0]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -35,7 +36,7 @@ def make(tokenizer, task, curriculum, num_envs=4, **settings):
 
 def collector(env, tokenizer):
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer(str(g))["input_ids"], tokenizer.eos_token_id])
-    return SyncCollector(env, engine, Sampling(max_new_tokens=4), 10_000)
+    return SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=4)), 10_000)
 
 
 def levels(env, groups):
@@ -45,9 +46,9 @@ def levels(env, groups):
 def test_rows_out_of_bounds_rest_and_come_back(tokenizer):
     env = make(tokenizer, Levels(0, 1, 2, 4), {"low": 0.2, "high": 0.8, "rest": 2})
     sampler = collector(env, tokenizer)
-    assert sorted(levels(env, sampler.collect(4))) == [0, 1, 2, 4]  # epoch 0: nothing is known
-    assert sorted(levels(env, sampler.collect(4))) == [1, 1, 2, 2]  # epochs 1 and 2: levels 0 and 4 rest
-    assert sorted(levels(env, sampler.collect(4))) == [0, 1, 2, 4]  # epoch 3
+    assert sorted(levels(env, sampler.collect())) == [0, 1, 2, 4]  # epoch 0: nothing is known
+    assert sorted(levels(env, sampler.collect())) == [1, 1, 2, 2]  # epochs 1 and 2: levels 0 and 4 rest
+    assert sorted(levels(env, sampler.collect())) == [0, 1, 2, 4]  # epoch 3
     assert env.metrics() == {
         "curriculum/in_bounds": 2, "curriculum/too_easy": 1, "curriculum/too_hard": 1, "curriculum/passed_over": 4,
         "curriculum/whole_epochs": 0,
@@ -58,7 +59,7 @@ def test_a_run_whose_rows_are_all_out_of_bounds_draws_them_all(tokenizer):
     env = make(tokenizer, Levels(0, 4), {"rest": 100}, num_envs=2)
     sampler = collector(env, tokenizer)
     for _ in range(5):
-        assert sorted(levels(env, sampler.collect(4))) == [0, 4]
+        assert sorted(levels(env, sampler.collect())) == [0, 4]
     # Every second epoch has none within bounds, and the next one is drawn whole.
     assert env.metrics()["curriculum/whole_epochs"] == 4 and env.metrics()["curriculum/passed_over"] == 8
 
@@ -68,7 +69,7 @@ def test_rows_that_are_too_long_do_not_count_as_drawn(tokenizer):
     longest = len(make(tokenizer, Levels(0), {}).encode({"level": 0}))
     env = make(tokenizer, Levels(0, 10**9), {"rest": 100}, 2, max_prompt_tokens=longest, long_prompt="skip")
     sampler = collector(env, tokenizer)
-    assert [levels(env, sampler.collect(4)) for _ in range(3)] == [[0, 0]] * 3 and env.skipped == 1
+    assert [levels(env, sampler.collect()) for _ in range(3)] == [[0, 0]] * 3 and env.skipped == 1
 
 
 @pytest.mark.slow
@@ -82,13 +83,13 @@ def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed):
         return env, collector(env, tokenizer)
 
     (whole, sampler), (_, cut) = begin(), begin()
-    expected = [[(group.group_id, group.row) for group in sampler.collect(4)] for _ in range(20)]
+    expected = [[(group.group_id, group.row) for group in sampler.collect()] for _ in range(20)]
     for _ in range(7):
-        cut.collect(4)
-    state = json.loads(json.dumps(cut.state()))
+        cut.collect()
+    state = json.loads(json.dumps(cut.state_dict()))
     env, resumed = begin()
-    resumed.restore(state)
-    assert [[(group.group_id, group.row) for group in resumed.collect(4)] for _ in range(13)] == expected[7:]
+    resumed.load_state_dict(state)
+    assert [[(group.group_id, group.row) for group in resumed.collect()] for _ in range(13)] == expected[7:]
     assert env.metrics() == whole.metrics()
     counts = env.metrics()
     names = ("curriculum/a", "curriculum/b") if mixed else ("curriculum",)

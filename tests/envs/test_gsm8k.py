@@ -75,6 +75,14 @@ def test_texts_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
     assert [isinstance(result, TimeoutError) for result in found] == [True] * 4 + [False] * 12
 
 
+def test_a_number_in_an_example_is_its_text():
+    """As YAML reads `answer: 2`; a chat template fails at a content that is no text."""
+    numbers = {"question": 1, "problem": 1, "answer": 2, "solution": 2, "response": 2, "call": 2}
+    for make in (GSM8K, Math, Calculator, Countdown):
+        task = make([], examples=[{**numbers, "numbers": [1, 1], "target": 2}])
+        assert all(isinstance(message["content"], str) for message in task._before)
+
+
 def test_examples_are_earlier_turns():
     task = GSM8K([ROW], system_prompt="Be brief.", examples=[{"question": "1 + 1?", "answer": "#### 2"}])
     assert task.prompt(ROW) == [
@@ -84,14 +92,6 @@ def test_examples_are_earlier_turns():
         {"role": "user", "content": "What is 50 - 8?"},
     ]
     assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
-
-
-def test_a_number_in_an_example_is_its_text():
-    """As YAML reads `answer: 2`; a chat template fails at a content that is no text."""
-    numbers = {"question": 1, "problem": 1, "answer": 2, "solution": 2, "response": 2, "call": 2}
-    for make in (GSM8K, Math, Calculator, Countdown):
-        task = make([], examples=[{**numbers, "numbers": [1, 1], "target": 2}])
-        assert all(isinstance(message["content"], str) for message in task._before)
 
 
 @pytest.mark.parametrize(

@@ -81,17 +81,6 @@ def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
     assert rollout[keys.GROUP_ID].squeeze(-1).tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_the_plain_methods_and_the_rollout_give_the_same(tokenizer):
-    plain, batched = (LLMEnv(Letters(), tokenizer, 2, 2, seed=3) for _ in range(2))
-    texts = ["a", "bb", "ccc", ""]
-    rollout = batched.rollout(max_steps=1, policy=responding(tokenizer, texts))
-    prompts = plain.next_prompts()
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    rewards = plain.score(prompts[0].row, ids[:2]) + plain.score(prompts[1].row, ids[2:])
-    assert column(rollout, keys.TOKENS_PROMPT) == [p.ids.tolist() for p in prompts for _ in range(2)]
-    assert rollout[keys.REWARD].flatten().tolist() == [reward.total for reward in rewards]
-
-
 def test_a_prompt_is_tokenised_once_however_often_it_is_repeated(tokenizer, monkeypatch):
     written, apply = [], type(tokenizer).apply_chat_template
 
@@ -143,10 +132,16 @@ def test_a_position_in_other_data_is_refused(tokenizer):
 
 def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
     env = LLMEnv(Broken(), tokenizer, 2, 2)
-    (failure,) = env.score(3, [[0]])
-    assert failure.kind == "error" and "Broken failed on row 3: KeyError: 'gold'" in failure.message
+    env.guard.tell = lambda _: None
+    ends = [env.rollout(max_steps=1, policy=responding(tokenizer, ["a"] * 4))["next"] for _ in range(3)]
+    rows = [row for end in ends for row in end[:, 0].unbind(0)]
+    failed = [row for row in rows if row[keys.ROW].item() == 3]
+    assert len(failed) >= 2 and all(row["reward"].isnan() and row["done"] for row in failed)
+    assert [bool(row[keys.FAILED]) for row in rows] == [row[keys.ROW].item() == 3 for row in rows]
+    verdict = failed[0][keys.HISTORY].verdict
+    assert verdict.kind == "error" and "Broken failed on row 3: KeyError: 'gold'" in verdict.message
     with pytest.raises(ScoreError, match="row 3"):
-        for _ in range(3):
+        for _ in range(100):
             env.rollout(max_steps=1, policy=responding(tokenizer, ["a"] * 4))
 
 
@@ -250,13 +245,13 @@ class OwnParser:
         return (None if text == "none" else text), calls.get(text, [])
 
 
-def test_a_turn_that_a_parser_of_ones_own_fails_at_is_text_and_the_first_failure_is_told(tokenizer):
+def test_a_turn_that_a_parser_of_ones_own_fails_at_is_text_and_the_first_failure_is_reported(tokenizer):
     env, told = LLMEnv(Spelling(), tokenizer, 2, 2, tool_parser=OwnParser, max_failed_fraction=0.0), []
     env.guard.tell = told.append
     texts = ["boom", "none", "odd", "named"]
     first = env.step(responding(tokenizer, texts)(env.reset()))["next"]
     assert first["done"].flatten().tolist() == [True, False, True, True]  # calls alone are replied to
     assert column(first.unsqueeze(1), keys.REWARD_PARTS + ("letters",))[::2] == [[4.0], [3.0]]
-    assert env._dialogs[1].text == "spell({})\n\nok"
+    assert first[1][keys.HISTORY].text == "spell({})\n\nok"
     (text,) = told
     assert text.startswith("The parser of env.tool_parser failed, on boom: KeyError: 'name' (") and __file__ in text

@@ -86,7 +86,7 @@ def test_all_500_gold_solutions_verify(real_data):
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward.total != 0.1] == []
 
 
-def test_a_gold_answer_that_cannot_be_parsed_judges_nobody():
+def test_a_gold_answer_that_cannot_be_parsed_judges_no_response():
     for gold in ("", "  ", r"\boxed{}", "9" * (MAX_CHARS + 1)):
         assert verify(gold, r"\boxed{5}") is None
         assert verify(gold, "no box") is None

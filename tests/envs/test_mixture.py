@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
@@ -16,6 +17,7 @@ from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
 from tests.envs.chat_templates import tokenizer_of
+from tests.envs.scoring import scored
 from tests.envs.tools.plain_parser import PlainParser
 
 WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
@@ -103,7 +105,7 @@ def test_single_turns_groups_and_conversations_go_together_in_one_collection(tok
     env = three(tokenizer, num_envs=12, scales={"gsm8k": 3.0})
     end = tokenizer.eos_token_id
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer("a")["input_ids"], end])
-    groups = SyncCollector(env, engine, Sampling(max_new_tokens=8), 1000).collect(2)
+    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 1000).collect()
     by_task = env.by_task([env.task.rows[group.row] for group in groups])
     assert all(by_task.values())
     for name, at in by_task.items():
@@ -124,9 +126,9 @@ def test_a_tasks_failures_count_under_its_name_and_resume_with_it(tokenizer):
     tasks = {"good": Says("a"), "bad": Says("?")}
     env = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
     rows = {env.task.name_of(row): i for i, row in enumerate(env.task.rows)}
-    right, wrong = env.score(rows["good"], [tokenizer("a")["input_ids"]] * 2)
+    right, wrong = scored(env, rows["good"], [tokenizer("a")["input_ids"]] * 2)
     assert right == wrong == Reward({"good/right": 1.0}, {"good/characters": 1.0})
-    failed = env.score(rows["bad"], [tokenizer("a")["input_ids"]] * 2)
+    failed = scored(env, rows["bad"], [tokenizer("a")["input_ids"]] * 2)
     assert all(isinstance(result, Failure) and "bad, row 1" in result.message for result in failed)
     assert env.metrics() == {"failed/bad": 2} and env.guard.failures()[0] == {"error": 2}
     other = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
@@ -172,7 +174,9 @@ def with_tools():
 
 def test_each_task_has_its_own_tools():
     env, tokenizer = with_tools()
-    groups = SyncCollector(env, Policy(tokenizer), Sampling(max_new_tokens=500), total_dialog_turns=24).collect(2)
+    groups = SyncCollector(
+        env, EnginePolicy(Policy(tokenizer), Sampling(max_new_tokens=500)), total_dialog_turns=24
+    ).collect()
     rows = [env.task.rows[group.row] for group in groups]
     assert {row["task"] for row in rows} == {"says", "calculator"}
     for group, row in zip(groups, rows, strict=True):

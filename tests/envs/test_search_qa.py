@@ -108,7 +108,7 @@ def test_results_are_bounded_and_in_one_line_each():
     )
 
 
-def test_what_is_wrong_with_a_search_is_said():
+def test_the_fault_of_a_search_is_in_the_reply():
     task = SearchQA([], SearchIndex(DOCUMENTS))
     for query, expected in [
         ("zyzzyva", "Error: no document has a word of this query; search with other words"),

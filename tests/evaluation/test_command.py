@@ -127,7 +127,7 @@ def test_a_comparison_is_by_rows_with_a_verdict_in_words():
         (["http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"], "127.0.0.1:9"),
     ],
 )
-def test_bad_input_is_told_in_one_line(words, message, capsys):
+def test_bad_input_is_reported_in_one_line(words, message, capsys):
     assert main(["eval", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error

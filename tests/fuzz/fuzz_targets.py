@@ -254,7 +254,7 @@ def _followed(text: str) -> Any:
 
 
 def _instruction_row(text: str) -> Any:
-    from grpo_rl.envs.ifeval.verdicts import check
+    from grpo_rl.envs.ifeval.verdicts import parse, verdicts
 
     try:
         row = json.loads(text)
@@ -263,7 +263,7 @@ def _instruction_row(text: str) -> Any:
     ids, arguments = (row.get(key) if isinstance(row, dict) else None for key in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list):
         return None
-    return check(ids, arguments, "A response.", prompt="A prompt.")
+    return verdicts(parse(ids, arguments, "a row"), "A response.")
 
 
 # ---- chat templates, which come with a model ----
@@ -384,7 +384,8 @@ def _completions(text: str, folder: Path) -> Path:
     (run / "completions.parquet").mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     text = text.encode("utf-8", "replace").decode()
-    row = {"group_id": 0, "prompt": text, "response": text, "gold": text, "step": 1, "reward": 1.0, "advantage": 0.5}
+    row = {"step": 1, "group_id": 0, "row": 0, "prompt": text, "completion": text, "answer": text, "reward": 1.0}
+    row |= {"advantage": 0.5, "tokens": 1, "truncated": False, "policy_version": 0}
     pq.write_table(pa.Table.from_pylist([row] * 2), run / "completions.parquet" / "part-00000001.parquet")
     return run
 
@@ -401,7 +402,7 @@ def _page_of_responses(run: Path) -> str:
 
     data = page.build(page.SECTIONS, run)
     written = pq.read_metadata(run / "completions.parquet" / "part-00000001.parquet").num_rows
-    shown = json.loads(data["responses"]).get("shown_responses")
+    shown = sum(len(group["responses"]) for group in json.loads(data["responses"]).get("groups", ()))
     assert shown == written, f"{shown} of {written} responses are shown: {data['responses'][:200]}"
     return page.assemble(page.SECTIONS, data)
 

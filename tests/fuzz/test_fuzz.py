@@ -68,13 +68,13 @@ def target_of(read, error=None, **more):
         (lambda text: os.environ["GRPO_RL_FUZZ_CANARY"], "tells the value"),
     ],
 )  # fmt: skip
-def test_a_planted_harm_is_told(read, what, tmp_path, canary, monkeypatch):
+def test_a_planted_harm_is_reported(read, what, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(fuzz_targets.Broken, match=what):
         fuzz_targets.run(target_of(read, deadline_s=0.05 if what == "took" else 2.0), "x", tmp_path)
 
 
-def test_another_error_than_the_documented_one_is_told(tmp_path, canary):
+def test_another_error_than_the_documented_one_is_reported(tmp_path, canary):
     fuzz_targets.run(target_of(read_yaml, ValueError), "[", tmp_path)
     with pytest.raises(fuzz_targets.Broken, match="UnicodeDecodeError"):
         fuzz_targets.run(target_of(lambda text: b"\xff".decode(), ValueError), "x", tmp_path)

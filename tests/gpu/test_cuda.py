@@ -16,7 +16,8 @@ from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.head_liger import liger_log_prob_and_entropy
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import forked_groups, random_group, save_tiny_model
+from grpo_rl.testing import random_group, save_tiny_model
+from tests.helpers import forked_groups
 from tests.policies.test_attention_flex import SHAPES, dense, layout_of, who_sees_whom
 
 pytestmark = pytest.mark.gpu
@@ -237,7 +238,7 @@ def test_a_model_with_compiled_layers_needs_no_cpp_compiler(tmp_path):
     program = (
         "import torch\n"
         "from grpo_rl.policies.policy import TrainPolicy\n"
-        "from grpo_rl.testing import forked_groups, random_group, save_tiny_model\n"
+        "from grpo_rl.testing import random_group, save_tiny_model\n"
         f"folder = save_tiny_model({str(tmp_path / 'model')!r}, hidden_size=64)\n"
         "policy = TrainPolicy.load(folder, torch.bfloat16, 'cuda', compile=None)\n"
         "assert any(module._compiled_call_impl for module in policy.model.modules())\n"

@@ -14,8 +14,8 @@ from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.losses.sft import SFTLoss, sft_loss
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
+from tests.helpers import to_fp64
 
 # One system message and one long question for most, so that beginnings are shared; lengths differ, one is a letter.
 BEGINNING = "Count the letters of this word: "

@@ -21,7 +21,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model, to_fp64
+from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
@@ -199,6 +199,8 @@ def test_totals_count_empty_responses_and_not_what_is_masked():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    from tests.helpers import to_fp64  # not for the processes that run this file
+
     return to_fp64(LlamaForCausalLM.from_pretrained(folder))
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_rl.monitor.advisories import PAGE, SETTING, Advisories, advisories_of
-from grpo_rl.monitor.advisory_table import RULES, WINDOW, History
+from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories, History
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings.sections import Logger
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
@@ -41,6 +40,10 @@ SETTINGS = {
 }
 FROM = 21
 """The step at which a planted trouble begins, if it does not last from the first step on."""
+
+
+def advisories_of(rows, config):
+    return list(Advisories(config, rows).raised.values())
 
 
 def facts(**changed):
@@ -221,11 +224,11 @@ SICK = {
 
 
 @pytest.mark.parametrize("trouble", SICK)
-def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
+def test_a_planted_trouble_is_reported_alone_with_its_step_and_its_setting(trouble):
     rows, changed, since, setting = SICK[trouble]
     (advisory,) = advisories_of(rows, facts(**changed))
     assert advisory.name == re.split("[ ,]", trouble)[0] and advisory.until is None
-    assert setting in advisory.setting and str(advisory).startswith(f"Since step {advisory.since}: ")
+    assert setting in advisory.setting and f", since step {advisory.since}: " in str(advisory)
     assert "\n" not in str(advisory)
     if since:  # the first of the steps that were judged together
         assert abs(advisory.since - since) < WINDOW
@@ -255,9 +258,8 @@ def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch,
         raise KeyError("entropy")
 
     monkeypatch.setitem(RULES, "unstable", replace(RULES["unstable"], holds=broken))
-    logger = Logger()
     MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-    with RunLogs(tmp_path, logger, {}, 9, resumes=True) as logs:
+    with RunLogs(tmp_path, Logger(), {}, 9, resumes=True) as logs:
         for step in (2, 3):
             logs.log(step, {"reward/mean": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
@@ -325,17 +327,17 @@ def test_an_advisory_ends_with_the_last_step_that_showed_it():
     rows = plant(21, 45, response__truncated_fraction=noisy(0.9))
     (advisory,) = advisories_of(rows, facts())
     assert abs(advisory.since - 21) < WINDOW and 45 <= advisory.until < 45 + WINDOW
-    assert str(advisory).startswith(f"Since step {advisory.since} until step {advisory.until}: ")
+    assert f", steps {advisory.since} to {advisory.until}: " in str(advisory)
 
 
-def test_an_advisory_that_comes_back_goes_on_and_is_told_once():
+def test_an_advisory_that_comes_back_goes_on_and_is_reported_once():
     rows = plant(1, 20, steps=90, response__truncated_fraction=noisy(0.9))
     for row in rows[60:]:
         row["response/truncated_fraction"] = 0.9
     advisories = Advisories(facts())
     told = [(row["step"], found.name) for row in rows for found in advisories.update(row)]
     assert told == [(5, "cut_off")]
-    assert [(a.since, a.until) for a in advisories.raised] == [(1, None)]
+    assert [(a.since, a.until) for a in advisories.raised.values()] == [(1, None)]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_length_and_reward_are_correlated_inside_groups():
     assert "response/length_correlation" not in reward_metrics([group([3, 3], [0.0, 1.0])])
 
 
-def test_repetition_is_of_what_the_policy_said():
+def test_repetition_is_of_the_policys_own_tokens():
     ids = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 1, 2])  # seven 4-grams, four of them different
     said = group([10], [0.0], response_ids=ids)
     assert reward_metrics([said])["response/repetition"] == pytest.approx(3 / 7)

@@ -18,7 +18,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
-from grpo_rl.monitor.token_log import TokenLog, TokenPieces
+from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
@@ -58,7 +58,6 @@ def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **sett
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, batching):
             log.add(tokens, loss(tokens))
-        log.end(grad_norm=1.5, lr=0.1, skipped=False)
     log.write(step, groups, kl_coef=0.0)
     return read(run_dir, step)
 
@@ -98,14 +97,6 @@ def test_each_reason_for_no_gradient_is_named(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_path):
-    rows = log_step(tmp_path, [group_of(0, [2, 1], [1, -1]), group_of(1, [1, 1], [0, 0])])
-    skipped = rows[rows["group_id"] == 1]
-    trainers = ["log_prob", "entropy", "advantage", "ratio", "correction", "weight", "clipped"]
-    assert skipped[trainers].isna().all(axis=None) and skipped["sampler_log_prob"].notna().all()
-    assert rows[rows["group_id"] == 0][trainers].notna().all(axis=None)
-
-
 def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
     a, b = group_of(0, [1, 1], [1, -1]), group_of(1, [1, 1], [1, -1])
     rows = log_step(tmp_path, [a, b], updates=[[b], [a], [a], [b]])
@@ -116,15 +107,13 @@ def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
 def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
     full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)
-    full = replace(full, measures={"words": full.rewards + 2})
-    full = replace(full, ref_log_probs=full.log_probs - 0.2)
+    full = replace(full, ref_log_probs=full.log_probs - 0.2, sessions=torch.tensor([4, 4, 7]))
     plain = group_of(1, [1, 2], [0.25, -0.25])
     tool = group_of(2, [2, 2], [1, -1], trainable=torch.tensor([True, False, True, True]))
-    empty = group_of(3, [0, 0], [1, -1], prompt_ids=torch.zeros(0, dtype=torch.long))  # without a row for its prompt
-    groups = [full, plain, replace(tool, log_probs=tool.log_probs * tool.trainable), empty]
+    groups = [full, plain, replace(tool, log_probs=tool.log_probs * tool.trainable)]
     log_step(tmp_path, groups, updates=[groups[:2], groups[2:]], shift=0.125)
     stored = read_step(tmp_path, 1)
-    assert [update.groups for update in stored.updates] == [[0, 1], [2, 3]]
+    assert [update.groups for update in stored.updates] == [[0, 1], [2]]
     for ours, theirs in zip(groups, stored.groups, strict=True):
         for name in (f.name for f in fields(Group)):
             a, b = getattr(ours, name), getattr(theirs, name)
@@ -148,69 +137,44 @@ def test_a_number_that_is_not_finite_comes_back_and_hides_no_other(tmp_path):
     assert torch.equal(back.log_probs.nan_to_num(7.0), torch.tensor([7.0, -1.0, -1.0]))
 
 
-def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
-    trained, left = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
-    rows = log_step(tmp_path, [trained, left], updates=[[trained]])
-    assert rows[rows["group_id"] == 1]["epoch"].isna().all()
+def test_groups_that_were_not_scored_or_not_taken_are_stored_with_null_in_the_trainers_columns(tmp_path):
+    trained, alike = group_of(0, [1, 1], [1, -1]), group_of(1, [0, 1], [0, 0])
+    left, empty = group_of(2, [2, 1], [1, -1]), group_of(3, [0, 0], [1, -1])
+    rows = log_step(tmp_path, [trained, alike, left, empty], updates=[[trained, alike, empty]])
+    trainers = ["log_prob", "entropy", "advantage", "ratio", "correction", "weight", "clipped"]
+    assert rows.groupby("group_id")[trainers].count().max(axis=1).tolist() == [2, 0, 0]
+    assert rows["sampler_log_prob"].notna().all() and rows[rows["group_id"] == 2]["epoch"].isna().all()
     stored = read_step(tmp_path, 1)
-    assert torch.equal(stored.groups[1].response_ids, left.response_ids) and stored.updates[0].groups == [0]
+    assert torch.equal(stored.groups[2].response_ids, left.response_ids) and stored.groups[3].size == 2
+    assert stored.updates[0].groups == [0, 1, 3]
 
 
-def test_a_whole_run_is_read_at_once_and_a_step_that_is_not_stored_is_refused(tmp_path):
-    for step in (1, 2, 3):
-        log_step(tmp_path, [group_of(step, [1, 2], [1, -1])], step=step)
-    assert pd.read_parquet(tmp_path / TOKENS_FOLDER)["step"].tolist() == [1] * 3 + [2] * 3 + [3] * 3
-    StepParts(tmp_path / TOKENS_FOLDER).truncate(1)
-    with pytest.raises(ValueError, match="has no lineage of step 2: it has steps 1 to 1"):
-        read_step(tmp_path, 2)
+def test_a_file_that_was_changed_is_refused_by_name(tmp_path):
+    log_step(tmp_path, [group_of(0, [1, 2], [1, -1])])
+    parts = StepParts(tmp_path / TOKENS_FOLDER)
+    parts.write(1, parts.read(1).slice(0, 2))
+    with pytest.raises(ValueError, match="part-00000001.parquet is not as it was written"):
+        read_step(tmp_path, 1)
 
 
-def scored(*groups):
-    ids = torch.tensor([group.group_id for group in groups for _ in group.response_ids])
-    count = torch.arange(len(ids), dtype=torch.float32)
-    return TensorDict(group_id=ids, log_prob=-count, entropy=10 + count, batch_size=[len(ids)])
-
-
-def few_groups(folder, count):
-    return TokenLog(folder, {"policy": {}, "loss": {"mask_truncated": False}}, count, letters)
-
-
-def test_tokens_of_the_first_scored_group_are_recorded_with_both_log_probs(tmp_path):
+def test_without_lineage_the_text_of_the_group_that_was_scored_first_is_recorded_once(tmp_path):
     left_out, group, other = (random_group(lengths=[1, 2], group_id=i) for i in (4, 5, 6))
-    group = replace(
-        group,
-        log_probs=torch.tensor([-0.5, -0.25, -9.0]),
-        trainable=torch.tensor([True, True, False]),
-        versions=torch.tensor([2, 2, 3]),
-        response_ids=torch.tensor([0, 1, 2]),
-    )
-    log = few_groups(tmp_path, 1)
-    log.begin([left_out, group, other])
-    log.add(scored(other, group), None)
+    group = replace(group, response_ids=torch.tensor([0, 1, 2]), trainable=torch.tensor([True, True, False]))
+    log = TokenLog(tmp_path, {"policy": {}, "loss": {"mask_truncated": False}}, 1, letters)
+    for first in (0.0, -10.0):
+        log.begin([left_out, group, other])
+        ids = torch.tensor([group_id for group_id in (6, 5) for _ in range(3)])
+        numbers = first - torch.arange(6.0)
+        log.add(TensorDict(group_id=ids, log_prob=numbers, entropy=-numbers, batch_size=[6]), None)
     log.write(3, [left_out, group, other], 0.0)
     found = read(tmp_path, 3)
-    assert found[["step", "group_id"]].drop_duplicates().to_numpy().tolist() == [[3, 5]]
-    assert found["response"].tolist() == [0, 1, 1] and found["position"].tolist() == [0, 0, 1]
-    assert found["text"].tolist() == ["a", "b", "c"] and found["token_id"].tolist() == [0, 1, 2]
-    assert found["sampler_log_prob"].fillna(7).tolist() == [-0.5, -0.25, 7]  # no one sampled what a tool wrote
-    assert found["log_prob"].tolist() == [-3.0, -4.0, -5.0] and found["entropy"].tolist() == [13.0, 14.0, 15.0]
-    assert found["policy_version"].tolist() == [2, 2, 3] and found["trainable"].tolist() == [True, True, False]
-
-
-def test_the_first_visit_of_a_group_counts_and_no_number_goes_over_to_the_next_step(tmp_path):
-    group = random_group(lengths=[2, 1], group_id=5)
-    log = few_groups(tmp_path, 2)
+    assert found[["step", "group_id", "epoch"]].drop_duplicates().to_numpy().tolist() == [[3, 5, 0]]
+    assert found["text"].tolist() == ["a", "b", "c"]
+    assert found["sampler_log_prob"].isna().tolist() == [False, False, True]  # no one sampled what a tool wrote
+    assert found["log_prob"].tolist() == [-3.0, -4.0, -5.0] and found["entropy"].tolist() == [3.0, 4.0, 5.0]
     log.begin([group])
-    log.add(scored(group), None)
-    later = scored(group)
-    later["log_prob"] -= 1
-    log.begin([group])
-    log.add(later, None)
-    log.write(1, [group], 0.0)
-    assert read(tmp_path, 1)["log_prob"].tolist() == [0.0, -1.0, -2.0]
-    log.begin([group])
-    log.write(2, [group], 0.0)  # all of this step had zero variance
-    assert read(tmp_path, 2)["log_prob"].isna().all() and len(read(tmp_path, 2)) == 3
+    log.write(4, [group], 0.0)  # all of this step had zero variance
+    assert read(tmp_path, 4)["log_prob"].isna().all() and len(read(tmp_path, 4)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -221,5 +185,5 @@ def tokenizer(tmp_path_factory):
 @given(st.lists(st.integers(1, 255), max_size=40))
 def test_the_pieces_of_a_response_are_the_response(tokenizer, ids):
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    found = TokenPieces(tokenizer)(ids)
+    found = token_pieces(tokenizer, ids)
     assert len(found) == len(ids) and "".join(piece for piece, special in found if not special) == text

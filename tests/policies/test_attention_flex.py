@@ -16,7 +16,8 @@ from grpo_rl.policies import attention_flex as flex
 from grpo_rl.policies.attention import MASK_CHUNK, attention
 from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.packing import Layout, pack
-from grpo_rl.testing import forked_groups, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import forked_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 

@@ -89,7 +89,7 @@ print(why_uncompiled("cpu"))
 
 @pytest.mark.nightly
 @needs_compiler
-def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(tiny_model, tmp_path):
+def test_a_compiler_without_headers_leaves_the_model_uncompiled_with_the_reason(tiny_model, tmp_path):
     (failing := tmp_path / "g++").write_text(
         '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n'
         "echo 'x.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"

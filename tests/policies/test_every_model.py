@@ -28,7 +28,8 @@ from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.probe import trunk
 from grpo_rl.policies.supported import refuse_unsupported
-from grpo_rl.testing import KeepFp64, forked_groups, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import KeepFp64, forked_groups
 from tests.policies.test_exactness import gradients, plain_road, random_loss
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "model_classes.py"))

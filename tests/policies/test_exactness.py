@@ -40,8 +40,9 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies import compiled
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import KeepFp64, forked_groups, random_group, to_fp64
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
+from tests.helpers import KeepFp64, forked_groups, to_fp64
 
 VOCAB = 50
 SIZES = dict(

@@ -94,7 +94,7 @@ def save_weights(folder, **tensors):
         (
             "model.safetensors.index.json",
             lambda _: b'{"weight_map": {"norm.weight": "model.safetensors", "b": "model.safetensors"}}',
-            r"model\.safetensors lacks b, which model\.safetensors\.index\.json says is there",
+            r"model\.safetensors lacks b, which model\.safetensors\.index\.json lists",
         ),
         (
             "model.safetensors.index.json",

@@ -19,8 +19,9 @@ from grpo_rl.policies.adapters import LoRA
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
-from grpo_rl.testing import random_group, to_fp64
+from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
+from tests.helpers import to_fp64
 from tests.policies.test_every_model import tiny_config
 from tests.policies.test_exactness import SIZES, plain_road
 

@@ -18,7 +18,8 @@ from transformers import (
 
 from grpo_rl.policies.mixers import State
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import KeepFp64, forked_groups, random_group, to_fp64
+from grpo_rl.testing import random_group
+from tests.helpers import KeepFp64, forked_groups, to_fp64
 
 pytestmark = pytest.mark.slow
 

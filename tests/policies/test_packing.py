@@ -16,7 +16,8 @@ from grpo_rl.policies.probe import Band, Chunks, trial_calls
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import forked_groups, random_group
+from grpo_rl.testing import random_group
+from tests.helpers import forked_groups
 from tests.policies.test_exactness import RAGGED, VOCAB, fp64_model, groups_of
 
 SIZES = dict(
@@ -236,7 +237,7 @@ def test_a_factor_on_the_logits_is_found_whatever_its_name():
     assert TrainPolicy(model).logit_factor == pytest.approx(12 / model.config.hidden_size)
 
 
-def test_chunked_attention_is_told_from_a_window():
+def test_chunked_attention_is_distinguished_from_a_window():
     model = small("Llama4ForCausalLM", intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=6,
                   layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])  # fmt: skip
     assert [call.mask for call in trial_calls(model).attention] == [Chunks(6), Band(None)]

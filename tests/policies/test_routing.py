@@ -14,7 +14,8 @@ from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.packing import ROUTES, pack
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.routing import check_replay
-from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.testing import random_group
+from tests.helpers import KeepFp64, to_fp64
 
 VOCAB, LAYERS, EXPERTS, CHOSEN = 32, 3, 4, 2
 SIZES = dict(
@@ -133,7 +134,7 @@ def test_replaying_a_models_own_choice_changes_nothing_and_another_changes_somet
     torch.testing.assert_close(reference.score([with_routes(group)])[0], before, rtol=0, atol=0)
 
 
-def test_groups_without_routes_beside_others_are_left_to_the_router():
+def test_groups_without_routes_next_to_others_are_left_to_the_router():
     model = use_shared_prefix(tiny("Qwen3Moe"), router_replay=True)
     policy = TrainPolicy(model)
     plain, given = (random_group(prompt=4, lengths=[3, 5], vocab=VOCAB, seed=seed) for seed in range(2))

@@ -17,8 +17,9 @@ from grpo_rl.policies.lora import LoRA, adapted_layers, add_adapters
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.text_part import model_config
 from grpo_rl.run.export import export
-from grpo_rl.testing import KeepFp64, random_group, save_tiny_model
+from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.weights.push import WeightSync
+from tests.helpers import KeepFp64
 from tests.policies.test_exactness import plain_road
 
 pytestmark = pytest.mark.slow

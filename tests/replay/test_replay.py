@@ -104,8 +104,10 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
                     left.remove(i)
         told = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
         assert outcome.losses == pytest.approx(told, abs=1e-7)
-        for name, value in outcome.metrics.items():
-            assert value == pytest.approx(logged[step - 1][name], abs=1e-6), name
+        metrics = {name: logged[step - 1][name] for name in outcome.numbers if name in logged[step - 1]}
+        assert len(metrics) > 6 and {name: outcome.numbers[name] for name in metrics} == pytest.approx(
+            metrics, abs=1e-6
+        )
         assert gradients.count_nonzero() > 20
     assert next(seen, None) is None
 
@@ -142,8 +144,8 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
     for token in told["tokens"]:
         group = groups[token["group_id"]]
         ids = group.responses[token["response"]].tolist()
-        assert ids[token["position"]] == token["token_id"] and group.row == token["row"]
-        assert ids[: token["position"]][-8:] == token["before"]
+        assert group.row == token["row"]
+        assert ids[: token["position"] + 1][-9:] == [*token["before"], token["token_id"]]
 
 
 def test_advantages_are_computed_anew_and_groups_that_were_not_scored_are_counted(plain, capsys):
@@ -174,16 +176,6 @@ def test_what_a_run_names_is_imported_if_the_command_line_names_it_too(plain, ke
     assert "it was run" in capsys.readouterr().err
 
 
-def test_tokens_are_shown_as_text_and_the_tables_fit_a_narrow_terminal(plain, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["replay", str(plain), "2", "loss.advantage=no_std"]) == 0
-    out = capsys.readouterr().out
-    assert "as trained" in out and "loss.advantage=no_std" in out and "Tokens that differ the most" in out
-    assert max(map(len, out.splitlines())) <= 80
-    shutil.rmtree(plain / "model")
-    assert main(["replay", str(plain), "2", "loss.advantage=no_std"]) == 0  # now as ids, or by the model it began from
-
-
 @pytest.mark.nightly
 def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_path, capsys):
     """Every ratio of GSPO is 1 with one optimizer step a collection: the weights are still the same."""
@@ -193,7 +185,7 @@ def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_p
     assert {token["ratio"][1] for token in told["tokens"]} == {1.0} and told["other"]["clip/high_fraction"] == 0
     assert read_metrics(folder)[0]["train/skipped_groups"]
     assert main(["replay", str(folder), "1", "loss.top_entropy_fraction=0.5"]) == 2
-    assert "which this run did not compute for" in capsys.readouterr().err
+    assert "a replay has only what the run computed" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -209,19 +201,11 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
     assert {group.size for group in read_step(folder, 1).groups} == {4}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["policy.kl_coef=0.1"], "this run had no reference"),
-        (["loss=distill"], "set policy.kl_coef"),
-        (["optimizer.lr=1"], "optimizer.lr has no part in the loss"),
-    ],
-)
-def test_what_cannot_be_replayed_is_told_in_one_line(plain, overrides, message, capsys):
-    assert main(["replay", str(plain), "1", *overrides]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_replayed_is_reported_in_one_line(plain, capsys):
+    assert main(["replay", str(plain), "1", "policy.kl_coef=0.1"]) == 2
+    assert "the loss reads ref_log_prob, which is missing" in capsys.readouterr().err
     assert main(["replay", str(plain), "9"]) == 2
-    assert "it has steps 1 to 2" in capsys.readouterr().err
+    assert "has steps 1 to 2" in capsys.readouterr().err
 
 
 def test_what_the_page_on_lineage_shows_runs(plain, capsys):
@@ -234,17 +218,9 @@ def test_what_the_page_on_lineage_shows_runs(plain, capsys):
     assert len(commands) == 2
     for name, rest in commands:
         assert main([name, str(plain), "2", *rest.split()]) == 0
-    assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["step"] == 2
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp_path):
-    cut = tmp_path / "cut"
-    shutil.copytree(plain, cut)
-    (cut / "summary.json").unlink()
-    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
-    ours, theirs = (pd.read_parquet(folder / TOKENS_FOLDER) for folder in (cut, plain))
-    pd.testing.assert_frame_equal(ours, theirs)
+    tables, _, numbers = capsys.readouterr().out.partition("\n{")
+    assert "As trained, and loss=gspo loss.clip_high=0.001" in tables and "Tokens that differ the most" in tables
+    assert json.loads("{" + numbers)["step"] == 2
 
 
 @pytest.mark.nightly
@@ -256,3 +232,13 @@ def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
         return [without_clocks(row) for row in read_metrics(folder)]
 
     assert numbers(tmp_path / "run") == numbers(plain)
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(plain, cut)
+    (cut / "summary.json").unlink()
+    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
+    ours, theirs = (pd.read_parquet(folder / TOKENS_FOLDER) for folder in (cut, plain))
+    pd.testing.assert_frame_equal(ours, theirs)

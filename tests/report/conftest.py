@@ -39,7 +39,7 @@ def served():
 @contextmanager
 def _served(run_dir: Path) -> Iterator[int]:
     build, assemble = partial(pages.build, pages.SECTIONS, run_dir), partial(pages.assemble, pages.SECTIONS, live=True)
-    live = serve.LivePage(build, assemble)
+    live = serve.LivePage(build, assemble, partial(serve.state_of, [run_dir]))
     with serve.make_server(live) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

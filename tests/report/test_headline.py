@@ -40,14 +40,6 @@ def test_noise_alone_is_called_a_change_as_seldom_as_the_interval_promises():
     assert 0.02 < np.mean(called) < 0.08  # 5 %, and three standard errors of 1,000 draws
 
 
-def test_steps_that_resemble_their_neighbours_count_for_less():
-    rng = np.random.default_rng(0)
-    noise = rng.normal(size=1000)
-    held = np.repeat(noise[:250], 4)  # as many steps, a quarter of the draws
-    free, clustered = training_change(list(noise)), training_change(list(held))
-    assert clustered.high - clustered.low > 1.4 * (free.high - free.low)
-
-
 def test_a_run_that_goes_on_compares_its_evaluations_so_far():
     rows = [{"step": 0, "eval/reward": 0.4, "eval/standard_error": 0.03}, *steps(0.1, 0.2)]
     rows += [{"step": 10, "eval/reward": 1.0, "eval/standard_error": 0.04}]

@@ -49,7 +49,7 @@ def titles(page: Page) -> list[str]:
     return [chart["title"] for chart in page.data["charts"]["charts"]]
 
 
-def test_a_whole_run_is_told_on_one_page(tmp_path, make_run):
+def test_a_whole_run_is_reported_on_one_page(tmp_path, make_run):
     page = page_of(make_run(tmp_path))
     assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
     assert "Held-out reward rose from 0.412 to 1.508: a gain of +1.096, 95 % interval +0.957 to +1.229." in page.text

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import json
-
+import pyarrow as pa
 import pytest
 
 from grpo_rl.monitor.completions import CompletionsLog
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.token_log import SCHEMA
 from grpo_rl.report import responses
 
 
@@ -34,41 +35,28 @@ def test_a_small_run_is_there_whole_in_the_order_of_the_run(tmp_path):
         (1, 4, 14),
         (2, 7, 17),
     ]
-    assert (data["all_responses"], data["shown_responses"], data["all_groups"], data["all_steps"]) == (6, 6, 3, 2)
+    assert (data["all_responses"], data["all_groups"]) == (6, 3)
     last = data["groups"][2]["responses"][1]
     assert (last["text"], last["reward"], last["truncated"], last["version"]) == ("5", 0.0, True, 3)
     assert last["parts"] == {"correct": 0.0} and data["groups"][2]["gold"] == "4"
 
 
-def test_the_best_and_worst_responses_of_the_run_say_where_they_are_and_how_many_are_alike(tmp_path):
-    log = CompletionsLog(tmp_path)
-    log.log(1, [row(3, 0.5), row(3, 2.0)])
-    log.log(2, [row(7, 2.0), row(7, -1.0)])
-    data = responses.build(tmp_path)
-    assert data["best"][0] == {"group": 0, "response": 1, "reward": 2.0, "alike": 2}  # of equal ones the first
-    assert data["best"][1] == {"group": 1, "response": 0, "reward": 2.0, "alike": 2}
-    assert data["worst"][0] == {"group": 1, "response": 1, "reward": -1.0, "alike": 1}
-
-
-@pytest.mark.slow
-def test_a_large_run_is_shown_in_evenly_spaced_steps_within_its_bounds(tmp_path, monkeypatch):
+def test_a_large_run_is_shown_in_evenly_spaced_groups_within_its_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "RESPONSES", 40)
     monkeypatch.setattr(responses, "BYTES", 3000)
     log = CompletionsLog(tmp_path)
-    for step in range(1, 102):
-        reward = 9.0 if step == 50 else 1.0
-        log.log(
-            step, [row(10 * step + g, reward if g == 1 else step / 1000, "x" * 500) for g in (0, 1) for _ in range(2)]
-        )
+    for step in range(1, 42):
+        log.log(step, [row(10 * step + g, step / 1000, "x" * 500) for g in (0, 1) for _ in range(2)])
+    tokens = [{"group_id": 130, "row": 0, "response": 0, "text": "x", "special": False, "trainable": True}]
+    StepParts(tmp_path / TOKENS_FOLDER).write(13, pa.Table.from_pylist(tokens, schema=SCHEMA))
     data = responses.build(tmp_path)
-    # 40 responses: two groups a step of two responses give ten steps.
-    assert len(data["groups"]) < 30 and (data["all_steps"], data["all_responses"]) == (101, 404)
-    steps = sorted({group["step"] for group in data["groups"]})
-    assert {1, 101, 50} <= set(steps)  # the ends, and the step of the best response
-    assert len(json.dumps(data)) < 25_000
+    groups = [(group["step"], group["id"]) for group in data["groups"]]
+    # 40 responses are 20 groups of two, of 82, and the one that is recorded token by token.
+    assert len(groups) == 21 and groups == sorted(groups) and {(1, 10), (13, 130), (41, 411)} < set(groups)
+    assert (data["all_groups"], data["all_responses"]) == (82, 164)
     texts = [response for group in data["groups"] for response in group["responses"]]
-    assert all(len(response["text"]) + response["cut"] == 500 and response["cut"] for response in texts)
-    assert data == responses.build(tmp_path)
+    assert len(texts) == 42 and all(len(response["text"]) + response["cut"] == 500 for response in texts)
+    assert sum(len(response["text"]) for response in texts) <= 2000
 
 
 def test_a_conversation_comes_in_turns_and_is_cut_as_a_whole(tmp_path, monkeypatch):
@@ -77,7 +65,7 @@ def test_a_conversation_comes_in_turns_and_is_cut_as_a_whole(tmp_path, monkeypat
     log.log(1, [row(1, 1.0, said, turn_ends=[15, 33, 42]), row(1, 0.0, "no", turn_ends=[2])])
     first, second = responses.build(tmp_path)["groups"][0]["responses"]
     assert first["turns"] == ["Calculator: 2+2", "\ntool\n4\nassistant\n", "<answer>4"]
-    assert second["turns"] == ["no"] and "text" not in second
+    assert second["turns"] == ["no"]
     monkeypatch.setattr(responses, "LONGEST", 20)
     first = responses.build(tmp_path)["groups"][0]["responses"][0]
     assert first["turns"] == ["Calculator: 2+2", "\ntool", ""] and first["cut"] == len(said) - 20
@@ -87,3 +75,15 @@ def test_control_characters_of_a_response_are_left_out(tmp_path):
     CompletionsLog(tmp_path).log(1, [row(1, 1.0, "\x1b[2Jred\u202e"), row(1, 0.0, "\ud800")])
     texts = [response["text"] for response in responses.build(tmp_path)["groups"][0]["responses"]]
     assert texts == ["red", "?"]
+
+
+def test_a_damaged_part_is_left_out_by_its_name(tmp_path):
+    log, parts = CompletionsLog(tmp_path), StepParts(tmp_path / "completions.parquet")
+    for step in (1, 2):
+        log.log(step, [row(step, 1.0), row(step, 0.0)])
+    parts.path(1).write_bytes(b"PAR1")
+    data = responses.build(tmp_path)
+    assert [group["id"] for group in data["groups"]] == [2] and "part-00000001.parquet" in data["unread"][0]
+    parts.path(2).write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="part-00000002.parquet"):
+        responses.build(tmp_path)

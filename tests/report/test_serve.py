@@ -88,7 +88,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
                 assert half.recv(1) == b""
 
 
-def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
+def test_damage_is_reported_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
@@ -108,7 +108,7 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
         return {"summary": str(len(built))}
 
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    live = serve.LivePage(build, str)
+    live = serve.LivePage(build, str, lambda: clock[0])
     live.page()
     clock[0] += 56.0  # 3 s are 5 % of 60 s: the next begins 57 s after this one's end
     live.page()
@@ -116,6 +116,17 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
     clock[0] += 1.5
     live.page()
     assert len(built) == 2
+
+
+def test_a_page_is_built_once_for_each_change(tmp_path, make_run, at_once):
+    make_run(tmp_path, steps=1)
+    built = []
+    live = serve.LivePage(lambda: built.append(1) or {"summary": "1"}, str, lambda: serve.state_of([tmp_path]))
+    for changes in range(1, 3):
+        live.page()
+        live.page()
+        assert len(built) == changes
+        MetricsLog(tmp_path).log(1 + changes, {"reward/mean": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,6 @@ def test_the_command_serves_the_recorded_run_until_ctrl_c(monkeypatch, capsys):
         found["changes"] = changes(port, {})
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("grpo_rl.report.command._has_display", lambda: False)
     reader = threading.Thread(target=read_and_interrupt)
     reader.start()
     assert cli.main(["report", "--demo"]) == 0

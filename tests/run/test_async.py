@@ -155,7 +155,7 @@ def test_a_node_dies_and_the_run_stops_by_name_is_resumed_and_lives_through_anot
     folder = tmp_path / "run"
     process = run_and_kill(two_nodes, folder, 5, "inference_model.max_restarts=0")
     assert process.wait(PATIENCE_S) == 1
-    stopped = re.search(r"Stopped after step (\d+): engine 1 on [\d.]+ died; .* Go on with: resume=", said(folder))
+    stopped = re.search(r"Stopped after step (\d+): engine 1 on [\d.]+ died .* Go on with: resume=", said(folder))
     assert stopped and int(stopped[1]) < TWO_NODE_STEPS, said(folder)[-3000:]
 
     process = run_and_kill(two_nodes, folder, int(stopped[1]) + 5, f"resume={folder}")

@@ -90,7 +90,7 @@ def test_a_failure_is_raised_once_and_at_the_next_wait():
     assert done == [1]
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_beside_the_error_that_ends_the_run(
+def test_a_checkpoint_that_could_not_be_written_is_told_next_to_the_error_that_ends_the_run(
     tmp_path, monkeypatch, capsys
 ):
     def full(path, state):

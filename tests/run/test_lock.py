@@ -18,7 +18,7 @@ import pytest
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock
 
 
-def test_the_second_writer_is_told_who_the_first_one_is(tmp_path):
+def test_the_error_of_the_second_writer_names_the_first_one(tmp_path):
     lock = FolderLock(tmp_path)
     holder = re.escape(f"process {os.getpid()} on {socket.gethostname()} since ")
     for _ in range(2):  # and being refused takes nothing from the first
@@ -75,7 +75,7 @@ time.sleep(60)
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_folder_left_by_another_host_and_a_file_system_without_locks_are_told(tmp_path, monkeypatch):
+def test_a_folder_left_by_another_host_and_a_file_system_without_locks_are_reported(tmp_path, monkeypatch):
     (tmp_path / LOCK).write_text(json.dumps({"pid": 7, "host": "elsewhere", "since": "2026-01-31 12:00:00+00:00"}))
     lock = FolderLock(tmp_path)
     assert "process 7 on elsewhere since 2026-01-31 12:00:00+00:00" in lock.warning

@@ -49,7 +49,7 @@ def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(t
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_memory_that_runs_out_in_the_optimizers_own_step_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):
+def test_memory_that_runs_out_in_the_optimizers_own_step_is_reported_in_one_line(tiny_run, tmp_path, monkeypatch):
     def none(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

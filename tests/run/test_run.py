@@ -27,9 +27,10 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts
+from grpo_rl.report.files import read_evaluation
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
-from grpo_rl.run.summary import read_evaluation, write_evaluation
+from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -207,7 +208,7 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def test_responses_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
+def test_responses_whose_scorer_fails_are_left_out_counted_and_reported(tiny, tmp_path, monkeypatch, capsys):
     reward = GSM8K._reward
 
     def fails_now_and_then(task, row, response, formats):
@@ -347,7 +348,7 @@ def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("file", ["metrics.jsonl", "completions.parquet/part-00000001.parquet", "summary.json"])
-def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_path, monkeypatch, file):
+def test_a_full_disk_is_reported_in_one_line_with_the_file_and_the_way_on(tiny, tmp_path, monkeypatch, file):
     """A failed write names no file by itself, in Python as little as in Arrow."""
     path_open, full, name = Path.open, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(file).name
 
@@ -406,7 +407,7 @@ class RankZero:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("what", ["a live run", "a full disk", "logs that can't be synced"])
-def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
+def test_what_only_rank_zero_can_fail_at_is_reported_to_all_ranks(finished, tmp_path, monkeypatch, what):
     """One that waited for rank zero, which has stopped, would wait for ever."""
     shutil.copytree(finished, folder := tmp_path / "run")
     state = load(checkpoints(folder / "checkpoints")[-1])

@@ -49,7 +49,7 @@ def served(folder, engine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_any_key_opens_a_session_and_what_they_did_is_told_at_the_end(folder, monkeypatch):
+def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
     engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), set()

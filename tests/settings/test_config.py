@@ -23,7 +23,7 @@ from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 from grpo_rl.settings.tasks import GSM8K, TASKS
-from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
         ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_it_must_be(overrides, message):
+def test_a_wrong_value_is_reported_with_what_it_must_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(config(*overrides.split()))
 

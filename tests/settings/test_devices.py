@@ -68,7 +68,7 @@ def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_
 
 
 def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
-    with pytest.raises(ValueError, match="GPU 0 is in both train_model.devices and inference_model.devices"):
+    with pytest.raises(ValueError, match=r"GPU 0 is in both train_model.devices=\[0, 1\] and inference_model"):
         allocate(config([0, 1], inference=[0, 1]), mode="async", visible=4)
     with pytest.raises(ValueError, match="none is left to sample"):
         allocate(config(), mode="async", visible=1, counts_only=True)
@@ -78,19 +78,16 @@ def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
 @pytest.mark.parametrize(
     ("cfg", "mode", "visible", "message"),
     [
-        (config(2, 1, 6, kl_coef=0.1), "sync", 8, "= 9 GPUs, 8 visible; lower inference_model.num_devices"),
-        (config(8, inference=1), "sync", 8, "= 9 GPUs, 8 visible; lower train_model.num_devices"),
-        (config(inference=1), "async", 1, "= 2 GPUs, 1 visible; leave inference_model.num_devices null"),
-        (config(1, 1, 1, kl_coef=0.1), "async", 2, "= 3 GPUs, 2 visible; use sync mode"),
-        (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible; lower train_model.devices"),
-        (config(train=8), "async", 8, "train 8 GPUs, 8 visible: none is left to sample"),
-        (config(share=0.9), "async", 1, "utilization=0.9 on cuda:0, .* leaves training 5% .*; use at most 0.8"),
-        (config([0, 1], inference=[1, 2]), "sync", 3, "GPU 1 is in both train_model.devices and inference_model"),
+        (config(2, 1, 6, kl_coef=0.1), "sync", 8, "train 2 \\+ ref 1 \\+ inference 6 = 9 GPUs, 8 visible"),
+        (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible"),
+        (config(train=8), "async", 8, "train 8 = 8 GPUs, 8 visible: none is left to sample"),
+        (config(share=0.9), "async", 1, "utilization=0.9 on cuda:0, .*; use at most 0.8"),
+        (config([0, 1], inference=[1, 2]), "sync", 3, "GPU 1 is in both train_model.devices.* and inference_model"),
         (config([0, 9]), "sync", 8, r"train_model.devices=\[0, 9\]: there is no GPU 9, 8 visible"),
-        (config(ref=1), "sync", 8, "ref_model asks for 1 device, but with policy.kl_coef=0.0 no reference is loaded"),
-        (config(inference=4, tp=3), "sync", 8, r"=3 does not divide the 4 devices of .*; use one of \[1, 2, 4\]"),
+        (config(ref=1), "sync", 8, "ref_model.num_devices=1, but with policy.kl_coef=0.0 no reference is loaded"),
+        (config(inference=4, tp=3), "sync", 8, r"3 does not divide 4 \(inference devices\); use one of \[1, 2, 4\]"),
         (config(2), "sync", 0, "train_model.num_devices=2, but no GPU is visible"),
-        (config(tp=2), "sync", 0, r"=2 does not divide the 1 device of inference; use one of \[1\]"),
+        (config(tp=2), "sync", 0, r"2 does not divide 1 \(inference devices\); use one of \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers_and_remedy(cfg, mode, visible, message):
@@ -98,9 +95,19 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedy(cfg, mode, visible
         allocate(cfg, mode=mode, visible=visible)
 
 
+def test_a_list_and_a_number_that_contradict_each_other_are_refused():
+    cfg = config([0, 1])
+    for number in (None, 2):
+        cfg.train_model.num_devices = number
+        assert indices(allocate(cfg, visible=4).train) == [0, 1]
+    cfg.train_model.num_devices = 3
+    with pytest.raises(ValueError, match=r"train_model.devices=\[0, 1\] with train_model.num_devices=3"):
+        allocate(cfg, visible=4)
+
+
 def test_tensor_parallelism_has_to_divide_the_attention_heads():
     cfg = config(inference=6, tp=2)
-    with pytest.raises(ValueError, match=r"=2 \(9 attention heads cannot be split 2 ways\); use one of \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"2 does not divide 6 .* 9 \(attention heads\); use one of \[1, 3\]"):
         allocate(cfg, visible=8, num_attention_heads=9)
     cfg.inference_model.tensor_parallel_size = 3
     assert allocate(cfg, visible=8, num_attention_heads=9).replicas == 2

@@ -12,7 +12,7 @@ from grpo_rl.settings.task_settings import settings_of_eval_tasks
 pytestmark = pytest.mark.slow
 
 
-def test_any_task_may_be_evaluated_beside_another_with_settings_of_its_own():
+def test_any_task_may_be_evaluated_next_to_another_with_settings_of_its_own():
     entries = (
         "{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: 'my:f'}}, "
         "{task: search_qa, rows: 5, path: p.jsonl, env: {corpus: c.json}}"

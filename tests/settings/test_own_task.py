@@ -15,6 +15,7 @@ from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.envs.scoring import scored
 
 pytestmark = pytest.mark.slow
 
@@ -118,8 +119,8 @@ def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(folder, t
 def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, tokenizer):
     env = make_env(settings("env.weight=0.5", "env.tags=[x]"), tokenizer)
     assert env.task.tags == ["x"] and env.task.rows == [{"word": "night"}, {"word": "day"}]
-    scored = env.score(0, [tokenizer(text).input_ids for text in ("night", "day")])
-    assert [reward.total for reward in scored] == [0.5, 0]
+    rewards = scored(env, 0, [tokenizer(text).input_ids for text in ("night", "day")])
+    assert [reward.total for reward in rewards] == [0.5, 0]
     plain = make_env(settings("env.limit=3", task="Plain"), tokenizer)  # a dataclass, whose fields are settings
     assert plain.task.limit == 3 and plain.query(1) == "day"
 
@@ -127,7 +128,7 @@ def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, token
 @pytest.mark.nightly
 def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tokenizer):
     env = make_env(settings("env.isolated=true"), tokenizer)
-    assert env.score(0, [tokenizer("night").input_ids])[0].total == 1.0
+    assert scored(env, 0, [tokenizer("night").input_ids])[0].total == 1.0
 
 
 def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):
@@ -145,7 +146,7 @@ def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
     env = make_env(made, tokenizer)
     assert [row["word"] for row in env.task.rows] == ["train 0", "train 1", "train 2"]
     assert [row["word"] for row in eval_rows(made, env)] == ["test 0", "test 1"]
-    with pytest.raises(ValueError, match="own_tasks:Echo has no data of its own; set env.path to"):
+    with pytest.raises(ValueError, match="has no data of its own; set env.path to"):
         make_env(settings(path=None), tokenizer)
 
 
@@ -156,11 +157,11 @@ def test_held_out_rows_are_a_split_of_the_same_folder(folder, tokenizer):
     given = settings("env.columns={word: noun}", "env.eval_split=validation", "evaluate.rows=2", path="both")
     env = make_env(given, tokenizer)
     assert env.task.rows[0] == {"word": "train 1"} and eval_rows(given, env)[1] == {"word": "dev 2"}
-    with pytest.raises(ValueError, match="needs env.eval_path beside env.path=both, or env.eval_split"):
+    with pytest.raises(ValueError, match="needs env.eval_path next to env.path=both, or env.eval_split"):
         eval_rows(settings("env.columns={word: noun}", "evaluate.rows=2", path="both"), env)
 
 
-def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_class(folder, tokenizer):
+def test_a_task_of_ones_own_is_evaluated_next_to_another_under_the_name_of_its_class(folder, tokenizer):
     tasks = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl}, {task: 'own_tasks:Made', rows: 3}]"
     given = settings("evaluate.rows=2", tasks)
     echo, made = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
@@ -186,7 +187,7 @@ def started(monkeypatch, *words):
     return got
 
 
-def test_settings_of_the_task_in_a_config_file_give_way_to_the_command_line_and_a_wrong_one_is_told_with_the_file(
+def test_settings_of_the_task_in_a_config_file_give_way_to_the_command_line_and_a_wrong_one_is_reported_with_the_file(
     folder, monkeypatch
 ):
     (folder / "conf").mkdir()

@@ -95,7 +95,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
             collected,
             drops_zero_variance=setup.drops_zero_variance,
         )
-        stack.callback(collector.close)
+        stack.callback(collector.shutdown)
         policy, optimizer = cast(Any, SimpleNamespace(model=model)), cast(Any, Optimizer(model))
         yield (
             Parts(
@@ -107,7 +107,6 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 engine=engine,
                 weights=weights,
                 collector=collector,
-                group_size=setup.group_size,
                 schedules=cast(Any, Schedules()),
                 loss=cast(Any, None),
                 compute_advantages=cast(Any, None),

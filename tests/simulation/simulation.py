@@ -192,12 +192,12 @@ def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
     """The run's collections; what is under way after a resume is checked before the first is asked for."""
     asked, collect = False, run.parts.collector.collect
 
-    def check_and_collect(group_size: int) -> list[Any]:
+    def check_and_collect() -> list[Any]:
         nonlocal asked
         if not asked:
             invariants.resumed(run.step, run.folder.restored[1] if run.folder.restored else None)
         asked = True
-        return collect(group_size)
+        return collect()
 
     run.parts.collector.collect = check_and_collect
     return run.collections()

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from grpo_rl.data import keys
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import Failure, Prompt, Reward
@@ -46,10 +48,11 @@ _tokenizer.chat_template = None  # pyrefly: ignore[missing-attribute]
 class Environment:
     """Gives the prompts of a real prompt source, whose rewards are drawn by the row."""
 
-    max_turns = 1
+    batch_size = None
+    """Steps any rows."""
 
     def __init__(self, world: World) -> None:
-        self._world, self.num_envs = world, world.setup.num_envs
+        self._world, self.num_envs, self.repeats = world, world.setup.num_envs, world.setup.group_size
         rows = [{"number": number} for number in range(ROWS)]
         prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
         self.task = SimpleNamespace(rows=rows, prompt=prompt, tools_of=lambda row: ())
@@ -61,6 +64,29 @@ class Environment:
         for prompt in prompts:
             self._world.give_out(prompt.group_id, prompt.row)
         return prompts
+
+    def reset(self, prompts: Sequence[Prompt], repeats: int) -> TensorDictBase:
+        rows = []
+        for prompt in prompts:
+            ids = {keys.GROUP_ID: torch.tensor([prompt.group_id]), keys.ROW: torch.tensor([prompt.row])}
+            row = TensorDict({keys.TOKENS_PROMPT: prompt.ids, **ids})
+            rows += [row.copy() for _ in range(repeats)]
+        return lazy_stack(rows)
+
+    def _step(self, batch: TensorDictBase) -> TensorDictBase:
+        rows, yes, no = list(batch.unbind(0)), torch.tensor([True]), torch.tensor([False])
+        results = self.score(int(rows[0][keys.ROW]), rows)
+        over = {"done": yes, "terminated": yes, "truncated": no}
+        return lazy_stack(
+            [
+                TensorDict(
+                    {"reward": torch.tensor([result.total]), (*keys.REWARD_PARTS, "right"): result.total, **over}
+                )
+                if isinstance(result, Reward)
+                else TensorDict({"reward": torch.tensor([torch.nan]), keys.FAILED: yes, **over})
+                for result in results
+            ]
+        )
 
     def score_s(self) -> float:
         """Seconds that the next group's scoring takes; a scorer that hangs is given up after its deadline."""

@@ -60,13 +60,13 @@ def a_batch_is_trained_on_twice(patch):
 
 @planted(10, "are in two places at once")
 def a_group_that_was_complete_is_delivered_again_after_a_resume(patch):
-    restore = AsyncCollector.restore
+    restore = AsyncCollector.load_state_dict
 
     def again(self, state):
         complete = [saved | {"group": None} for saved in state["open"] if saved["group"]]
         restore(self, state | {"open": [*state["open"], *complete]})
 
-    patch.setattr(AsyncCollector, "restore", again)
+    patch.setattr(AsyncCollector, "load_state_dict", again)
 
 
 @planted(12, r"\d groups are left for the \d steps after the next, and are due by then")
@@ -140,14 +140,14 @@ def a_wait_has_no_deadline(patch):
 
 @planted(10, r"are neither trained on nor open, and {'alike': \d} were dropped")
 def a_resume_trains_again_on_what_was_trained(patch):
-    restore = AsyncCollector.restore
+    restore = AsyncCollector.load_state_dict
 
     def from_the_first_row(self, state):
         load, self._env.load_state_dict = self._env.load_state_dict, lambda position: None
         restore(self, state)
         self._env.load_state_dict = load
 
-    patch.setattr(AsyncCollector, "restore", from_the_first_row)
+    patch.setattr(AsyncCollector, "load_state_dict", from_the_first_row)
 
 
 @planted(1, "are neither trained on nor open, and {} were dropped")
@@ -303,14 +303,14 @@ def what_is_sampled_again_is_not_counted(patch):
 
 @planted(59, "the groups sampled again, after a resume")
 def groups_sampled_again_before_a_resume_are_forgotten(patch):
-    restore = AsyncCollector.restore
-    patch.setattr(AsyncCollector, "restore", lambda self, state: restore(self, state | {"resampled": 0}))
+    restore = AsyncCollector.load_state_dict
+    patch.setattr(AsyncCollector, "load_state_dict", lambda self, state: restore(self, state | {"resampled": 0}))
 
 
 @planted(25, "engines/replaced is")
 def engines_replaced_before_a_resume_are_forgotten(patch):
-    restore = AsyncCollector.restore
-    patch.setattr(AsyncCollector, "restore", lambda self, state: restore(self, state | {"replaced": 0}))
+    restore = AsyncCollector.load_state_dict
+    patch.setattr(AsyncCollector, "load_state_dict", lambda self, state: restore(self, state | {"replaced": 0}))
 
 
 @planted(35, "counts as started under version")
@@ -394,8 +394,8 @@ def a_sampling_that_was_lost_is_not_recorded(patch):
     @contextmanager
     def only_if_whole(self, engine, prompt):
         try:
-            with timed(self, engine, prompt):
-                yield
+            with timed(self, engine, prompt) as ended:
+                yield ended
         except EngineDeadError:
             self._sampled.pop()
             raise

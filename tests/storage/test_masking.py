@@ -49,7 +49,7 @@ def test_an_override_that_holds_a_secret_anywhere_is_masked_whole():
         assert masked_override(f"x={value}") == masked_override("x={secret: 'abc123\\' def456', p: q}") == "x=***"
 
 
-def test_masked_texts_are_told_apart_without_a_way_back():
+def test_masked_texts_are_distinguished_without_a_way_back():
     def apart(key, text):
         return masked({key: text}, told_apart=True)[key]
 

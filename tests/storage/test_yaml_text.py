@@ -26,6 +26,6 @@ def test_a_hundred_levels_are_read_and_no_more_whether_written_out_or_by_aliases
 
 
 @pytest.mark.parametrize("text", ["a: !!int hf_secret", "a: !!float hf_secret", "a: !!timestamp hf_secret"])
-def test_the_value_that_does_not_fit_its_tag_may_be_a_secret_and_is_not_told(text):
+def test_the_value_that_does_not_fit_its_tag_may_be_a_secret_and_is_not_reported(text):
     with pytest.raises(ValueError, match=r"^it is no YAML \(\w+\)$"):
         read_yaml(text)

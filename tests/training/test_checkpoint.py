@@ -250,7 +250,7 @@ def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, w
         if bytes(damaged) == before:
             damaged[at] ^= 255
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one beside it is .*_000001.pt"):
+        with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one next to it is .*_000001.pt"):
             checkpoint.load(newest)
         path, state = checkpoint.restore(folder)
         assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, kind, at)
@@ -276,7 +276,7 @@ def test_a_part_of_another_checkpoint_is_found_out(tmp_path):
     with pytest.raises(ValueError, match="save_0_rank_1.pt is of another checkpoint"):
         checkpoint.load(paths[1])
     (folder_of(paths[0]) / "save_0_rank_2.pt").unlink()
-    with pytest.raises(ValueError, match="no sharded tensors beside it in checkpoint_000001.shards/save_0_rank_2.pt"):
+    with pytest.raises(ValueError, match="no sharded tensors next to it in checkpoint_000001.shards/save_0_rank_2.pt"):
         checkpoint.load(paths[0])
 
 
@@ -344,7 +344,7 @@ def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(t
     said = capsys.readouterr().err
     assert f"passed over: {newest} can't be read as a checkpoint" in said and f"going on with {path}" in said
     damage(older)
-    with pytest.raises(ValueError, match=r"_000001.pt can't be read .* there is no good one beside it"):
+    with pytest.raises(ValueError, match=r"_000001.pt can't be read .* there is no good one next to it"):
         checkpoint.restore(older)
     with pytest.raises(ValueError, match=r"no checkpoint can be used; to start anew(.|\n)*_000002(.|\n)*_000001"):
         checkpoint.restore(tmp_path / "run")

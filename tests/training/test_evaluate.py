@@ -44,6 +44,8 @@ class Tokenizer:
 class Doubler:
     """An engine that responds to a prompt [x] with [2x], and cuts responses above 9."""
 
+    max_model_len = 1000
+
     def generate(self, prompts, n, sampling):
         assert n == 1 and sampling == GREEDY
         return [Samples.from_lists([[2 * p[0]]], [[0.0]], [2 * p[0] > 9], version=0) for p in prompts]
@@ -101,6 +103,8 @@ class Counting(Task):
 
 class Scripted:
     """An engine that responds to prompt [x] with the responses listed under x, and draws a number where it samples."""
+
+    max_model_len = 1000
 
     def __init__(self, responses):
         self.responses, self.drawn = responses, []

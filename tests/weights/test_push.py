@@ -96,7 +96,7 @@ def test_an_engine_that_keeps_the_old_weights_is_found_out(model):
         sync.push()
 
 
-@pytest.mark.parametrize(("late", "message"), [(0, r"1\.bias"), (1, "engine says version 0")])
+@pytest.mark.parametrize(("late", "message"), [(0, r"1\.bias"), (1, "engine holds version 0")])
 def test_an_engine_with_one_flipped_bit_or_another_version_is_found_out(model, late, message):
     class Wrong(ScriptedEngine):
         def update_weights(self, weights, version):

@@ -109,8 +109,8 @@ def test_all_pause_before_the_first_tensor_and_go_on_after_the_proof(model):
 @pytest.mark.parametrize(
     ("flips", "message"),
     [
-        (True, r"engine 1 says version 1, and 1 of 6 tensors differ .*\(1\.bias\)"),
-        (False, "version 1 did not arrive: engine 1 says version 0"),
+        (True, r"engine 1 holds version 1, and 1 of 6 tensors differ .*\(1\.bias\)"),
+        (False, "version 1 did not arrive: engine 1 holds version 0"),
     ],
 )
 def test_engines_stay_paused_where_the_proof_fails(model, flips, message):
@@ -326,7 +326,7 @@ def mark_as_earlier(memory, bucket):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (corrupt, rf"engine 0 says version VERSION, and 1 of \d+ tensors .*\({BIASED}\)"),
+        (corrupt, rf"engine 0 holds version VERSION, and 1 of \d+ tensors .*\({BIASED}\)"),
         (lose, rf"engine 0 failed at .*1 of \d+ tensors are missing \({BIASED}"),
         (lose_a_part, rf"engine 0 failed at bucket 2 .*values 4032 to 8064 of {TABLE} are"),
         (mark_as_earlier, r"bucket 0 of version VERSION was announced, .* holds bucket 0 of version BEFORE"),
@@ -372,7 +372,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_n
 
     transport = Tampered(kill, [served], 1 << 13, deadline_s=20.0)
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died; .* \(bucket \d of version \d+, "):
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died .* \(bucket \d of version \d+, "):
         WeightSync(moved(tiny_model, 6), transport, 0).push()
     assert time.monotonic() - start < 10
 

@@ -247,4 +247,4 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         return ", ".join(map(str, self.pids))
 
     def _dead(self, what: str) -> EngineDeadError:
-        return EngineDeadError(f"{self.name} (process {self._pids}) died; it was asked for {what}")
+        return EngineDeadError(f"{self.name} (process {self._pids}) died during {what}")

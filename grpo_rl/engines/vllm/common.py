@@ -32,7 +32,7 @@ class VLLMBase:
     """Base of vLLM's engines.
 
     A group's responses are requests of their own that arrive together: with the prefix cache the first one computes the
-    full blocks of their prompt, and prompts are computed in parts beside responses under way.
+    full blocks of their prompt, and prompts are computed in parts alongside responses under way.
 
     Args:
         model: a local model folder; of several models in one, the text part is loaded.
@@ -43,14 +43,14 @@ class VLLMBase:
         enforce_eager: None: CUDA graphs on a GPU, none on a CPU; True: no graphs; False: compiled too, a slow start.
         dtype: of the weights and the computation.
         max_num_seqs: responses sampled at the same time.
-        adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
+        adapter_rank: more than 0: the engine holds a LoRA adapter of this rank next to its weights.
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
-        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
+        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It finds that only while
             no other process takes or frees memory there.
         can_sleep: on a GPU, weights and KV cache lie in memory that a sleeping engine gives back. vLLM has such memory
             for one engine of a process at a time.
         router_replay: records the experts that a mixture's routers choose for each token.
-        sampling: what it is started for: kept sets on a GPU and stop strings have to be asked for here.
+        sampling: what it is started for: kept sets on a GPU and stop strings have to be enabled here.
 
     Raises:
         ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.

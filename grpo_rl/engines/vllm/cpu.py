@@ -93,7 +93,7 @@ def _where_rounded(name: str, takes: Callable[..., bool], kernel: Callable[..., 
 def _on_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel with its tensors' rows one after the other in memory, as it takes them to be.
 
-    Heads of queries that are cut out of a fused product are not: it would norm other numbers, without a word.
+    Heads of queries that are cut out of a fused product are not: it would silently normalise other numbers.
     """
 
     @functools.wraps(kernel)
@@ -107,7 +107,7 @@ def _on_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def rotate_heads_in_rows() -> None:
     """Has vLLM's C++ rotary embedding for CPUs get queries and keys as [tokens, heads x size].
 
-    Of [tokens, heads, size], as LFM2 passes them, it rotates something else, without a word.
+    Of [tokens, heads, size], as LFM2 passes them, it silently rotates something else.
     """
     rotate = _custom_ops.rotary_embedding
 

@@ -1,7 +1,7 @@
 """Proof of delivery for the stacked experts of vLLM's mixtures: what each holds, by the checkpoint's names. For 0.32.
 
 On a CPU vLLM packs an expert's weights, as it does a linear layer's (`grpo_rl.engines.vllm.held`), but no product reads
-them back: an expert's output is not linear in them. Packing only moves elements, though, so packing their numbers tells
+them back: an expert's output is not linear in them. Packing only moves elements, though, so packing their numbers shows
 where each one went; and packing again what was read has to give what is held.
 """
 

@@ -162,7 +162,7 @@ def parts_in(model: torch.nn.Module, path: str, module: torch.nn.Module) -> tupl
         return names.index(leaf), names.index(leaf) + 1
     if len(names) == 1:
         return 0, count
-    # Some names stand for several parts: the class that loads them says for which.
+    # Some names stand for several parts: the class that loads them decides for which.
     for part in model.modules():
         mapper: Any = getattr(part, "hf_to_vllm_mapper", None)
         found = mapper._map_name_with_shard(f".{leaf}.") if mapper else None

@@ -1,6 +1,6 @@
 """vLLM's layers that carry a state, on a CPU and for the proof of delivery: what they hold of a weight. For vLLM 0.32.
 
-Beside the checkpoint's tensors they compute with forms of their own: Mamba with the negative exponentials of the
+Next to the checkpoint's tensors they compute with forms of their own: Mamba with the negative exponentials of the
 logarithms ``A_log``, and convolutions with copies, packed where the CPU has instructions for it.
 """
 

@@ -1,6 +1,6 @@
 """A LoRA adapter in vLLM's memory: put there without a file, and read back as it is computed with. For vLLM 0.32.
 
-vLLM multiplies by an adapter's two factors beside each layer's own weight, on CPU by PyTorch, on GPU by kernels.
+vLLM multiplies by an adapter's two factors next to each layer's own weight, on CPU by PyTorch, on GPU by kernels.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def native_trainer(
     """The trainer's end of vLLM's NCCL transfer; blocks until the engines are connected.
 
     Args:
-        client: the way to tell the engines; this process has all weights or gathers them.
+        client: notifies the engines; this process has all weights or gathers them.
         settings: ``master_address``, ``master_port`` and ``world_size``.
     """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo

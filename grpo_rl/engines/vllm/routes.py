@@ -1,6 +1,6 @@
 """The experts that vLLM's routers choose for each token, recorded on a CPU. For vLLM 0.32.
 
-vLLM records them itself with its second model runner alone, which a CPU does not have. Here they lie beside the KV
+vLLM records them itself with its second model runner alone, which a CPU does not have. Here they lie next to the KV
 cache, a row for each of its slots: a prompt that several requests share has its rows once, as its keys and values.
 """
 
@@ -47,7 +47,7 @@ class RouteRecorder:
         )
         self._finished: dict[tuple[str, int], Tensor] = {}
         self._taken: set[str] = set()  # requests
-        self._forgotten: set[str] = set()  # keys of requests that this worker has yet to hear the end of
+        self._forgotten: set[str] = set()  # keys of requests whose end has not reached this worker yet
         for layer in layers:
             layer.router.set_capture_fn(functools.partial(self._record, layer.layer_id))
         execute = runner.execute_model
@@ -72,7 +72,7 @@ class RouteRecorder:
             self._rows[rows[known], number] = chosen[: len(rows)][known].to(self._rows.dtype)
 
     def _keep(self, request: str, only: str | None = None) -> bool:
-        """Keeps the routes of a request, if they will be asked for, and tells whether."""
+        """Keeps the routes of a request if they will be asked for; returns whether."""
         state = self._runner.requests.get(request)
         key, siblings = _asked(state)
         is_asked_for = key is not None and key not in self._forgotten and only in (None, key)
@@ -89,7 +89,7 @@ class RouteRecorder:
         Args:
             lengths: of prompt and response.
         """
-        for request in self._runner.requests:  # the worker has not heard yet of those that finished in the last step
+        for request in self._runner.requests:  # those that finished in the last step are not known to the worker yet
             if self._keep(request, key):
                 self._taken.add(request)
         taken = []

@@ -40,7 +40,7 @@ def register() -> None:
 
 @dataclass
 class NothingToAgreeOn(WeightTransferInitInfo):
-    """An empty handshake: every bucket says where it is."""
+    """An empty handshake: every bucket carries its own location."""
 
 
 @dataclass

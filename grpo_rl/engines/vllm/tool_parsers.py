@@ -53,13 +53,13 @@ class ToolParser:
         Args:
             text: the response with special tokens, some formats being made of them, and without the one that ended it.
         """
-        thought, end, said = text.partition(THOUGHT[1])
+        thought, end, message = text.partition(THOUGHT[1])
         if not end and text.lstrip().startswith(THOUGHT[0]):
             return text, []
-        thought, said = (thought + end, said) if end else ("", text)
+        thought, message = (thought + end, message) if end else ("", text)
         parser = self._parser(self._tokenizer, self._request.tools)
         try:
-            found = parser.extract_tool_calls(said, request=self._request)
+            found = parser.extract_tool_calls(message, request=self._request)
         # Untrusted text in foreign code: what no parser understands is text, as in vLLM's own server.
         except Exception:
             return text, []
@@ -83,7 +83,7 @@ def tool_parser(
         tools: JSON schemas of what can be called.
 
     Raises:
-        ValueError: there is no such parser, the template tells of none, or the parser can't work with the tokenizer.
+        ValueError: there is no such parser, the template shows none, or the parser can't work with the tokenizer.
     """
     chosen = name or _family(tokenizer)
     if chosen not in parser_names():

@@ -1,6 +1,6 @@
 """vLLM's models of text that share a file with models of images, where torchvision is not installed. For vLLM 0.32.
 
-Such files import the image processors of transformers, which import torchvision. Beside a torch for CPUs the wheels of
+Such files import the image processors of transformers, which import torchvision. With a torch for CPUs the wheels of
 torchvision can't be imported, and text needs none of it.
 """
 

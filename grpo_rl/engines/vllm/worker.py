@@ -66,7 +66,7 @@ class WorkerExtension:
         """Bytes of the KV cache on a GPU, as they were given to vLLM or as it counted them when it started; 0 on a CPU.
 
         Raises:
-            RuntimeError: vLLM says nothing of them.
+            RuntimeError: vLLM does not report them.
         """
         if not torch.cuda.is_available():
             return 0

@@ -95,12 +95,11 @@ sections.responses = function (root, data) {
   const to = el("input", {type: "number", step: "any", class: "short", "aria-label": "Reward at most", oninput: filter});
   const search = el("input", {type: "search", placeholder: "in prompts and responses", "aria-label": "Search in texts", oninput: filter});
   const status = el("p", {class: "help", role: "status"});
-  const extremes = el("details", {class: "extremes"});
   const viewer = el("div", {class: "viewer", tabIndex: 0, role: "group", "aria-label": "Group: left and right arrow keys change the step, with shift the group", onkeydown: keys});
   root.append(note,
     el("div", {class: "controls"}, labelled("Step", slider), place, labelled("Group", groups), labelled("Order", sort)),
     el("div", {class: "controls"}, labelled("Show", spread), labelled("Cut off", cut), labelled("Reward", from), labelled("to", to), labelled("Search", search)),
-    extremes, status, viewer);
+    status, viewer);
 
   function keys(event) {
     if (event.target !== viewer || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
@@ -163,7 +162,7 @@ sections.responses = function (root, data) {
     place.textContent = `${current.step} (${steps.indexOf(current.step) + 1} of ${steps.length})`;
     groups.replaceChildren(...shown.map((group, i) => [group, i]).filter(([group]) => group.step === current.step).map(([group, i]) => {
       const mean = rewards(group).reduce((sum, reward) => sum + reward, 0) / Math.max(rewards(group).length, 1);
-      return el("option", {value: i, text: `row ${group.row}, mean reward ${number(mean)}${group.why ? `, ${group.why}` : ""}`});
+      return el("option", {value: i, text: `row ${group.row}, mean reward ${number(mean)}`});
     }));
     groups.value = shown.indexOf(current);
     const order = current.responses.map((response, i) => ({response, i})).filter(({response}) => fits(current, response));
@@ -172,9 +171,8 @@ sections.responses = function (root, data) {
     if (sign) order.sort((a, b) => sign * (worth(a.response.reward) - worth(b.response.reward)) || a.i - b.i);
     const cards = el("div", {class: "side"}, ...order.map(({response, i}) =>
       responseCard(`Response ${i + 1}`, response, facts(response), {tools: data.tools, query: search.value, chosen: i === marking})));
-    const hidden = current.responses.length - order.length, missing = current.size - current.responses.length;
-    const said = [hidden ? `${hidden} responses of this group don't match.` : "", missing ? `The first ${current.responses.length} of ${current.size} responses.` : "",
-      alike(current) ? "Zero-variance group: all rewards are equal, and nothing is learned from it." : ""].filter(Boolean).join(" ");
+    const hidden = current.responses.length - order.length;
+    const said = [hidden ? `${hidden} responses of this group don't match.` : "", alike(current) ? "Zero-variance group: all rewards are equal, and nothing is learned from it." : ""].filter(Boolean).join(" ");
     const strips = links.tokens?.(current.step, current.id);
     const link = strips ? el("p", {}, el("button", {type: "button", text: "Show its tokens", onclick: strips})) : "";
     viewer.replaceChildren(link, promptCard(current.prompt, current.prompt_cut, current.gold, search.value), ...(said ? [el("p", {class: "help", text: said})] : []), cards);
@@ -186,17 +184,6 @@ sections.responses = function (root, data) {
       ["advantage", number(response.advantage)], ["tokens", number(response.tokens)], ...(response.version === null ? [] : [["policy version", String(response.version)]])];
   }
 
-  function extreme(title, list) {
-    const items = list.map(({group, response, reward}) => {
-      const of = data.groups[group];
-      return el("li", {}, el("button", {type: "button", text: `${number(reward)} · step ${of.step}, row ${of.row}, response ${response + 1}`,
-        onclick: () => { clear(); go(of, response); viewer.focus(); }}));
-    });
-    const alike = list.length && list[0].alike > list.length;
-    const more = alike ? `${list[0].alike.toLocaleString("en")} have ${number(list[0].reward)}; these are the first of them.` : "";
-    return el("div", {}, el("h3", {text: title}), more ? el("p", {class: "help", text: more}) : null, el("ul", {}, ...items));
-  }
-
   function clear() {
     for (const input of [from, to, search]) input.value = "";
     spread.value = "all";
@@ -205,12 +192,10 @@ sections.responses = function (root, data) {
   }
 
   function fill() {
-    const whole = data.shown_responses === data.all_responses;
-    note.textContent = (whole ? `All ${data.all_responses.toLocaleString("en")} responses of the run.`
-      : `${data.groups.length.toLocaleString("en")} of ${data.all_groups.toLocaleString("en")} groups: some of ${data.shown_steps === data.all_steps ? `all ${data.all_steps.toLocaleString("en")} steps` : `${data.shown_steps} of ${data.all_steps.toLocaleString("en")} steps, evenly spaced`}, `
-      + "picked by place and rewards as the list of groups says, never by text; and the groups of the run's best and worst responses. completions.parquet has all.")
-      + (data.unread.length ? ` Left out: ${data.unread.join(" ")}` : "");
-    extremes.replaceChildren(el("summary", {text: "Best and worst of the run"}), el("div", {class: "side"}, extreme("Best", data.best), extreme("Worst", data.worst)));
+    const all = data.all_groups.toLocaleString("en"), shown = data.groups.length.toLocaleString("en");
+    note.textContent = data.groups.length === data.all_groups ? `All ${data.all_responses.toLocaleString("en")} responses of the run.`
+      : `${shown} of ${all} groups: some evenly spaced over the run, and those of the tokens below. completions.parquet has all.`;
+    if (data.unread.length) note.textContent += ` Left out: ${data.unread.join(" ")}`;
     filter();
   }
   // What shows a group of the page, for sections that link to it; null where the page does not have it.

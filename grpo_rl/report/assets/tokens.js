@@ -1,9 +1,9 @@
 sections.tokens = function (root, data) {
-  // What a token can be coloured by: its number, or null, and where the scale ends.
+  // What a token can be coloured by: its number, or null, and the ends of its scale, which is this long at least.
   const kinds = {
-    log_prob: {name: "sampler's log-prob", ends: ["likely, 0", (top) => `unlikely, −${number(top)} and less`], of: (t) => t.sampler === null ? null : -t.sampler},
-    entropy: {name: "entropy", ends: ["certain, 0", (top) => `open, ${number(top)} nats and more`], of: (t) => t.entropy},
-    mismatch: {name: "|sampler − trainer|", ends: ["equal, 0", (top) => `${number(top)} nats and more`], of: (t) => gap(t)},
+    log_prob: {name: "sampler's log-prob", least: 1, ends: ["likely, 0", (top) => `unlikely, −${number(top)} and less`], of: (t) => t.sampler === null ? null : -t.sampler},
+    entropy: {name: "entropy", least: 0.1, ends: ["certain, 0", (top) => `open, ${number(top)} nats and more`], of: (t) => t.entropy},
+    mismatch: {name: "|sampler − trainer|", least: 0.01, ends: ["equal, 0", (top) => `${number(top)} nats and more`], of: (t) => gap(t)},
     version: {name: "policy version", ends: [], of: (t) => t.version},
   };
   let current = null, focused = 0;
@@ -23,9 +23,16 @@ sections.tokens = function (root, data) {
   const steps = () => [...new Set(data.responses.map((response) => response.step))];
   const gap = (t) => t.sampler === null || t.trainer === null || t.read ? null : Math.abs(t.sampler - t.trainer);
 
-  function token(i) {
-    return {text: data.texts[current.texts[i]], id: current.ids[i], sampler: current.sampler[i], trainer: current.trainer[i],
-      entropy: current.entropy[i], version: current.versions[i], special: current.special.includes(i), read: current.read.includes(i)};
+  function token(i, of = current) {
+    return {text: of.texts[i], id: of.ids[i], sampler: of.sampler[i], trainer: of.trainer[i],
+      entropy: of.entropy[i], version: of.versions[i], special: of.special.includes(i), read: of.read.includes(i)};
+  }
+
+  // The end of a scale: the 99th percentile of its values, as a few outliers would leave all others pale.
+  function top(kind) {
+    const values = data.responses.flatMap((response) => response.ids.map((_, i) => kind.of(token(i, response)))).filter((value) => value !== null);
+    values.sort((a, b) => a - b);
+    return Math.max(values[Math.floor(0.99 * (values.length - 1))] ?? 0, kind.least);
   }
 
   function toStep(at) {
@@ -48,13 +55,13 @@ sections.tokens = function (root, data) {
     slider.setAttribute("aria-valuetext", `step ${current.step}`);
     place.textContent = `${current.step} (${at + 1} of ${all.length})`;
     which.replaceChildren(...data.responses.map((response, i) => [response, i]).filter(([response]) => response.step === current.step).map(([response, i]) =>
-      el("option", {value: i, text: `${response.row === undefined || response.row === null ? `group ${response.group}` : `row ${response.row}`}, response ${response.response + 1}${response.reward === undefined ? "" : `, reward ${number(response.reward)}`}`})));
+      el("option", {value: i, text: `row ${response.row}, response ${response.response + 1}`})));
     which.value = data.responses.indexOf(current);
     const show = links.responses?.(current.step, current.group, current.response);
     back.replaceChildren(show ? el("button", {type: "button", text: "Show among the responses", onclick: show}) : "");
     const kind = kinds[colourBy.value], byVersion = colourBy.value === "version";
     const first = Math.min(...current.versions), last = Math.max(...current.versions);
-    const low = byVersion ? first : 0, high = byVersion ? Math.max(last, first + 1) : data.scales[colourBy.value];
+    const low = byVersion ? first : 0, high = byVersion ? Math.max(last, first + 1) : top(kind);
     legend.replaceChildren(...(byVersion
       ? [el("span", {text: first === last ? `all tokens are of version ${first}` : `version ${first}`}), ...(first === last ? [] : [el("span", {class: "ramp", "aria-hidden": "true"}), el("span", {text: `version ${last}`})])]
       : [el("span", {text: kind.ends[0]}), el("span", {class: "ramp", "aria-hidden": "true"}), el("span", {text: kind.ends[1](high)})]),
@@ -113,8 +120,8 @@ sections.tokens = function (root, data) {
   }
 
   function fill() {
-    const whole = data.shown_steps === data.all_steps, all = data.all_steps.toLocaleString("en");
-    note.textContent = `${whole ? `All ${all}` : `${data.shown_steps} of ${all}`} recorded steps, and of each a few responses of the groups in tokens.parquet: the first, the best, the worst. `
+    const shown = steps().length, all = data.all_steps.toLocaleString("en");
+    note.textContent = `${shown === data.all_steps ? `All ${all}` : `${shown} of ${all}`} recorded steps, and of each the first responses of the groups in tokens.parquet. `
       + "The stronger a token's colour and the higher the bar below it, the larger the number. The trainer's numbers are those of the first optimizer step with the group, which mostly has the sampler's weights.";
     if (!data.responses.length) return strip.replaceChildren();
     current ??= data.responses[0];

@@ -246,7 +246,7 @@ def altering(name, update):
 
 
 @packs_bfloat16
-def test_a_layer_that_keeps_its_weight_beside_the_packed_one_answers_for_the_packed_one():
+def test_a_layer_that_keeps_its_weight_next_to_the_packed_one_answers_for_the_packed_one():
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 

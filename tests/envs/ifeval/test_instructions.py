@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.envs.ifeval import check
 from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS
 from grpo_rl.envs.ifeval.task import COUNT_SENTENCES
+from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+
+
+def check(ids, kwargs, response, loose=False):
+    return verdicts(parse(ids, kwargs, "a row"), response, loose=loose)
+
 
 GERMAN = "Guten Morgen, meine Damen und Herren. Heute sprechen wir über das Wetter in den Bergen."
 ENGLISH = "good morning, ladies and gentlemen. today we are going to talk about the weather in the mountains."
@@ -126,9 +131,9 @@ CASES = [
 def test_a_response_follows_the_instruction_or_not(request, name, kwargs, response, verdict):
     if name in COUNT_SENTENCES:
         request.getfixturevalue("punkt")
-    assert check([name], [kwargs], response, prompt="") == [verdict]
+    assert check([name], [kwargs], response) == [verdict]
     # What follows strictly follows loosely.
-    assert not verdict or check([name], [kwargs], response, prompt="", loose=True) == [True]
+    assert not verdict or check([name], [kwargs], response, loose=True) == [True]
 
 
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
@@ -136,8 +141,8 @@ def test_a_blank_response_follows_nothing(name):
     assert all(any(row[at] for row in TABLE if row[0] == name) for at in (2, 3))  # the table has each verdict
     kwargs = next(row[1] for row in TABLE if row[0] == name)
     for blank in ("", " \n\t\n "):
-        assert check([name], [kwargs], blank, prompt="") == [False]
-        assert check([name], [kwargs], blank, prompt="", loose=True) == [False]
+        assert check([name], [kwargs], blank) == [False]
+        assert check([name], [kwargs], blank, loose=True) == [False]
 
 
 LOOSE = [
@@ -159,15 +164,15 @@ LOOSE = [
 
 @pytest.mark.parametrize(("name", "kwargs", "response", "verdict"), LOOSE)
 def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, response, verdict):
-    assert check([name], [kwargs], response, prompt="") == [False]
-    assert check([name], [kwargs], response, prompt="", loose=True) == [verdict]
+    assert check([name], [kwargs], response) == [False]
+    assert check([name], [kwargs], response, loose=True) == [verdict]
 
 
 @pytest.mark.parametrize(
     ("ids", "kwargs", "message"),
     [
         (["keywords:exists"], [{}], r"instruction 1 \(keywords:exists\) is unknown; .* 25 known .* keywords:existence"),
-        ([], [], "'Do it.' has 0 instructions and 0 sets of arguments"),
+        ([], [], "a row has 0 instructions and 0 sets of arguments"),
         (["startend:quotation", "keywords:existence"], [{}, {"keywords": None}], r"instruction 2 .* \['keywords'\]"),
         (["punctuation:no_comma"], [{"num_words": 3}], r"arguments \{'num_words': 3\}; it needs \[\], and no other"),
         (["length_constraints:number_words"], [{"num_words": -1, **LESS}], "num_words is -1; .* at least 0"),
@@ -178,7 +183,7 @@ def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kw
 )  # fmt: skip
 def test_a_wrong_instruction_is_named_and_nothing_is_drawn_in_its_place(ids, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        check(ids, kwargs, "a response", prompt="Do it.")
+        check(ids, kwargs, "a response")
 
 
 # Patterns of the published definition, which take square time on hostile texts: ours must find the same without them.
@@ -214,10 +219,10 @@ def test_the_count_is_the_one_that_the_definitions_pattern_finds(name, text):
     for wanted in range(6):
         exact = argument in ("num_bullets", "num_paragraphs")
         followed = expected == wanted if exact else expected >= wanted
-        assert check([name], [{argument: wanted, **more}], text, prompt="") == [followed]
+        assert check([name], [{argument: wanted, **more}], text) == [followed]
 
 
 @given(text=st.text(alphabet="<>a \n", min_size=1, max_size=30).filter(str.strip))
 def test_a_title_is_the_one_that_the_definitions_pattern_finds(text):
     titles = [title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)]
-    assert check(["detectable_format:title"], [{}], text, prompt="") == [any(titles)]
+    assert check(["detectable_format:title"], [{}], text) == [any(titles)]

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import langdetect
 import pytest
 
-from grpo_rl.envs.ifeval import check, load_rows
+from grpo_rl.envs.ifeval import load_rows
 from grpo_rl.envs.ifeval.language import detect_language
+from grpo_rl.envs.ifeval.verdicts import parse, verdicts
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,8 @@ def recorded(real_data, rows) -> list[dict]:
 
 
 def judge(row: dict, answer: dict, kind: str) -> list[bool]:
-    ids, kwargs = row["instruction_id_list"], row["kwargs"]
-    return check(ids, kwargs, answer["response"], prompt=row["prompt"], loose=kind == "loose")
+    instructions = parse(row["instruction_id_list"], row["kwargs"], "a row")
+    return verdicts(instructions, answer["response"], loose=kind == "loose")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def spoken():
         server.shutdown()
 
 
-def test_a_servers_fault_is_not_told_to_the_policy(spoken, monkeypatch):
+def test_a_servers_fault_is_not_reported_to_the_policy(spoken, monkeypatch):
     task = OpenEnv(load_rows(), url=spoken)
     messages = [*task.prompt({"seed": 3}), {"role": "assistant", "content": "0"}]
     session, _ = task.reset({"seed": 3})
@@ -80,7 +80,7 @@ def test_a_conversation_is_an_episode_in_a_session_and_earns_what_the_server_giv
 def test_a_server_that_is_not_there_or_sends_elsewhere_is_refused(spoken):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ValueError, match="no OpenEnv server tells its schema there"):
+    with pytest.raises(ValueError, match="no OpenEnv server gives its schema there"):
         OpenEnv([], url=f"http://127.0.0.1:{port}")
     with pytest.raises(ValueError, match=r"ValueError: it answers 302 Found"):
         OpenEnv([], url=f"{spoken}/elsewhere")

@@ -7,8 +7,6 @@ import pickle
 
 import pytest
 
-from grpo_rl.envs.calculator import Calculator
-from grpo_rl.envs.calculator import load_rows as calculator_rows
 from grpo_rl.envs.verifiers import Verifiers, load_rows
 from grpo_rl.testing import check_task
 from tests.envs.conftest import said
@@ -52,21 +50,6 @@ def test_what_the_policy_cannot_play_is_refused():
         load_rows(name="small-dialog")
     with pytest.raises(ValueError, match="env.name=harbor prepares a machine for each task; the policy plays the one"):
         load_rows(name="harbor", taskset={"dataset": "x"})
-
-
-@needs_verifiers
-def test_a_task_of_ours_is_a_taskset_that_scores_as_the_task_does():
-    direct = Calculator(direct_rows := calculator_rows("arithmetic"))
-    (row,) = load_rows(name="our-sums", taskset={"path": "arithmetic"}, episodes=1, held_out=0)
-    task, own = Verifiers([row]), direct_rows[0]
-    assert row["data"]["row"] == own
-    assert [m["content"] for m in task.prompt(row)] == [m["content"] for m in direct.prompt(own)]
-    for texts in (["Calculator: 3*4", f"<answer>{direct.gold(own)}</answer>"], ["no idea"], ["Calculator: 1+1"]):
-        messages = said(direct, own, *texts)
-        wanted = direct.score_dialog(own, messages)
-        played = task.score_dialog(row, said(task, row, *texts))
-        assert played.total == wanted.total
-        assert played.measures == {**wanted.parts, **wanted.measures}
 
 
 @needs_verifiers

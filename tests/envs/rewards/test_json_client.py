@@ -77,7 +77,7 @@ def test_a_response_that_is_cut_off_is_asked_for_again_and_one_in_chunks_is_read
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'"\xff"', b"[" * 100_000, b"1" * 5_000])
-def test_a_response_that_is_no_json_is_told_with_its_address(server, body):
+def test_a_response_that_is_no_json_is_reported_with_its_address(server, body):
     server.pieces = lambda: [OK + b"Content-Length: %d\r\n\r\n" % len(body) + body]
     with pytest.raises(ValueError, match=r"^http://.*/x responds with no JSON that can be read: ") as told:
         JsonClient(server.url).ask("/x")

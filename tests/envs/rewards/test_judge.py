@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -16,6 +17,7 @@ from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
 from tests.chat_endpoint import chat_endpoint
+from tests.envs.scoring import scored
 
 PAGE = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
 RUBRIC = "10 for the right sum, else 0."
@@ -186,7 +188,7 @@ def env_of(server, tokenizer, task=Sums, weight=2.0, **settings):
 
 def collector(env, tokenizer, texts=("42", "41")):
     engine = ScriptedEngine(lambda prompt, g: [*tokenizer(texts[g])["input_ids"], tokenizer.eos_token_id])
-    return SyncCollector(env, engine, Sampling(max_new_tokens=8), 10_000)
+    return SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000)
 
 
 def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
@@ -195,14 +197,14 @@ def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     engine = ScriptedEngine(
         lambda prompt, g: [*tokenizer("42" if len(prompt) > 20 else "41")["input_ids"], tokenizer.eos_token_id]
     )
-    groups = SyncCollector(env, engine, Sampling(max_new_tokens=8), 10_000).collect(2)
+    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000).collect()
     assert all(group.rewards.tolist() == [2.0, 2.0] for group in groups)
 
 
 def test_a_judge_that_fails_leaves_its_responses_out_of_their_groups(server, tokenizer):
     server.respond = lambda body: "no"
     env = env_of(server, tokenizer)
-    results = env.score(0, [tokenizer(text)["input_ids"] for text in ("42", "41")])
+    results = scored(env, 0, [tokenizer(text)["input_ids"] for text in ("42", "41")])
     assert all(isinstance(result, Failure) and "no' is no" in result.message for result in results)
     assert env.metrics()["judge/failures"] == 2
 
@@ -217,10 +219,10 @@ def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_who
         return env, collector(env, tokenizer)
 
     _, first = begin()
-    first.collect(2)
+    first.collect()
     env, resumed = begin()
-    resumed.restore(json.loads(json.dumps(first.state())))
-    assert [group.rewards.tolist() for group in resumed.collect(2)] == [[0.0, 0.0]] * 2
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [group.rewards.tolist() for group in resumed.collect()] == [[0.0, 0.0]] * 2
     assert env.metrics()["judge/unjudged"] == 4 and env.metrics()["judge/calls"] == 4 == len(server.bodies)
 
 
@@ -232,9 +234,9 @@ def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, r
     responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
     if when_spent == "stop":
         with pytest.raises(ScoreError, match="3 of budget_calls=3, and a group needs 1 more"):
-            env.score(0, responses)
+            scored(env, 0, responses)
     else:
-        assert [result.total for result in env.score(0, responses)] == [0.0, 0.0]
+        assert [result.total for result in scored(env, 0, responses)] == [0.0, 0.0]
         assert env.metrics()["judge/unjudged"] == 2
     assert len(server.bodies) == 3 == env.metrics()["judge/calls"]
 
@@ -244,7 +246,7 @@ def test_a_budget_of_tokens_needs_an_endpoint_that_counts_them(server, budget):
     for usage in (None, {"prompt_tokens": int("9" * 400), "completion_tokens": True}):
         server.usage = usage
         (error,) = ask(make(server, **budget), "42")
-        assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
+        assert f"reports no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
         judged = make(server, input_price=1.0)
         assert ask(judged, "42") == [1.0] and judged.counts()["judge/prompt_tokens"] == 0
 
@@ -298,7 +300,7 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
     responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
     env, (a, b, other) = begin(), (0, 4, 8)  # the tasks' first rows
     for row in (a, b, b + 1):
-        env.score(row, responses)
+        scored(env, row, responses)
     counted = {"judge/a/calls": 2, "judge/b/calls": 4}
     resumed = begin()
     resumed.set_extra_state(env.get_extra_state())
@@ -306,8 +308,8 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
         assert counted.items() <= mixture.metrics().items()
         for row in (a, b):
             with pytest.raises(ScoreError, match="6 of budget_calls=6, and a group needs 2 more"):
-                mixture.score(row, responses)
-        assert [result.total for result in mixture.score(other, responses)] == [2.0, 1.0]
+                scored(mixture, row, responses)
+        assert [result.total for result in scored(mixture, other, responses)] == [2.0, 1.0]
     assert len(server.bodies) == 6 + 2 * 2
 
 

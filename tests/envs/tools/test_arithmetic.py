@@ -77,7 +77,7 @@ def test_expressions_have_their_value(expression, expected):
         ("(" * 100 + ")" * 100, NO_EXPRESSION),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_words(expression, expected):
+def test_faults_are_described_in_words(expression, expected):
     assert calculate(expression) == expected
 
 

@@ -96,7 +96,7 @@ def test_calls_are_found_in_both_forms(text, expected):
         ("hi</tool_call>", [wrong_json("</tool_call> has no <tool_call> before it")]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_call_is_said_with_how_to_write_it(text, errors):
+def test_the_fault_of_a_call_is_in_the_reply_with_the_right_form(text, errors):
     assert [call.error or None for call in find_calls(text, TOOLS)] == errors
 
 

@@ -110,9 +110,9 @@ def test_no_secret_of_a_server_reaches_the_policy_or_the_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_server_says_where_it_does_not_start_is_told_and_not_printed(capfd):
+def test_the_stderr_of_a_server_that_does_not_start_is_in_the_error_and_not_printed(capfd):
     entry = {"command": "sh -c 'echo no such module abc $A_KEY >&2; exit 3'", "env": {"A_KEY": "planted-key"}}
-    with pytest.raises(ValueError, match=r"env.mcp: sh told no tools: .*; it said …no such module abc \*\*\*$"):
+    with pytest.raises(ValueError, match=r"env.mcp: sh listed no tools: .*; stderr: …no such module abc \*\*\*$"):
         with_mcp(GSM8K([ROW]), [entry])
     assert capfd.readouterr() == ("", "")
 
@@ -218,7 +218,7 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     assert env.max_turns == settings.env.max_turns > 1
     assert '"name": "freeze"' in env.decode(env.encode(ROW))
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
-    text, calls = env.read_turn(env.tokenizer(said)["input_ids"])
+    text, calls = env.read_turn(said, {})
     (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
     assert result["content"] == "2"
     env.task._of["add"].close()
@@ -321,7 +321,7 @@ def test_results_arrive_cut_and_without_control_characters_also_while_a_tool_han
 
 
 @pytest.mark.nightly
-def test_a_server_that_freezes_is_told_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
+def test_a_server_that_freezes_is_reported_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
     task = connected(timeout_s=1.0)
     told = f"the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again"
     assert results(task, ("freeze", {})) == [f"Error: RuntimeError: {told}"]

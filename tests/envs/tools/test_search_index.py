@@ -128,7 +128,7 @@ def test_nothing_pickled_is_loaded(cache, built, tmp_path):
 
 
 @pytest.mark.slow
-def test_searching_loads_no_numba_which_vllm_could_not_start_beside():
+def test_searching_loads_no_numba_with_which_vllm_could_not_start():
     program = """
 import sys
 from grpo_rl.envs.tools.search_index import Document, SearchIndex

@@ -1,0 +1,137 @@
+"""An environment of one's own, which derives from TorchRL's and not from ours, trains in both scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_rl.assembly.environment import make_env
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import run_script
+
+SOTA = Path(__file__).parents[2] / "sota"
+ASYNC = ["inference_model.engine=vllm", "train.optim_batch_size=16"]
+MODULE = '''
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase
+
+
+class Letters(EnvBase):
+    """Asks for letters; pays their share in a response, after `turns` responses."""
+
+    def __init__(self, num_envs, repeats, tokenizer, *, seed=0, letter: str = "a", turns: int = 1):
+        super().__init__(batch_size=[])
+        self._batch_locked = False
+        self.tokenizer, self.repeats, self.letter, self.turns = tokenizer, repeats, letter, turns
+        self.prompts = 0
+        self.reward_spec = Composite(reward=Unbounded((1,)), reward_parts=Composite(share=Unbounded((1,))))
+
+    def _reset(self, tensordict):
+        rows = []
+        for _ in range(len(tensordict) // self.repeats):
+            self.prompts += 1
+            query = f"Write {self.letter}, please: {self.prompts}."
+            ids = torch.tensor(self.tokenizer(query)["input_ids"])
+            row = TensorDict({"query": NonTensorData(query), ("tokens", "prompt"): ids, "turn": torch.tensor([0])})
+            rows += [row.copy() for _ in range(self.repeats)]
+        return lazy_stack(rows)
+
+    def _step(self, tensordict):
+        rows = []
+        for row in tensordict.unbind(0):
+            ids, turn = row["tokens", "response"], row["turn"] + 1
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            share = torch.tensor([text.count(self.letter) / max(1, len(text))])
+            whole = torch.cat([row["tokens", "prompt"], ids, torch.tensor(self.tokenizer("more")["input_ids"])])
+            done = turn == self.turns
+            rows.append(TensorDict({("tokens", "prompt"): whole, "turn": turn, "reward": share * done, "done": done,
+                                    ("reward_parts", "share"): share * done}))
+        return lazy_stack(rows)
+
+    def _set_seed(self, seed):
+        pass
+
+    def get_extra_state(self):
+        return {"prompts": self.prompts}
+
+    def set_extra_state(self, state):
+        self.prompts = state["prompts"]
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "letters_env.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "letters_env:Letters"
+    sys.modules.pop("letters_env", None)
+
+
+def words(module, tiny_run):
+    of_task = ("env.path", "env.eval_path", "env.system_prompt", "env.reward", "evaluate")
+    left = [word for word in tiny_run if not word.startswith(of_task)]
+    return [*left, f"env.dataset={module}", "env.letter=e", "evaluate.rows=0"]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_its_groups_are_complete_and_its_rewards_theirs(module, tiny_run, tokenizer, turns):
+    config = compose_config("grpo_gsm8k", [*words(module, tiny_run), f"env.turns={turns}", "env.num_envs=2"])
+    env = make_env(Settings.read(config), tokenizer)
+    end = tokenizer.eos_token_id
+
+    def says(prompt, g):
+        """A letter more in each response of a group; later turns repeat the first."""
+        first, x, _ = tokenizer.decode(prompt, skip_special_tokens=True).partition(".")[2].partition("x")
+        return [*tokenizer("e" * (len(first) if x else g) + "x")["input_ids"], end]
+
+    engine = ScriptedEngine(says)
+    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=20)), 1000)
+    for first in (0, 2):
+        groups = collector.collect()
+        assert [group.group_id for group in groups] == [first, first + 1]
+        for group in groups:
+            assert env.query(group.row) == f"Write e, please: {group.group_id + 1}."
+            assert group.size == env.repeats and torch.equal(group.rewards, group.reward_parts["share"])
+            assert group.rewards[0] == 0 and group.rewards.diff().gt(0).all()
+            parts = [
+                tokenizer.decode(ids[mask])
+                for ids, mask in zip(group.responses, group.trainable.split(group.lengths.tolist()), strict=True)
+            ]
+            assert parts == [("e" * g + "x" + tokenizer.eos_token) * turns for g in range(env.repeats)]
+    state = json.loads(json.dumps(env.state_dict()))
+    again = make_env(Settings.read(config), tokenizer)
+    again.load_state_dict(state)
+    assert again.next_prompts(1)[0].query == "Write e, please: 5."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 2])
+def test_it_trains_in_turns(module, tiny_run, tmp_path, turns):
+    folder = run_script(SOTA / "grpo.py", [*words(module, tiny_run), f"env.turns={turns}"], tmp_path / "run")
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert rows and all("reward/share" in row and row["grad_norm"] >= 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_it_trains_while_it_samples(module, tiny_run, tmp_path):
+    pytest.importorskip("ray")
+    folder = run_script(SOTA / "grpo_async.py", [*words(module, tiny_run), *ASYNC, "env.turns=2"], tmp_path / "run")
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert rows and all("reward/share" in row for row in rows)
+
+
+def test_what_is_neither_a_task_nor_an_environment_is_refused(tiny_run):
+    with pytest.raises(ValueError, match=r"inherits from grpo_rl\.envs\.base\.Task, or from torchrl"):
+        Settings.read(compose_config("grpo_gsm8k", [*tiny_run, "env.dataset=json:JSONDecoder"]))
