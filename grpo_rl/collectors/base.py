@@ -90,10 +90,7 @@ class Collector(Protocol):
 
 
 def env_state(env: EnvBase) -> dict[str, Any]:
-    """The data position and the counts of an environment as JSON, and the state of the transforms around it, if any.
-
-    The state is a copy: a checkpoint is written while the next collection steps the transforms.
-    """
+    """The data position and counts of an environment as JSON, and a copy of the state of its transforms, if any."""
     inner = getattr(env, "base_env", env)
     transforms = {} if inner is env else {"transforms": copy.deepcopy(dict(env.state_dict()))}
     return {"env": json.dumps(inner.state_dict())} | transforms

@@ -58,13 +58,8 @@ def build(run_dir: Path) -> dict[str, Any] | None:
             for row in table.filter(pc.field("group_id").isin([i for of, i in rows if of == step])).to_pylist():
                 rows[step, row["group_id"]].append(row)
     groups = _groups({key: found[:MOST_OF_GROUP] for key, found in rows.items() if found})
-    return {
-        "groups": groups,
-        "all_groups": len(keys),
-        "all_responses": count,
-        "unread": unread,
-        "tools": list(TOOLS),
-    }
+    about = {"all_groups": len(keys), "all_responses": count, "unread": unread, "tools": list(TOOLS)}
+    return {"groups": groups} | about
 
 
 def _groups(chosen: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def test_a_collector_goes_on_with_the_data_position_and_the_state_of_transforms(
     stopped.collect()  # while the checkpoint is written
     resumed.load_state_dict(state)
     with unchanged(resumed._env):
-        resumed._env.transform[0].steps += 7
+        resumed._env.transform.steps += 7
     after = resumed.collect()
     assert all(map(same, whole.collect(), after))
     assert all(torch.equal(group.rewards, group.reward_parts["letters"] + 2.5) for group in after)
