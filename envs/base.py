@@ -304,7 +304,7 @@ class LLMEnv(EnvBase):
         return lazy_stack(self.step_rows(list(tensordict.unbind(0))))
 
     def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """What each row's step leads to: ``step`` without the stacking of rows and TorchRL's checks."""
+        """The result of each row's step: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
         open_rows = [i for i, row in enumerate(rows) if not dialog_of(row).over]
         texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])

@@ -25,7 +25,7 @@ def dialog_of(row: TensorDictBase) -> Dialog:
 
 
 def next_of(row: TensorDictBase) -> TensorDictBase:
-    """What the step of a row led to."""
+    """The result of a row's step."""
     return cast(TensorDictBase, row["next"])
 
 
@@ -64,7 +64,7 @@ def led_to(
     prompts: Mapping[int, Tensor],
     reward_parts: Sequence[str],
 ) -> list[TensorDictBase]:
-    """What a step of the rows led to, as it stands under ``next``.
+    """The results of the rows' steps, each as it stands under ``next``.
 
     Args:
         dialogs: conversations of the rows that were stepped, with the turn and what followed; the others were over.

@@ -29,7 +29,7 @@ def folder_of(case: Case) -> Path:
 
 
 def run_folder(case: Case) -> Iterator[Finding]:
-    """Whether the run can start there; writes, locks and syncs next to its files, and leaves nothing."""
+    """Checks that the run can start there; writes, locks and syncs next to its files, and leaves nothing."""
     folder, resume = folder_of(case), case.settings and case.settings.resume
     if folder.is_dir() and (error := in_use(folder)):
         raise error

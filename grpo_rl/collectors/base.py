@@ -106,13 +106,13 @@ def restore_env(env: EnvBase, state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def unchanged(env: EnvBase) -> Iterator[None]:
-    """What is evaluated inside leaves the transforms around the environment as they were."""
-    state = env_state(env)
+    """An evaluation inside leaves the transforms around the environment as they were."""
+    state = copy.deepcopy(dict(env.state_dict())) if getattr(env, "base_env", env) is not env else None
     try:
         yield
     finally:
-        if "transforms" in state:
-            env.load_state_dict(state["transforms"])
+        if state is not None:
+            env.load_state_dict(state)
 
 
 class BroadcastCollector(Collector):
