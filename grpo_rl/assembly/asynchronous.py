@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.assembly.devices import make_ranks
 from grpo_rl.assembly.run import build_run
@@ -21,8 +21,6 @@ from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.cluster.nodes import this_address
-from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
 from grpo_rl.engines.base import AsyncEngine, Sampling
@@ -39,6 +37,9 @@ from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import RemoteTransport
 from grpo_rl.weights.shared_memory import GPU_BYTES, SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from grpo_rl.assembly.agents import Agents
 
 
 def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:
@@ -147,10 +148,10 @@ def make_collector(
     engine: FleetEngine,
     weights: WeightSync,
     collected: int,
-    agent: AgentSettings | None,
+    agents: Agents | None,
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already; it samples during training."""
-    train, sampling, longest = settings.train, Sampling(**settings.sampling), settings.inference_model.max_model_len
+    train, sampling = settings.train, Sampling(**settings.sampling)
     return AsyncCollector(
         env,
         engine,
@@ -161,5 +162,5 @@ def make_collector(
         collected,
         drops_zero_variance=train.max_resamples > 0,
         has_no_signal=make_has_no_signal(settings),
-        agents=AgentGroups(env, agent, sampling, longest) if agent else None,
+        agents=agents.groups(env) if agents else None,
     )

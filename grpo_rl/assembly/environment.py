@@ -1,20 +1,16 @@
-"""Builds the environment of ``env.dataset`` and its agent, and reads its held-out rows."""
+"""Builds the environment of ``env.dataset``, and reads its held-out rows."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchrl.envs import Compose, TransformedEnv
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.programs import Function, Program
-from grpo_rl.agents.recorder import Limits
 from grpo_rl.by_name import is_name, object_by_name, short_name
-from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
@@ -261,31 +257,3 @@ def held_out_rows(settings: Settings, task: Task) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     return [rows[i] for i in range(wanted)]
-
-
-def make_agent(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> AgentSettings | None:
-    """The agent, which starts no process before its first session; None where ``env.dataset`` is another task.
-
-    Raises:
-        ValueError: there is no such program, function, parser or variable.
-    """
-    if settings.env.dataset != "agent":
-        return None
-    own = settings.env.task
-    deadline_s = own["deadline_s"]
-    if own["command"]:
-        agent = Program(own["command"], deadline_s, own["pass_environment"])
-    else:
-        agent = Function(own["agent"], deadline_s, own["pass_environment"])
-    make_parser = tool_parser_of(settings)
-    if settings.env.tool_parser is not None:
-        make_parser(tokenizer, [])  # a wrong name is refused before anything starts
-    return AgentSettings(
-        agent=agent,
-        model=Path(settings.model.name).name,
-        deadline_s=deadline_s,
-        limits=Limits(own["max_calls"], own["max_session_tokens"]),
-        make_parser=make_parser,
-        tells=own["scorer"] is None,
-        max_sessions=own["max_sessions"],
-    )

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_agent, make_env, with_transforms
-from grpo_rl.collectors.agent_sessions import AgentSettings
+from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env, with_transforms
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
@@ -43,6 +42,9 @@ from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.transport import NullTransport
 
+if TYPE_CHECKING:
+    from grpo_rl.assembly.agents import Agents
+
 BYTES_PER_PARAMETER = 12
 """Bytes of a checkpoint per parameter: fp32 weights and AdamW's two moments."""
 
@@ -70,7 +72,7 @@ def build_run(
     plan: Devices,
     make_ranks: Callable[[], Ranks | None],
     make_engine: Callable[[], Any],
-    make_collector: Callable[[LLMEnv, Any, WeightSync, int, AgentSettings | None], Collector],
+    make_collector: Callable[[LLMEnv, Any, WeightSync, int, Agents | None], Collector],
 ) -> Iterator[Run]:
     """Builds a run from the parts common to both modes and those that the arguments make.
 
@@ -87,7 +89,7 @@ def build_run(
         check_written(model, tokenizer)
         env = make_env(settings, tokenizer)
         rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
-        agent = make_agent(settings, tokenizer)
+        agents = sync.make_agents(settings, tokenizer)
         transformed = with_transforms(env, settings.env.transforms)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
@@ -128,7 +130,7 @@ def build_run(
             engine = NullTransport(getattr(torch, derived.dtype(settings)), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
-        own = make_collector(transformed, engine, weights, folder.collected, agent) if folder.rank_zero else None
+        own = make_collector(transformed, engine, weights, folder.collected, agents) if folder.rank_zero else None
         collector = BroadcastCollector(own, weights, folder.collected) if ranks else own
         assert collector
         stack.callback(collector.shutdown)
@@ -150,7 +152,8 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        held_out = HeldOut(transformed, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best, agent)
+        earlier, sessions = (folder.eval_before, folder.eval_after), agents.held_out if agents else None
+        held_out = HeldOut(transformed, rows, sampling, *earlier, evaluation, best, sessions)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,

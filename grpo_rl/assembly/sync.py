@@ -1,4 +1,4 @@
-"""Builds the in-process engine and the collector."""
+"""Builds the in-process engine, the agents and the collector."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_rl.collectors.agent_sessions import AgentSettings
-from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import has_zero_variance
@@ -29,6 +27,9 @@ from grpo_rl.settings.derived import adapters, dtype, pushes_adapters, responses
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
+
+if TYPE_CHECKING:
+    from grpo_rl.assembly.agents import Agents
 
 
 def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Engine:
@@ -79,17 +80,22 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
     return capacity.sequences(responses_at_once(settings, devices.replicas), vocab, memory)
 
 
+def make_agents(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Agents | None:
+    """The agents of a run; None where ``env.dataset`` is another task, which loads nothing of theirs."""
+    if settings.env.dataset != "agent":
+        return None
+    return importlib.import_module("grpo_rl.assembly.agents").Agents(settings, tokenizer)
+
+
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: Sampler, weights: WeightSync, collected: int, agent: AgentSettings | None
+    settings: Settings, env: LLMEnv, engine: Sampler, weights: WeightSync, collected: int, agents: Agents | None
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
     sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
-    longest, agents = settings.inference_model.max_model_len, None
-    if agent is not None:
-        agents = SteppedGroups(AgentGroups(env, agent, sampling, longest), engine)
+    played = agents.stepped_groups(env, engine) if agents else None
     policy = EnginePolicy(engine, sampling)
     limits = train.total_dialog_turns, collected, train.max_resamples
-    return SyncCollector(env, policy, *limits, has_no_signal, agents, weights)
+    return SyncCollector(env, policy, *limits, has_no_signal, played, weights)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

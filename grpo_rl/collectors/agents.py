@@ -1,6 +1,6 @@
 """AgentGroups: groups whose responses are the sessions of agents, which call the policy through an endpoint.
 
-The engine may be one that the calling thread steps: for collections in turns, and for held-out rows.
+For collections in turns the engine is one that the calling thread steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.data.prefix_tree import common_length
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
-from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.base import LLMEnv, Prompt, Reward
 
 
 class AgentGroups:
@@ -153,42 +152,3 @@ class SteppedGroups:
         """Ends what is under way, and the thread."""
         self._loop.run(self.groups.close())
         self._loop.close()
-
-
-def play_held_out(
-    env: LLMEnv,
-    engine: Sampler,
-    rows: Sequence[dict[str, Any]],
-    sampling: Sampling,
-    samples: int,
-    settings: AgentSettings,
-) -> list[tuple[Played, Reward | Failure]]:
-    """Sessions about held-out rows with their rewards, those about one row side by side.
-
-    They have an endpoint and a guard of their own: nothing of them is counted or trained on with the sessions of
-    training. Their problems are told once, where those of scorers are.
-
-    Args:
-        samples: sessions about each row.
-    """
-    guard, stepped = env.held_out_guard, SteppedEngine(engine)
-    sessions = AgentSessions(env, settings, sampling, engine.max_model_len, guard)
-    named = [(f"held-out row {i}", row) for i, row in enumerate(rows)]
-
-    async def all_rows() -> list[list[Played]]:
-        seeds = [[i * 100_003 + number for number in range(samples)] for i in range(len(rows))]
-        playing = (sessions.play(row, where, seeds[i], stepped.sample) for i, (where, row) in enumerate(named))
-        return list(await asyncio.gather(*playing))
-
-    loop = LoopThread()
-    try:
-        played = stepped.run(loop.start(all_rows()))
-    finally:
-        loop.run(sessions.close())
-        loop.close()
-    found: list[tuple[Played, Reward | Failure]] = []
-    for (where, row), own in zip(named, played, strict=True):
-        found += zip(own, sessions.judge(row, where, own), strict=True)
-    for kind, text in sessions.told().items():
-        guard.tell_once(kind, text)
-    return found

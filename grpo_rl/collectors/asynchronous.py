@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from typing_extensions import override
 
-from grpo_rl.collectors.agents import AgentGroups
 from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.engine_policy import act
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
@@ -30,6 +29,7 @@ from grpo_rl.envs.base import LLMEnv, Prompt
 from grpo_rl.waits.registry import waiting
 
 if TYPE_CHECKING:
+    from grpo_rl.collectors.agents import AgentGroups
     from grpo_rl.weights.push import WeightSync
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.collectors.agents import SteppedGroups
 from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollouts import Policy, note, play_all
@@ -14,6 +13,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv, ScoreError
 
 if TYPE_CHECKING:
+    from grpo_rl.collectors.agents import SteppedGroups
     from grpo_rl.weights.push import WeightSync
 
 

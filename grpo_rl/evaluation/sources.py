@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from grpo_rl.assembly.environment import make_agent, make_eval_env
-from grpo_rl.assembly.sync import make_engine
+from grpo_rl.assembly.environment import make_eval_env
+from grpo_rl.assembly.sync import make_agents, make_engine
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.guards.guard import ScoreGuard
 from grpo_rl.envs.task import plays_turns
@@ -35,7 +35,7 @@ class LocalSource:
         self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
         self.tasks = {name: env.task for name, env in self._envs.items()}
         self._settings = tasks
-        self._agents = {name: make_agent(settings, tokenizer) for name, settings in tasks.items()}
+        self._agents = {name: make_agents(settings, tokenizer) for name, settings in tasks.items()}
 
     def start(self) -> None:
         """Starts the engine.
@@ -53,13 +53,15 @@ class LocalSource:
     ) -> Evaluation:
         """The judged responses to a task's rows."""
         assert self._engine is not None, "start() comes first"
-        return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed, self._agents[name])
+        agents = self._agents[name]
+        sessions = agents.held_out if agents else None
+        return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed, sessions)
 
     def close(self) -> None:
         """Frees the engine, the environments and the processes of agents."""
-        for settings in self._agents.values():
-            if settings:
-                settings.agent.close()
+        for agents in self._agents.values():
+            if agents:
+                agents.close()
         if self._engine:
             self._engine.close()
         for env in self._envs.values():

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.run.best import BestTracker
 from grpo_rl.run.summary import write_evaluation
-from grpo_rl.training.evaluate import Evaluation, evaluate, row_scores
+from grpo_rl.training.evaluate import Evaluation, Sessions, evaluate, row_scores
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class HeldOut:
         last: step and rewards of the newest evaluation, if the resumed run has it.
         best: state of the tracker of the best evaluation, if the resumed run has it; :attr:`note` says where it is of
             another score.
+        sessions: of agents, in the place of responses to rows of the training task.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class HeldOut:
         last: tuple[int, Sequence[float]] | None = None,
         plan: Plan = Plan(),
         best: Mapping[str, Any] | None = None,
-        agent: AgentSettings | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
-        self._env, self.rows, self._agent = env, list(rows), agent
+        self._env, self.rows, self._sessions = env, list(rows), sessions
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
         self._plan, self.tracker = plan, BestTracker(plan.patience, plan.score)
@@ -99,7 +99,7 @@ class HeldOut:
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluated:
         """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
         evaluation, scores = on_rank_zero(
-            lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine, self._agent)
+            lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine, self._sessions)
         )
         self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
@@ -131,14 +131,14 @@ class HeldOut:
         rows: Sequence[dict[str, Any]],
         samples: int,
         engine: Sampler,
-        agent: AgentSettings | None = None,
+        sessions: Sessions | None = None,
     ) -> tuple[Evaluation, dict[str, list[float]]]:
         """The greedy evaluation of a task, and all scores of its rows."""
-        with agent.agent.for_now() if agent else nullcontext():
-            greedy, sampled = evaluate(env, engine, rows, self._sampling, agent=agent), None
+        with sessions.for_now() if sessions else nullcontext():
+            greedy, sampled = evaluate(env, engine, rows, self._sampling, sessions=sessions), None
             if samples:
                 sampling = replace(self._sampling, temperature=self._plan.temperature)
-                sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, agent)
+                sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, sessions)
         return greedy, row_scores(greedy, sampled)
 
     def keep(self, folder: Path, step: int) -> None:

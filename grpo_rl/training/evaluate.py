@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from scipy import stats
 
-from grpo_rl.collectors.agent_sessions import AgentSettings, Played
-from grpo_rl.collectors.agents import play_held_out
 from grpo_rl.collectors.base import unchanged
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.rollouts import play_all
@@ -115,6 +114,20 @@ class Evaluation:
         return scores
 
 
+class Sessions(Protocol):
+    """Sessions of agents in the place of responses: `grpo_rl.training.held_out_sessions.HeldOutSessions`."""
+
+    def evaluate(
+        self, env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling, samples: int
+    ) -> Evaluation:
+        """The judged sessions about each row."""
+        ...
+
+    def for_now(self) -> AbstractContextManager[None]:
+        """Frees at its end what evaluations inside it have started."""
+        ...
+
+
 def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:
     """All scores of each row: ``reward`` and ``accuracy`` of the greedy response, ``sampled_reward``, pass@k, maj@k.
 
@@ -149,7 +162,7 @@ def evaluate(
     sampling: Sampling,
     samples: int = 1,
     seed: int = 0,
-    agent: AgentSettings | None = None,
+    sessions: Sessions | None = None,
 ) -> Evaluation:
     """The judged responses to each row.
 
@@ -161,7 +174,7 @@ def evaluate(
     Args:
         env: prompts, replies and scores; the rows need not be its own.
         samples: responses to each row.
-        agent: plays a session in the place of each response.
+        sessions: agents' sessions in the place of responses.
 
     Raises:
         ValueError: there is no row, or no response could be judged.
@@ -169,10 +182,9 @@ def evaluate(
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
     draws = seeded(seed if sampling.temperature else None)
-    if agent is not None:
+    if sessions is not None:
         with draws:
-            played = play_held_out(env, engine, rows, sampling, samples, agent)
-        return _of_sessions(env, rows, played, samples)
+            return sessions.evaluate(env, engine, rows, sampling, samples)
     with draws, unchanged(env):
         asked = list(env.reset(rows=rows, repeats=samples).unbind(0))
         rollouts, _ = play_all(env, EnginePolicy(engine, sampling), asked)
@@ -185,28 +197,6 @@ def evaluate(
         [dialog.text for dialog in dialogs],
         [sum(len(turn[keys.TOKENS_RESPONSE]) for turn in rollout) for rollout in rollouts],
         [bool(rollout[-1]["next", "truncated"]) for rollout in rollouts],
-        samples,
-    )
-
-
-def _of_sessions(
-    env: LLMEnv, rows: Sequence[dict[str, Any]], sessions: Sequence[tuple[Played, Reward | Failure]], samples: int
-) -> Evaluation:
-    """The evaluation of sessions of agents; the prompt of one is that of the first call which its last one extends."""
-    lasts = [played.session.responses[-1] if played.session.responses else None for played, _ in sessions]
-    dialogs = [played.dialog for played, _ in sessions]
-    asked = [env.task.prompt(row)[-1]["content"] for row in rows for _ in range(samples)]
-    return judged(
-        env.task,
-        [result for _, result in sessions],
-        [
-            env.decode_prompt(last.chain[0].prompt_ids) if last else text
-            for last, text in zip(lasts, asked, strict=True)
-        ],
-        [dialog.messages for dialog in dialogs],
-        [dialog.text for dialog in dialogs],
-        [played.session.counts["tokens"] for played, _ in sessions],
-        [last is not None and last.finish_reason == "length" for last in lasts],
         samples,
     )
 

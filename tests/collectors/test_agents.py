@@ -40,6 +40,7 @@ from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.training.evaluate import evaluate
+from grpo_rl.training.held_out_sessions import HeldOutSessions
 from tests.collectors import test_asynchronous
 from tests.collectors.test_asynchronous import Weights, fleet_of
 from tests.envs.guards.test_isolation import ended
@@ -114,6 +115,10 @@ class Scripted:
 
 def settings_of(agent, task, limits=None, max_sessions=256):
     return AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
+
+
+def sessions_of(agent, task):
+    return HeldOutSessions(settings_of(agent, task))
 
 
 def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
@@ -286,7 +291,7 @@ def test_an_engine_that_fails_ends_the_collection_and_an_evaluation(tokenizer):
         collected(tokenizer, Scripted(script), engine=Broken(tokenizer))
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(RuntimeError, match="the engine is broken"):
-        evaluate(env, Broken(tokenizer), [{}], GREEDY, agent=settings_of(Scripted(script), env.task))
+        evaluate(env, Broken(tokenizer), [{}], GREEDY, sessions=sessions_of(Scripted(script), env.task))
 
 
 def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
@@ -313,7 +318,7 @@ async def asks_twice(number, call):
 def test_held_out_rows_are_played_greedily_and_an_agent_that_fails_counts_as_a_scorer_that_failed(tokenizer):
     env, engine = LLMEnv(Length([{}]), tokenizer, 1, 2, max_failed_fraction=1.0), Engine(tokenizer)
     rows = [{"held": i} for i in range(4)]
-    found = evaluate(env, engine, rows, GREEDY, agent=settings_of(Scripted(asks_twice), env.task))
+    found = evaluate(env, engine, rows, GREEDY, sessions=sessions_of(Scripted(asks_twice), env.task))
     # Which row a session is about depends on who connects first.
     columns = map(str, found.rewards), found.prompts, found.completions, found.lengths, found.truncated
     assert Counter(zip(*columns, strict=True)) == {
@@ -334,7 +339,7 @@ def test_held_out_agents_that_fail_never_end_the_training(tokenizer):
 
     env, told = LLMEnv(Length([{}]), tokenizer, 1, 2, max_failed_fraction=0.0), []
     env.guard.tell = told.append
-    found = evaluate(env, Engine(tokenizer), [{}, {}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
+    found = evaluate(env, Engine(tokenizer), [{}, {}, {}], GREEDY, sessions=sessions_of(Scripted(script), env.task))
     assert found.metrics()["eval/failed"] == 2 and env.guard.counts == {"judged": 0}
     assert len(told) == 1 and "the agent failed on held-out row" in told[0]
 
@@ -351,10 +356,10 @@ def test_what_held_out_sessions_run_into_is_told_once(tokenizer):
         return Parser()
 
     env, told = LLMEnv(Length([{}]), tokenizer, 1, 2), []
-    agent = replace(settings_of(Scripted(script), env.task), make_parser=broken)
+    sessions = HeldOutSessions(replace(settings_of(Scripted(script), env.task), make_parser=broken))
     env.guard.tell = told.append
     for _ in range(2):
-        evaluate(env, Engine(tokenizer), [{}, {}], GREEDY, agent=agent)
+        evaluate(env, Engine(tokenizer), [{}, {}], GREEDY, sessions=sessions)
     assert len(told) == 2 and "temperature=0.7 is replaced by the run's 0.0" in told[0] and "no such thing" in told[1]
 
 
@@ -382,9 +387,9 @@ def test_several_sessions_about_a_held_out_row_stand_side_by_side(tokenizer):
             return "?" if first else str(row["seed"])
 
     env, engine = LLMEnv(Seeds(), tokenizer, 1, 2), Engine(tokenizer)
-    agent = settings_of(SaysItsSeed(), env.task)
+    sessions = sessions_of(SaysItsSeed(), env.task)
     state = torch.random.get_rng_state()
-    found = evaluate(env, engine, [{"seed": 4}, {"seed": 7}], Sampling(max_new_tokens=8), samples=3, agent=agent)
+    found = evaluate(env, engine, [{"seed": 4}, {"seed": 7}], Sampling(max_new_tokens=8), samples=3, sessions=sessions)
     assert [sorted(found.rewards[:3]), sorted(found.rewards[3:])] == [[0.0, 1.0, 1.0]] * 2
     assert found.row_scores()["pass@1"] == pytest.approx([2 / 3, 2 / 3]) and engine.temperatures == {1.0}
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -398,7 +403,7 @@ def test_a_session_tells_its_reward_of_a_held_out_row_too(tokenizer):
 
     env = LLMEnv(Told([{"worth": 9}]), tokenizer, 1, 2)
     rows = [{"worth": 0.5}, {"worth": 2}]
-    found = evaluate(env, Engine(tokenizer), rows, GREEDY, agent=settings_of(Tells(), env.task))
+    found = evaluate(env, Engine(tokenizer), rows, GREEDY, sessions=sessions_of(Tells(), env.task))
     assert found.rewards == [0.5, 2.0] and found.parts == {"agent": 1.25} and found.completions == ["aab", "aab"]
 
 
@@ -413,7 +418,7 @@ def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
     ) as collector:
         before = collector.collect()
         counts = collector.metrics()
-        evaluate(env, engine, [{}, {}], GREEDY, agent=settings_of(Scripted(script), task))
+        evaluate(env, engine, [{}, {}], GREEDY, sessions=sessions_of(Scripted(script), task))
         assert collector.metrics() == counts and collector.events() == []
         (group,) = collector.collect()
         assert group.group_id == before[0].group_id + 1 and group.size == 3
@@ -440,7 +445,7 @@ def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_row
 
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(TypeError, match="a mistake"):
-        evaluate(env, Engine(tokenizer), [{}, {"x": 1}], GREEDY, agent=settings_of(Breaks(), env.task))
+        evaluate(env, Engine(tokenizer), [{}, {"x": 1}], GREEDY, sessions=sessions_of(Breaks(), env.task))
     assert cancelled == [{}] and ended(int((tmp_path / "pid").read_text()))
 
 
@@ -607,7 +612,7 @@ def test_an_evaluation_leaves_as_many_processes_as_it_found(tokenizer, tmp_path,
     try:
         asyncio.run(agent.play(CLIENT, {}))
         (found,) = agent._idle
-        held_out = HeldOut(env, [{}, {}], GREEDY, agent=settings_of(agent, env.task))
+        held_out = HeldOut(env, [{}, {}], GREEDY, sessions=sessions_of(agent, env.task))
         with pytest.raises(ValueError, match="none of the 2 held-out responses"):  # it makes no call
             held_out.evaluate(0, Engine(tokenizer), lambda work: work())
         assert len(agent._idle) == 1 and not agent._busy and found._live
@@ -684,7 +689,7 @@ def test_sessions_go_on_while_the_policy_is_trained_and_are_played_again_where_t
         while got := collector.collect():
             found += got
             # Other sessions of training are under way meanwhile.
-            held_out = evaluate(env, engines, [{}, {}], GREEDY, agent=settings_of(Scripted(script), env.task))
+            held_out = evaluate(env, engines, [{}, {}], GREEDY, sessions=sessions_of(Scripted(script), env.task))
             assert held_out.rewards == [3.0, 3.0] and held_out.lengths == [8, 8]
             weights.push()
         metrics = collector.metrics()
