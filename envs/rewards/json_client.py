@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import threading
 import time
@@ -68,7 +69,7 @@ class JsonClient:
         self,
         path: str,
         body: dict[str, Any] | None = None,
-        until: float | None = None,
+        until: float = math.inf,
         on_try: Callable[[], None] = lambda: None,
     ) -> Any:
         """The server's JSON. A request that fails for now is repeated.
@@ -85,11 +86,12 @@ class JsonClient:
         """
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data, why, attempt = None if body is None else json.dumps(body).encode(), "", 0
-        if until is not None and self._clock() >= until:
+        if self._clock() >= until:
             raise EndpointError(f"{self.url}{path} is not asked: no time is left for it")
         for attempt in range(self._retries + 1):
             on_try()
-            asked_for_s, left_s = None, self._left(until)
+            # At least a few milliseconds, as 0 would mean none to a socket.
+            asked_for_s, left_s = None, min(self._deadline_s, max(until - self._clock(), 0.005))
             ends = self._clock() + left_s
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
@@ -110,8 +112,8 @@ class JsonClient:
             # Jitter: requests that failed together do not come back together.
             wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5)
             wait_s = min(wait_s if asked_for_s is None else asked_for_s, LONGEST_WAIT_S)
-            self._sleep(wait_s if until is None else min(wait_s, max(until - self._clock(), 0.0)))
-            if until is not None and self._clock() >= until:  # another try would be paid for, and cut off at once
+            self._sleep(min(wait_s, max(until - self._clock(), 0.0)))
+            if self._clock() >= until:  # another try would be paid for, and cut off at once
                 break
             with self._counting:
                 self.retried += 1
@@ -120,10 +122,6 @@ class JsonClient:
     def without_key(self, text: str) -> str:
         """A server's message without secrets: some repeat what they were sent."""
         return text.replace(self._key, "[key]") if self._key else text
-
-    def _left(self, until: float | None) -> float:
-        """Seconds of the next try: at least a few milliseconds, as 0 would mean none to a socket."""
-        return self._deadline_s if until is None else min(self._deadline_s, max(until - self._clock(), 0.005))
 
     def _read(self, response: Any, ends: float, most: int) -> bytes:
         """The body, or its first ``most`` bytes.
