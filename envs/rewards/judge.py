@@ -95,9 +95,10 @@ class Judge:
         if not (model.strip() and rubric.strip()):
             raise ValueError("model and rubric are texts of some words")
         _check_endpoint(url, auth_variable)
-        scale = {"low", "high"}
-        numbers = {name: n for name, n in self.settings.items() if isinstance(n, int | float) and name not in scale}
-        _check_numbers(numbers)
+        for name, value in self.settings.items():
+            is_number = isinstance(value, int | float) and name not in ("low", "high")
+            if is_number and not LEAST.get(name, 0) <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be finite, and {LEAST.get(name, 0)} or more")
         if not -math.inf < low < high < math.inf:
             raise ValueError(f"low={low} and high={high}; low must be below high, and both be finite")
         if budget_cost is not None and not (input_price or output_price):
@@ -183,17 +184,14 @@ class Judge:
             # A group of which some responses were judged would be paid for being judged first.
             self._count(unjudged=len(cases))
             return [0.0] * len(cases)
-        return [self._value(verdicts[case]) for case in cases]
-
-    def _value(self, score: float | Exception) -> float | Exception:
-        return score if isinstance(score, Exception) else (score - self._low) / (self._high - self._low)
+        return [verdicts[case] for case in cases]
 
     def _ask(self, case: tuple[str, str, str | None], until: float) -> float | Exception:
         try:
             for attempt in range(TRIES):
                 text = self._reply(case, until)
                 try:
-                    return verdict(text, self._low, self._high)
+                    return (verdict(text, self._low, self._high) - self._low) / (self._high - self._low)
                 except NoVerdict:
                     if attempt + 1 == TRIES:
                         raise
@@ -360,10 +358,3 @@ def _check_endpoint(url: str, variable: str | None) -> None:
     if variable is not None and not VARIABLE.fullmatch(variable):
         # Not repeated: it may be the key itself.
         raise ValueError("auth_variable is no name of an environment variable, such as OPENAI_API_KEY")
-
-
-def _check_numbers(given: Mapping[str, float]) -> None:
-    """Refuses numbers that are too small."""
-    for name, value in given.items():
-        if not LEAST.get(name, 0) <= value < float("inf"):
-            raise ValueError(f"{name} is {value}; it must be finite, and {LEAST.get(name, 0)} or more")
