@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import comb, prod
 from typing import Any
 
@@ -163,12 +163,9 @@ def _both_signs(latex: str) -> str:
 
 
 def _is_unbounded(latex: str) -> bool:
-    depth = deepest = 0
-    for sign in latex:
-        depth += (sign in "{([") - (sign in "})]")
-        deepest = max(deepest, depth)
+    depths = accumulate((sign in "{([") - (sign in "})]") for sign in latex)
     return (
-        deepest > MAX_NESTING
+        max(depths, default=0) > MAX_NESTING
         or latex.count("|") > 2 * MAX_NESTING
         or len(_FUNCTION.findall(latex)) > MAX_FUNCTIONS
         or bool(_UNBOUNDED.search(latex))

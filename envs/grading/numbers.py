@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from itertools import islice
@@ -78,15 +79,11 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
         closed = last_boxed(text)
     if closed is not None:
         return _only(closed, quotients)
-    last = None
-    for last in _numbers(text):  # noqa: B007 - the last match is what is wanted
-        pass
-    if last is None:
+    last = deque(_numbers(text), maxlen=1)
+    if not last:
         return None
-    phrase = None
-    for phrase in _PHRASE.finditer(text, 0, last.start()):  # noqa: B007 - likewise
-        pass
-    return _first(text[phrase.end() :], quotients) if phrase else _read(text, [last], quotients)
+    phrase = deque(_PHRASE.finditer(text, 0, last[0].start()), maxlen=1)
+    return _first(text[phrase[0].end() :], quotients) if phrase else _read(text, last, quotients)
 
 
 def written(number: Decimal) -> str:

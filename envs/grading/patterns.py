@@ -44,7 +44,7 @@ def found(
 
 def search(pattern: str, text: str) -> bool:
     """True if the pattern is found in the text, in this process."""
-    return _compiled(pattern).search(text) is not None
+    return re.search(pattern, text) is not None
 
 
 def _away(calls: Sequence[tuple[str, str]], budget_s: float) -> list[bool | Exception]:
@@ -62,9 +62,6 @@ def _of_one(results: Sequence[bool | Exception]) -> list[bool] | Exception:
     """The results of one text's searches, or the first failure among them."""
     failed = next((result for result in results if isinstance(result, Exception)), None)
     return failed or [result is True for result in results]
-
-
-_compiled = lru_cache(maxsize=64)(re.compile)
 
 
 @lru_cache(maxsize=1)

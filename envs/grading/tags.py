@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _RUN = re.compile(r"[{}\\](?:(?<=\{)\{*|(?<=\})\}*|(?<=\\)[{}\\](?:\\[{}\\])*)")
@@ -30,18 +31,16 @@ def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
     >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
     '\\frac{1}{2}'
     """
-    last = None
-    for last in _BOX.finditer(text):  # noqa: B007 - the last one; a list of all is slower
-        pass
-    if last is None:
+    last = deque(_BOX.finditer(text), maxlen=1)
+    if not last:
         return None
-    depth = 1
-    for run in _RUN.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
+    start, depth = last[0].end(), 1
+    for run in _RUN.finditer(text, start, min(len(text), start + max_chars + 1)):
         first, length = text[run.start()], run.end() - run.start()
         if first == "{":
             depth += length
         elif first == "}" and length >= depth:
-            return text[last.end() : run.start() + depth - 1].strip()
+            return text[start : run.start() + depth - 1].strip()
         elif first == "}":
             depth -= length
     return None
