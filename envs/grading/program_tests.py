@@ -112,9 +112,10 @@ def _of_column(row: Mapping[str, Any], column: str) -> ProgramTests:
         for code in (setup, *value):
             _refuse_syntax(code, column)
         entry_point, solution = row.get("entry_point"), row.get("solution")
+        solved = _tree(solution if isinstance(solution, str) else "")
         given = row.get("prompt") if entry_point and isinstance(row.get("prompt"), str) else ""
-        setup = "\n".join([_surroundings(solution, given, entry_point), setup])
-        names = _names(solution, entry_point)
+        setup = "\n".join([_surroundings(solved, given, entry_point), setup])
+        names = tuple(dict.fromkeys([*([entry_point] if entry_point else ()), *_defined(solved, imported=False)]))
         only = bool(names)
         if not only:  # a module is not called: the program has a function of this name
             names = tuple(name for test in value for name in _called(_tree(test)) if name in sys.stdlib_module_names)
@@ -143,12 +144,6 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _names(solution: Any, entry_point: str | None) -> tuple[str, ...]:
-    """The names that a solution defines, and the entry point's; none where there is neither."""
-    tree = _tree(solution if isinstance(solution, str) else "")
-    return tuple(dict.fromkeys([*([entry_point] if entry_point else ()), *_defined(tree, imported=False)]))
-
-
 def _defined(tree: ast.Module, imported: bool = True) -> list[str]:
     names = []
     for node in tree.body:
@@ -162,14 +157,14 @@ def _defined(tree: ast.Module, imported: bool = True) -> list[str]:
     return names
 
 
-def _surroundings(solution: Any, given: str, entry_point: str | None) -> str:
+def _surroundings(solution: ast.Module, given: str, entry_point: str | None) -> str:
     """The code that tests may use and that is not theirs: a solution's imports, and the functions that a prompt gives.
 
     The program is not asked for these, or it could say that its results are right.
     """
     modules = [
         node
-        for node in _tree(solution if isinstance(solution, str) else "").body
+        for node in solution.body
         if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in sys.stdlib_module_names)
         or (isinstance(node, ast.Import) and all(a.name.split(".")[0] in sys.stdlib_module_names for a in node.names))
     ]
