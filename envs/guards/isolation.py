@@ -256,12 +256,7 @@ class _Worker:
             self.child = Child(command, pass_fds=[handle], stdin=subprocess.DEVNULL, **options)
 
     def reply(self, message: bytes, deadline_s: float) -> Any:
-        """The result of the call that the message asks for, or the exception that it raised, as an object.
-
-        Raises:
-            TimeoutError: it takes too long.
-            WorkerDied: the process died.
-        """
+        """The result of the call that the message asks for, or the exception that it raised, as an object."""
         until = time.monotonic() + deadline_s
         try:
             self.pipe.send_bytes(message)

@@ -42,12 +42,6 @@ def restrict(limits):
             os._exit(125)
 
 
-def read_all(handle):
-    """The text behind a file's handle, which is closed."""
-    with open(handle, encoding="utf-8", errors="surrogateescape") as file:
-        return file.read()
-
-
 def run(source, name="__main__"):
     """The names that a program defines, which is run as a script, or under another name as a module."""
     # Dataclasses look their module up.
@@ -115,7 +109,6 @@ def serve(source, calls, results):
     with open(calls) as calls, open(results, "w") as results:
         for line in calls:
             number, name, arguments, keywords = json.loads(line)
-            reply = {}
             try:
                 target = objects.read({"object": number})
                 if arguments is None:
@@ -123,7 +116,7 @@ def serve(source, calls, results):
                 else:
                     given = [objects.read(value) for value in arguments]
                     value = target(*given, **{key: objects.read(value) for key, value in keywords.items()})
-                reply["value"] = objects.written(value)
+                reply = {"value": objects.written(value)}
             except BaseException as error:
                 reply = {"raised": [type(error).__name__, str(error)[:200]]}
             results.write(json.dumps(reply) + "\n")
@@ -237,7 +230,8 @@ def test(source, results, calls, verdicts):
 
 if __name__ == "__main__":
     what, source_handle, handles, settings = json.loads(sys.argv.pop())
-    text = read_all(source_handle)
+    with open(source_handle, encoding="utf-8", errors="surrogateescape") as source:
+        text = source.read()
     restrict(settings)
     if what == "run":
         run(text)
