@@ -243,9 +243,11 @@ class Session:
             chain = last.chain
             recorded = Recorded(chain[0].prompt_ids, last.messages, bool(last.samples.truncated[0]))
             for response in chain:
+                samples = response.samples
                 if response.parent is not None:
-                    recorded.add_read(response.new_ids, _first_version(response.samples))
-                recorded.add_sampled(response.samples, holders[id(response)] is last)
+                    first_version = int(samples.versions[0]) if len(samples.versions) else samples.version
+                    recorded.add_read(response.new_ids, first_version)
+                recorded.add_sampled(samples, holders[id(response)] is last)
             found.append(recorded)
         return found
 
@@ -328,11 +330,6 @@ class Session:
         self.counts["branches"] += n - 1 + again
         self._parents.add(id(parent))
         self._asked.add(asked)
-
-
-def _first_version(samples: Samples) -> int:
-    """The policy version that sampled the first token."""
-    return int(samples.versions[0]) if len(samples.versions) else samples.version
 
 
 async def _side_by_side(calls: Sequence[Awaitable[Samples]]) -> list[Samples]:

@@ -52,7 +52,6 @@ class ChatServer:
         max_model_len: most tokens of a prompt and its response; a request may have :data:`TOKEN_BYTES` for each.
         stranger: makes the session of a key that none was opened for; None: such calls are refused.
         takes_rewards: agents send the rewards of their sessions; otherwise they are refused.
-        keep_alive_s: see :data:`KEEP_ALIVE_S`.
     """
 
     def __init__(
@@ -64,11 +63,9 @@ class ChatServer:
         max_model_len: int = 1 << 20,
         stranger: Callable[[str], Session | None] | None = None,
         takes_rewards: bool = True,
-        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.model, self._tokenizer, self._sampling, self._is_trained = model, tokenizer, sampling, is_trained
         self._stranger, self._takes_rewards = stranger, takes_rewards
-        self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self.notes: dict[str, None] = {}
         """Fields of requests that were ignored or replaced, in words, each once; the first hundred."""
@@ -240,7 +237,7 @@ class ChatServer:
         stream = web.StreamResponse(
             headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
-        while not (await asyncio.wait({sampling}, timeout=self._keep_alive_s))[0]:
+        while not (await asyncio.wait({sampling}, timeout=KEEP_ALIVE_S))[0]:
             if not stream.prepared:
                 await stream.prepare(request)
             await stream.write(b": the response is sampled\n\n")

@@ -173,9 +173,13 @@ def slow(session, seconds):
     session._sample = late
 
 
-def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(play, tokenizer):
+def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(
+    play, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0.05)
+
     async def agent():
-        async with Served(play, tokenizer, "one", "two", keep_alive_s=0.05) as served:
+        async with Served(play, tokenizer, "one", "two") as served:
             slow(served.played.session, 0.6)
             impatient = served.client.with_options(timeout=openai.Timeout(5.0, read=0.4))
             call = {"model": "tiny", "messages": [user("p")]}
