@@ -82,9 +82,7 @@ class FunctionTask(Task):
         calls = messages[-1].get("tool_calls")
         if not calls:
             return None
-        return run_calls(
-            calls, tool_schemas(self.tools), lambda name, arguments: self.call(row, name, arguments), self.limits
-        )
+        return run_calls(calls, tool_schemas(self.tools), lambda *call: self.call(row, *call), self.limits)
 
 
 def check_functions(task: Task) -> None:
