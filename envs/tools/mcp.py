@@ -327,16 +327,16 @@ def with_mcp(
     """
     if not entries:
         return task
-    other, of, schemas = copy.copy(task), {}, []
-    servers = [Server(entry) for entry in entries]
-    for server in servers:
-        if server.deadline_s > reply_s:
-            raise ValueError(
-                f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of timeout_s "
-                f"and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower timeout_s or "
-                "raise env.score_timeout_s"
-            )
+    other, of, schemas, servers = copy.copy(task), {}, [], list[Server]()
     try:
+        for entry in entries:
+            servers.append(server := Server(entry))
+            if server.deadline_s > reply_s:
+                raise ValueError(
+                    f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of "
+                    f"timeout_s and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower "
+                    "timeout_s or raise env.score_timeout_s"
+                )
         for server in servers:
             found = server.schemas()
             schemas += found

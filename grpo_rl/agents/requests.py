@@ -75,8 +75,9 @@ def read_json(body: bytes) -> Any:
         RequestError: it is not JSON, or has lone surrogates, which no tokenizer takes.
     """
     try:
-        found = json.loads(body)
-        if b"\\ud" in body.lower():
+        # As UTF-8 alone: of bytes `json` also takes lone surrogates, and UTF-16.
+        found = json.loads(text := body.decode("utf-8-sig"))
+        if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except (ValueError, RecursionError) as error:

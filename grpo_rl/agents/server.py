@@ -71,8 +71,6 @@ class ChatServer:
         """Fields of requests that were ignored or replaced, in words, each once; the first hundred."""
         self.problems: dict[str, str] = {}
         """Misuses of the endpoint that cost agents calls, each kind once."""
-        self.rewards: dict[str, float] = {}
-        """Rewards that agents have sent, by the session's key."""
         self._connections: WeakKeyDictionary[Session, set[web.RequestHandler]] = WeakKeyDictionary()
         self._begun = int(time.time())
         self._runner: web.AppRunner | None = None
@@ -143,10 +141,9 @@ class ChatServer:
         self._sessions[key] = session
         return key
 
-    def end(self, key: str) -> float | None:
-        """Ends a session, and returns the reward that its agent sent, if any."""
+    def end(self, key: str) -> None:
+        """Ends a session: its key opens nothing any more."""
         self._sessions.pop(key).ended = True
-        return self.rewards.pop(key, None)
 
     def _session(self, request: web.Request) -> tuple[str, Session]:
         if self._stranger and not names_this_machine(request.host):  # any key opens a session
@@ -187,7 +184,7 @@ class ChatServer:
         return web.json_response(model)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        key, _ = self._session(request)
+        _, session = self._session(request)
         body = await _read(request, read_json)
         reward = body.get("reward") if isinstance(body, dict) else None
         number = finite(reward)
@@ -195,7 +192,7 @@ class ChatServer:
             raise RequestError(f"reward is {reward!r:.80}; it must be a finite number", "reward")
         if not self._takes_rewards:
             raise RequestError("env.scorer gives the reward of this session; it takes no other", "reward")
-        self.rewards[key] = number
+        session.reward = number
         return web.json_response({"reward": reward})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

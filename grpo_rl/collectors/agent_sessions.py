@@ -144,21 +144,22 @@ class AgentSessions:
             if isinstance(result, str):
                 played.final = result
             elif result is not None:
-                self._tell(key, result)
+                self._tell(session, result)
         except (AgentError, TimeoutError) as error:
             kind = "timeout" if isinstance(error, TimeoutError) else "error"
             played.failure = Failure(kind, f"the agent failed on {where}, session {number}: {error}")
         finally:
-            played.told = self._server.end(key)
+            self._server.end(key)
+            played.told = session.reward
         return played
 
-    def _tell(self, key: str, result: object) -> None:
+    def _tell(self, session: Session, result: object) -> None:
         number = finite(result)
         if number is None:
             raise AgentError(f"its result is a {type(result).__name__}; it must be a finite number, a text or None")
         if not self._settings.tells:
             raise AgentError("it returned a number, and env.scorer gives the reward; return a text or None")
-        self._server.rewards[key] = number
+        session.reward = number
 
     def judge(self, row: dict, where: str, sessions: Sequence[Played]) -> list[Reward | Failure]:
         """The reward of each session about one row, or why it has none.

@@ -207,7 +207,8 @@ def test_a_reward_is_sent_by_a_call_and_an_ended_session_takes_none(play, tokeni
             for wrong in (b"", b'"reward": true', b'"reward": NaN', b'"reward": "1"', b'"reward": 1' + b"0" * 400):
                 status, told = await served.raw("/reward", b"{" + wrong + b"}")
                 assert status == 400 and told["error"]["param"] == "reward"
-            assert served.server.end(served.key) == 0.5 and served.played.session.ended
+            served.server.end(served.key)
+            assert served.played.session.reward == 0.5 and served.played.session.ended
             assert (await served.raw("/reward", b'{"reward": 1}'))[0] == 401
             with pytest.raises(openai.AuthenticationError, match="no session has this key"):
                 await served.chat(user("p"))
