@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    import wandb
+from typing import Any, Literal
 
 ID_FILE = "wandb_id"
 SECTION = "a_overview"
