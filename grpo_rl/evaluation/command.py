@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.policies.model_folder import check_name, local_path
-from grpo_rl.settings.evaluation import URL, EvalSettings, read_eval, task_settings
+from grpo_rl.settings.evaluation import URL, read_eval, task_settings
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
 
@@ -53,12 +53,8 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
-    base = _folder(own)
+    base = Path(own.out or time.strftime("evaluations/%Y-%m-%d/%H-%M-%S"))
     if len(models) == 1:
         return evaluate_model(models[0], own, settings, rest, base)
     codes = [evaluate_model(model, own, settings, rest, base / part) for model, part in zip(models, "ab", strict=True)]
     return max(codes) or compare(base / "a", base / "b")
-
-
-def _folder(own: EvalSettings) -> Path:
-    return Path(own.out) if own.out else Path("evaluations", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))

@@ -24,7 +24,6 @@ class LocalSource:
 
     Args:
         tasks: the settings of each task, which share the engine's.
-        responses: the most that one task asks for at a time.
     """
 
     def __init__(self, folder: Path, tasks: dict[str, Settings], rows: int | None, samples: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class TrackioLog:
         import trackio
 
         id_file, name = run_dir / ID_FILE, name or run_name(run_dir)
-        with _quiet():
+        with contextlib.redirect_stdout(io.StringIO()):  # what trackio prints stays out of the terminal
             if id_file.exists():
                 before = id_file.read_text().strip()
                 with contextlib.suppress(ValueError):  # the project is not there: killed before it wrote anything
@@ -62,12 +62,5 @@ class TrackioLog:
 
     def close(self, exit_code: int = 0) -> None:
         """Writes what is left."""
-        with _quiet():
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what trackio prints out of the terminal."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield

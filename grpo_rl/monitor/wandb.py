@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    import wandb
+from typing import Any, Literal
 
 ID_FILE = "wandb_id"
 SECTION = "a_overview"
@@ -176,9 +173,7 @@ def with_overview(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _set_aside(run_dir: Path) -> bool:
     """Renames the folders of earlier offline runs, and returns whether there were any; uploaded ones stay."""
-    found = False
-    for folder in (run_dir / "wandb").glob("offline-run-*"):
-        if not any(folder.glob("*.synced")):
-            folder.rename(folder.with_name(f"abandoned-{folder.name}"))
-            found = True
-    return found
+    found = [folder for folder in (run_dir / "wandb").glob("offline-run-*") if not any(folder.glob("*.synced"))]
+    for folder in found:
+        folder.rename(folder.with_name(f"abandoned-{folder.name}"))
+    return bool(found)

@@ -56,9 +56,7 @@ def charts(names: Sequence[str], stale: bool) -> list[Chart]:
     Args:
         stale: some token was; in synchronous training every token is fresh, and a chart of zeros would take room.
     """
-    known = list(known_charts(names))
-    if not stale:
-        known = [chart for chart in known if chart.title != "Staleness"]
+    known = [chart for chart in known_charts(names) if stale or chart.title != "Staleness"]
     drawn = {name for chart in known for name in chart.series} | {"staleness/mean", "staleness/max"} | CLOCKS
     others: dict[str, dict[str, str]] = {}
     for name in names:
@@ -86,7 +84,7 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         merged.setdefault(row["step"], {}).update(row)
     points = [merged[step] for step in sorted(merged)]
     bins = binned(points)
-    last = [min(i + len(bins[0]), len(points)) - 1 for i in range(0, len(points), len(bins[0]))] if bins else []
+    last = [end - 1 for end in accumulate(map(len, bins))]
     names = {name: None for point in points for name in point if name not in {"step"} | CLOCKS}
     columns: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -46,14 +46,13 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         found = compare.run_folders(runs)
         if found == runs and len(runs) == 1:
             sections, head, source = page.SECTIONS, page.SUMMARY, runs[0]
-            path = runs[0] / REPORT
         else:
             sections, head, source = compare.SECTIONS, compare.SUMMARY, found
-            path = runs[0] / REPORT if len(runs) == 1 else Path(COMPARISON)
         build = partial(page.build, sections, source, head)
         if options.serve or options.demo:
             live = serve.LivePage(build, partial(page.assemble, sections, live=True), partial(serve.state_of, found))
             return serve.serve(live, options.port)
-        write_whole(options.output or path, page.assemble(sections, build()))
-    print(options.output or path)
+        path = options.output or (runs[0] / REPORT if len(runs) == 1 else Path(COMPARISON))
+        write_whole(path, page.assemble(sections, build()))
+    print(path)
     return 0
