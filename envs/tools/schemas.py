@@ -22,7 +22,8 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """The JSON schema of each tool, as OpenAI writes it; a function's is made of its types and its docstring.
 
     Raises:
-        ValueError: a function lacks a type or a description, a schema has no name, or two tools have the same.
+        ValueError: a function lacks a type or a description, a schema has no name or is none of an object, or two tools
+            have the same name.
 
     >>> def add(a: int, b: int) -> int:
     ...     \"\"\"Adds two numbers.
@@ -44,6 +45,14 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         function = schema["function"]
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"the tool {tool!r:.80} has no name; a schema is {{name, description, parameters}}")
+        parameters = function.get("parameters") or {}
+        required = parameters.get("required") or [] if isinstance(parameters, Mapping) else None
+        if (
+            not isinstance(required, list | tuple)
+            or not all(isinstance(key, str) for key in required)
+            or not isinstance(parameters.get("properties") or {}, Mapping)
+        ):
+            raise ValueError(f"the parameters of the tool {function['name']} are no JSON schema of an object")
         schemas.append(schema)
     names = [schema["function"]["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -175,6 +175,8 @@ class Session:
         """The kinds of trouble that made the record worse than it could be, with the first example of each."""
         self.ended = False
         """No further call is taken, and responses that are under way are not recorded."""
+        self.reward: float | None = None
+        """The last reward that its agent has sent."""
         self._by_history: dict[bytes, Response] = {}
         self._parsers: dict[bytes, ToolParser] = {}
         self._asked: set[bytes] = set()

@@ -82,8 +82,10 @@ class Endpoint:
         try:
             choice = answer["choices"][0]
             tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
-            # A model that only reasons up to the limit has no content.
-            return Reply(choice["message"].get("content") or "", int(tokens), choice.get("finish_reason") == "length")
+            text = choice["message"].get("content") or ""  # a model that only reasons up to the limit has none
+            if not isinstance(text, str) or not isinstance(tokens, int):
+                raise TypeError("a text as content, or a whole number of completion_tokens")
+            return Reply(text, tokens, choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.url} is no chat endpoint: its response lacks {error}") from error
 

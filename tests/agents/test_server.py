@@ -235,7 +235,13 @@ def test_errors_are_openais(play, tokenizer):
             with pytest.raises(openai.NotFoundError):
                 await served.client.embeddings.create(model="tiny", input="p")
             assert not served.played.seen
-            for body in (b"{", b"[]", b"3", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 1900):
+            lone = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+            spelt = (
+                lone.encode(),
+                lone.encode("utf-16"),
+                lone.replace("\\ud800", "\ud800").encode("utf-8", "surrogatepass"),
+            )
+            for body in (b"{", b"[]", b"3", *spelt, b"[" * 1900):
                 status, told = await served.raw("/chat/completions", body)
                 assert status == 400 and told["error"]["type"] == "invalid_request_error"
             await served.chat(user("p"))

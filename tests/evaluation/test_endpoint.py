@@ -33,6 +33,13 @@ def test_a_response_at_the_length_limit_is_truncated_and_one_without_content_is_
     assert (reply.text, reply.truncated) == ("", True)
 
 
+@pytest.mark.parametrize("usage, content", [(float("inf"), "a"), ("5", "a"), (5, [{"type": "text", "text": "a"}])])
+def test_a_response_of_the_wrong_types_names_the_server(server, usage, content):
+    server.respond, server.usage = lambda body: content, {"completion_tokens": usage}
+    with pytest.raises(ValueError, match=rf"{server.url} is no chat endpoint"):
+        Endpoint(server.url).respond(asked("a"), 1, SAMPLING)
+
+
 def test_what_fails_for_now_is_repeated_and_waits_as_long_as_the_server_asks(server):
     waits = []
     server.replies = [(429, {"Retry-After": "2.5"}), (503, {}), ConnectionResetError]

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_no_refusal_of_an_entry_repeats_its_secrets(entry):
     with pytest.raises(ValueError, match="env.mcp") as refused:
         Server(entry)
     assert "planted" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [{"required": [["a"]]}, {"required": "a"}, {"properties": ["a"]}, ["a"]])
+def test_a_schema_that_describes_no_object_is_refused_before_a_call_reads_it(task, monkeypatch, wrong):
+    monkeypatch.setattr(Server, "schemas", lambda self: [{"name": "add", "parameters": wrong}])
+    with pytest.raises(ValueError, match="the parameters of the tool add are no JSON schema"):
+        with_mcp(task, [COMMAND])
+
+
+def test_a_wrong_entry_leaves_no_thread_of_the_entries_before_it(task):
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no-such-program"):
+        with_mcp(task, [COMMAND, "no-such-program"])
+    assert threading.active_count() == before
 
 
 def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
