@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import runpy
@@ -132,8 +131,7 @@ def tiny_run(folder: str | Path) -> list[str]:
 
 def run_script(script: str | Path, overrides: Sequence[str], folder: str | Path) -> Path:
     """Runs a script of sota/ in this process; the run's folder."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *overrides, f"hydra.run.dir={folder}"]))
+    with mock.patch.object(sys, "argv", [str(script), *overrides, f"hydra.run.dir={folder}"]):
         runpy.run_path(str(script), run_name="__main__")
     return Path(folder)
 

@@ -123,22 +123,6 @@ class RayEngine(AsyncEngine, EngineControl):
         return await self._call("generate", request_id, list(prompt), n, sampling)
 
     @override
-    async def abort(self, *request_ids: str) -> None:
-        await self._call("abort", *request_ids)
-
-    @override
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    @override
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    @override
-    async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        return await self._call("fingerprints", {name: list(shape) for name, shape in shapes.items()}, read_back)
-
-    @override
     async def check_health(self) -> None:
         await self._call("check_health")
 

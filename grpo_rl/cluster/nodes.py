@@ -256,21 +256,18 @@ def _call(function: Callable[..., Any], arguments: tuple) -> Any:
 
 
 @contextmanager
-def places(
-    bundles: Sequence[Mapping[str, float]], strategy: str = "PACK", deadline_s: float = 60.0
-) -> Iterator[PlacementGroup]:
+def places(bundles: Sequence[Mapping[str, float]], deadline_s: float = 60.0) -> Iterator[PlacementGroup]:
     """Reserves resources for actors, each bundle on one node; taken all at once, and given back at the end.
 
     Args:
         bundles: resources that each actor needs, such as ``{"CPU": 1, "GPU": 2}``.
-        strategy: how bundles are spread over nodes, as Ray names it.
 
     Raises:
         ValueError: the cluster has no room for them; with what it lacks.
     """
     if short := _lacking(bundles):
         raise ValueError(f"{short}; ask for fewer devices, or add nodes")
-    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     try:
         try:
             with waiting("places in the cluster", f"{len(bundles)} bundles", deadline_s):

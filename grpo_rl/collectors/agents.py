@@ -56,7 +56,7 @@ class AgentGroups:
         kept = [(one, result) for one, result in zip(sessions, results, strict=True) if isinstance(result, Reward)]
         if len(kept) < 2:
             return None
-        recorded = [(played, result, sequence) for played, result in kept for sequence in played.session.sequences()]
+        recorded = [(played, reward, sequence) for played, reward in kept for sequence in played.session.sequences()]
         self._counts["sequences"] += len(recorded)
         # A group has one prompt, of a token at least; a chat template begins all conversations alike, as a rule.
         begin = Counter(sequence.prompt_ids[0] for *_, sequence in recorded).most_common(1)[0][0]
@@ -66,7 +66,7 @@ class AgentGroups:
             return None
         group = group_of_sequences(prompt, [sequence for *_, sequence in recorded])
         group = replace(group, sessions=torch.tensor([played.number for played, *_ in recorded]))
-        return rewarded(group, [result for _, result, _ in recorded])
+        return rewarded(group, [reward for _, reward, _ in recorded])
 
     def metrics(self) -> dict[str, float]:
         """Counts of sessions, calls and sequences so far; see `grpo_rl.agents.recorder.Session.counts`."""

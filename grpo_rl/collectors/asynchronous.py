@@ -72,7 +72,6 @@ class AsyncCollector(Collector):
         self.staleness = StalenessManager(env.num_envs, max_staleness, weights.version)
         self._scheduler = RolloutScheduler(self.staleness, self._next_prompt, self._sample)
         self.sample_s = 0.0
-        """Seconds spent waiting for the last collection."""
         self.sampled: list[Group] = []
         """The groups of the last collection, and zero-variance groups that were dropped since the one before."""
         self.collected = collected

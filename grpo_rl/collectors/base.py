@@ -77,12 +77,12 @@ class Collector(Protocol):
         ...
 
     def events(self) -> list[str]:
-        """Messages for the user about what has happened since the last call."""
-        ...
+        """Messages for the user about what has happened since the last call; none by default."""
+        return []
 
     def take_sampled(self) -> list[Sampled]:
         """The groups that engines have sampled since the last call; empty where sampling is a phase of the step."""
-        ...
+        return []
 
     def shutdown(self) -> None:
         """Ends the sampling that is under way; the engines stay alive."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.collectors.base import Collector, Sampled
+from grpo_rl.collectors.base import Collector
 from grpo_rl.data.group import Group
 from grpo_rl.envs.demonstrations import Demonstrations
 
@@ -46,14 +46,6 @@ class DemonstrationCollector(Collector):
     def metrics(self) -> dict[str, float]:
         """The passes over the data so far."""
         return {"train/epoch": self.collected / len(self._demonstrations)}
-
-    def events(self) -> list[str]:
-        """Empty: nothing goes on beside training."""
-        return []
-
-    def take_sampled(self) -> list[Sampled]:
-        """Empty: no engine samples."""
-        return []
 
     def shutdown(self) -> None:
         """Ends nothing."""

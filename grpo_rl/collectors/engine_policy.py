@@ -51,11 +51,11 @@ class EnginePolicy(TensorDictModuleBase):
         Kept sets and the experts of each token, of prompt and response, come with them where the engine gives any.
         """
         rows = list(tensordict.unbind(0))
-        is_done = [bool(row.get("done", False)) for row in rows]
-        for row in (row for row, done in zip(rows, is_done, strict=True) if done):
-            write([row], _NOTHING, self.engine.max_model_len)
         calls: dict[Sampling, list[TensorDictBase]] = {}
-        for row in (row for row, done in zip(rows, is_done, strict=True) if not done):
+        for row in rows:
+            if row.get("done", False):
+                write([row], _NOTHING, self.engine.max_model_len)
+                continue
             sampling = turn_sampling(len(row[keys.TOKENS_PROMPT]), self.sampling, self.engine.max_model_len)
             calls.setdefault(sampling, []).append(row)
         for sampling, asked in calls.items():

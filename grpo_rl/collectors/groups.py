@@ -14,7 +14,7 @@ from grpo_rl.data import keys
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples
-from grpo_rl.envs.base import Failure, Prompt, Reward
+from grpo_rl.envs.base import Prompt, Reward
 from grpo_rl.envs.rows import dialog_of, next_of
 
 
@@ -192,20 +192,13 @@ def _routes(prompt: int, lengths: Sequence[int], trajectories: Sequence[Trajecto
     return {"routes": torch.cat(whole), "prompt_routes": known[0][:prompt]}
 
 
-def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
-    """The group with its rewards, without the responses that have none; None where fewer than two are left.
+def rewarded(group: Group, rewards: Sequence[Reward]) -> Group:
+    """The group with the rewards of its responses.
 
     >>> from grpo_rl.testing import random_group
-    >>> right, wrong = Reward({"right": 1.0}), Reward({"right": 0.0})
-    >>> group = rewarded(random_group(lengths=[1, 2, 3]), [right, Failure("timeout", "…"), wrong])
-    >>> group.lengths.tolist(), group.rewards.tolist()
-    ([1, 3], [1.0, 0.0])
+    >>> rewarded(random_group(lengths=[1, 3]), [Reward({"right": 1.0}), Reward({"right": 0.0})]).rewards.tolist()
+    [1.0, 0.0]
     """
-    rewards = [result for result in results if isinstance(result, Reward)]
-    if len(rewards) < 2:
-        return None
-    if len(rewards) < group.size:
-        group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
     return replace(
         group,
         rewards=_numbers(reward.total for reward in rewards),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
+from grpo_rl.collectors.base import Collector, env_state, restore_env
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollouts import Policy, note, play_all
 from grpo_rl.data.group import Group
@@ -58,7 +58,6 @@ class SyncCollector(Collector):
         self.filtered_groups = 0
         """Zero-variance groups left out so far."""
         self.sampled: list[Group] = []
-        """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
 
     def collect(self) -> list[Group]:
         """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
@@ -107,10 +106,6 @@ class SyncCollector(Collector):
     def events(self) -> list[str]:
         """Messages about the requests of agents: what else goes wrong here is raised."""
         return self._agents.groups.events() if self._agents else []
-
-    def take_sampled(self) -> list[Sampled]:
-        """Empty: sampling is a phase of the step."""
-        return []
 
     def shutdown(self) -> None:
         """Ends the endpoint of agents, if there is one: between two collections no group is in flight."""

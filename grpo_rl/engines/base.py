@@ -320,25 +320,9 @@ class AsyncEngine(Protocol):
 
         Raises:
             ValueError: as :meth:`Engine.generate`.
-            AbortedError: :meth:`abort` was called.
+            AbortedError: it was aborted.
             EngineDeadError: the engine died, or hangs.
         """
-        ...
-
-    async def abort(self, *request_ids: str) -> None:
-        """Ends requests that are under way."""
-        ...
-
-    async def pause(self) -> None:
-        """Holds all requests where they are; once it has returned, no token is under way."""
-        ...
-
-    async def resume(self) -> None:
-        """Goes on with the requests that were held, and those that came in the pause."""
-        ...
-
-    async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`Engine.fingerprints`."""
         ...
 
     async def check_health(self) -> None:

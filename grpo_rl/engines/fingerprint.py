@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import count
-from typing import Protocol, SupportsInt
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from grpo_rl.engines.fingerprint_triton import TritonBatch
 
 _MASK = (1 << 64) - 1
 _MAX_WORDS = 1 << 18
@@ -47,10 +50,8 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     """
     if tensor.element_size() < 2:
         raise ValueError(f"fingerprints need 16-bit elements or wider, not {tensor.dtype}")
-    if tensor.device.type == "cuda" and tensor.element_size() < 8:
-        batch = batch_on(tensor.device)
-        if batch:
-            return int(batch.add(tensor, row_start, column_start))
+    if tensor.element_size() < 8 and (batch := batch_on(tensor.device)):
+        return int(batch.add(tensor, row_start, column_start))
     words_per_element = tensor.element_size() // 2
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     rows, columns = matrix.shape[0], matrix.shape[1] * words_per_element
@@ -68,15 +69,7 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     return int(total) & _MASK
 
 
-class Batch(Protocol):
-    """Fingerprints that are computed later, many at a time."""
-
-    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> SupportsInt:
-        """The fingerprint of a tensor that stays as it is until ``int`` of it is asked for."""
-        ...
-
-
-def batch_on(device: torch.device | str) -> Batch | None:
+def batch_on(device: torch.device | str) -> TritonBatch | None:
     """The function that computes fingerprints on the device in few kernels; None where only one at a time can be.
 
     Triton may be there and fail: it builds its launchers with a C compiler and Python's headers.

@@ -44,7 +44,7 @@ HELD_BYTES = 1 << 29
 
 
 class TritonBatch:
-    """See :class:`grpo_rl.engines.fingerprint.Batch`; all tensors are on one device."""
+    """Fingerprints that are computed later, many at a time; all tensors are on one device."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -53,7 +53,7 @@ class TritonBatch:
         self._numbers: list[int] = []
 
     def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> PendingFingerprint:
-        """See :meth:`grpo_rl.engines.fingerprint.Batch.add`."""
+        """The fingerprint of a tensor that stays as it is until ``int`` of it is asked for."""
         number = sum(map(len, self._launched)) + len(self._numbers) + len(self._pieces)
         self._pieces.append(Piece(tensor, row_start, column_start))
         self._bytes += tensor.nbytes
@@ -100,13 +100,11 @@ def works_on(device: torch.device | str) -> bool:
 
 def sums_of(pieces: Sequence[Piece]) -> Tensor:
     """The fingerprint of each piece as a signed number, [n], on the pieces' device."""
-    held = [tensor.detach().contiguous() for tensor, _, _ in pieces]  # by name: a copy must outlive the launch
-    described = tuple(
-        _described(tensor, row_start, column_start)
-        for tensor, (_, row_start, column_start) in zip(held, pieces, strict=True)
-    )
-    tiles, table = _tiles(described, held[0].device)
-    sums = torch.zeros(len(held), dtype=torch.int64, device=held[0].device)
+    # By name: a copy must outlive the launch.
+    held = [piece._replace(tensor=piece.tensor.detach().contiguous()) for piece in pieces]
+    device = held[0].tensor.device
+    tiles, table = _tiles(tuple(_described(*piece) for piece in held), device)
+    sums = torch.zeros(len(held), dtype=torch.int64, device=device)
     with torch.cuda.device_of(sums):
         _add_tiles[(len(tiles),)](tiles, table, sums, TILE_ROWS, TILE_COLUMNS, FIELDS)
     return sums

@@ -158,10 +158,6 @@ class RemoteTransport(Transport):
 
     # What vLLM's own trainers call; see vllm.distributed.weight_transfer.base.VLLMWeightSyncClient.
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects the engines with the trainer."""
-        self.call("init_weight_transfer_engine", init_info, what="connecting")
-
     def start_weight_update(self) -> None:
         """Begins an update."""
         self.call("start_weight_update", what="the start of an update")

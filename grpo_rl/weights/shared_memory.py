@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -134,11 +133,8 @@ class SharedMemoryTransport(RemoteTransport):
             "names": names,
         }
         first = entries[0][0] if entries else "nothing"
-        self._under_way[number % 2] = (
-            number,
-            self.submit("update_weights", bucket),
-            f"bucket {number} of version {version}, {first} …",
-        )
+        calls = self.submit("update_weights", bucket)
+        self._under_way[number % 2] = number, calls, f"bucket {number} of version {version}, {first} …"
 
     def _ready(self, number: int) -> None:
         """Waits until the engines are done with what a bucket will be written over."""
@@ -156,7 +152,7 @@ class SharedMemoryTransport(RemoteTransport):
         self._memory.close()
 
 
-class Memory(ABC):
+class Memory:
     """Memory in two halves, which engines open by a path or a handle.
 
     Args:
@@ -180,13 +176,14 @@ class Memory(ABC):
         """Copies a tensor's bytes, from whatever device."""
         self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
-    @abstractmethod
     def settle(self) -> None:
         """Returns when all that was written can be read."""
+        if self._bytes.device.type == "cuda":  # another process does not wait for this one's stream
+            torch.cuda.current_stream(self._bytes.device).synchronize()
 
-    @abstractmethod
     def close(self) -> None:
         """Frees it; engines that have it mapped keep it until they map another or end."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class SharedMemory(Memory):
@@ -211,13 +208,9 @@ class SharedMemory(Memory):
         self._bytes = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
 
     @override
-    def settle(self) -> None:
-        pass  # copies into the host's memory are over when they return
-
-    @override
     def close(self) -> None:
         if self._file is not None:
-            self._bytes = torch.empty(0, dtype=torch.uint8)
+            super().close()
             os.close(self._file)
             self._file = None
 
@@ -231,15 +224,6 @@ class GpuMemory(Memory):
         # PyTorch counts who opens it. An engine that died has not given it back: the memory then stays until this
         # process ends, as it would have anyway.
         self.handle = handle_of(self._bytes)
-
-    @override
-    def settle(self) -> None:
-        if self._bytes.device.type == "cuda":  # another process does not wait for this one's stream
-            torch.cuda.current_stream(self._bytes.device).synchronize()
-
-    @override
-    def close(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def _aligned(size: int) -> int:

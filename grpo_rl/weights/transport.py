@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from grpo_rl.engines.base import ADAPTER_NAME, Engine
-from grpo_rl.engines.fingerprint import Batch, batch_on, digest, fingerprint
+from grpo_rl.engines.fingerprint import batch_on, digest, fingerprint
 
 
 class WeightDeliveryError(RuntimeError):
@@ -159,20 +160,15 @@ class PushProofs:
     """The numbers by which engines prove what they hold of one push; on a GPU computed later, many at a time."""
 
     def __init__(self) -> None:
-        self._batch: tuple[torch.device, Batch | None] | None = None
+        self._batch_on = functools.cache(batch_on)
 
     def number(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
-        """The tensor's :func:`proof`."""
-        if self._batch is None or self._batch[0] != tensor.device:
-            self._batch = tensor.device, batch_on(tensor.device)
-        batch = self._batch[1]
-        return proof(name, tensor, by_bytes) if by_bytes or batch is None else batch.add(tensor)
+        """The tensor's fingerprint, or the digest of its bytes.
 
-
-def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:
-    """The number by which an engine proves that it holds the tensor: its fingerprint, or the digest of its bytes.
-
-    Args:
-        by_bytes: engines answer with digests, except for adapters.
-    """
-    return digest(tensor) if by_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)
+        Args:
+            by_bytes: engines answer with digests, except for adapters.
+        """
+        if by_bytes:
+            return fingerprint(tensor) if ADAPTER_NAME.fullmatch(name) else digest(tensor)
+        batch = self._batch_on(tensor.device)
+        return batch.add(tensor) if batch else fingerprint(tensor)

@@ -16,7 +16,7 @@ from grpo_rl.data import keys
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.testing import random_group
 
 
@@ -169,8 +169,8 @@ def test_groups_have_zero_variance_by_what_their_advantages_are_made_of():
 
 
 def test_a_part_that_a_response_lacks_makes_no_difference_in_it():
-    rewards = [Reward({"a": 1.0}), Reward({"b": 2.0}), Reward({"a": 1.0, "b": 2.0}), Failure("error", "...")]
-    group = rewarded(random_group(lengths=[1, 1, 1, 1]), rewards)
+    rewards = [Reward({"a": 1.0}), Reward({"b": 2.0}), Reward({"a": 1.0, "b": 2.0})]
+    group = rewarded(random_group(lengths=[1, 1, 1]), rewards)
     assert group.rewards.tolist() == [1.0, 2.0, 3.0]
     assert str(group.reward_parts["a"].tolist()) == "[1.0, nan, 1.0]"
     assert str(group.reward_parts["b"].tolist()) == "[nan, 2.0, 2.0]"

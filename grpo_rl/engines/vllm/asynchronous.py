@@ -132,19 +132,19 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 
-    @override
     async def abort(self, *request_ids: str) -> None:
+        """Ends requests that are under way."""
         await self._within("an abort", self._core.abort(request_ids))
 
-    @override
     async def pause(self) -> None:
+        """Holds all requests where they are; once it has returned, no token is under way."""
         # Not `AsyncLLM.pause_generation`, which waits another 20 ms so that the last tokens are seen before it returns.
         call = self._core.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keep_cache)  # pyrefly: ignore[missing-attribute]
         await self._within("a pause", call)
         self._pauses += 1
 
-    @override
     async def resume(self) -> None:
+        """Goes on with the requests that were held, and those that came in the pause."""
         await self._within("going on", self._core.resume_generation())
 
     @override
@@ -200,8 +200,8 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         """Bytes of the KV cache that vLLM found to be left when it started; 0 on a CPU."""
         return (await self._within("asking for its cache", self._core.collective_rpc("cache_bytes")))[0]
 
-    @override
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
+        """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         plain = {name: list(shape) for name, shape in shapes.items()}
         arguments = (plain, str(self.dtype).removeprefix("torch."), self.proves_bytes and not read_back)
         call = self._core.collective_rpc("held_fingerprints", args=arguments)

@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class VLLMEngine(VLLMBase, Engine):
         super().__init__(model, max_model_len, **settings)
         self._asleep = False
         self._requests: dict[str, tuple[int, Sampling, str | None]] = {}
-        self._keys = map(str, count())
+        self._keys = map(str, count()) if self._records_routes else repeat(None)
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
             with threads_kept() if self._can_free else nullcontext():
@@ -61,13 +61,10 @@ class VLLMEngine(VLLMBase, Engine):
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        keys = [self._new_key() for _ in prompts]
+        keys = [next(self._keys) for _ in prompts]
         parameters = [self._parameters(n, sampling, key) for key in keys]
         outputs = self._llm.generate(requests, parameters, use_tqdm=False, lora_request=self._adapter)
         return [self._samples(output, sampling, key) for output, key in zip(outputs, keys, strict=True)]
-
-    def _new_key(self) -> str | None:
-        return next(self._keys) if self._records_routes else None
 
     def _samples(self, output: RequestOutput, sampling: Sampling, key: str | None) -> Samples:
         samples = samples_of(output, self.version, sampling, self._vocabulary)
@@ -79,7 +76,7 @@ class VLLMEngine(VLLMBase, Engine):
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
-        key = self._new_key()
+        key = next(self._keys)
         parameters = self._parameters(1, sampling, key)
         self._requests[str(request)] = request, sampling, key
         self._llm.llm_engine.add_request(

@@ -134,12 +134,11 @@ def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
         LookupError: there is none.
     """
     parent, _, leaf = path.rpartition(".")
+    index = 0
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if leaf in parts:
             leaf, index = fused, parts.index(leaf)
             break
-    else:
-        index = 0
     try:
         return model.get_submodule(f"{parent}.{leaf}" if parent else leaf), index
     except AttributeError as error:
