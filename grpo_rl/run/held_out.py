@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.held_out_log import HeldOutLog
+from grpo_rl.monitor.metrics import finite_mean
 from grpo_rl.run.best import BestTracker
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.training.evaluate import Evaluation, Sessions, evaluate, row_scores
@@ -114,7 +114,7 @@ class HeldOut:
             of_task, more = on_rank_zero(lambda task=task: self._evaluate(task.env, task.rows, task.samples, engine))
             metrics |= {name.replace("eval/", f"eval/{task.name}/", 1): v for name, v in of_task.metrics().items()}
             scores |= {f"{task.name}/{name}": values for name, values in more.items()}
-        metrics |= {f"eval/{name}": _mean(values) for name, values in scores.items()}
+        metrics |= {f"eval/{name}": finite_mean(values) for name, values in scores.items()}
         if not (self._plan.keep_best or self._plan.patience):
             return Evaluated(metrics)
         if self._plan.score not in scores:
@@ -171,10 +171,4 @@ class HeldOut:
         if not self.tracker.best:
             return {}
         step, scores = self.tracker.best
-        return {"best_step": step, f"best_{self._plan.score}": _mean(scores)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean of the rows that have a score; NaN where none has."""
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
+        return {"best_step": step, f"best_{self._plan.score}": finite_mean(scores)}
