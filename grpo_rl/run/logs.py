@@ -137,8 +137,7 @@ def _log_of(folder: Path) -> Path:
 
 def _log_line(path: Path, text: str) -> None:
     """Appends a line as Hydra writes it; not through its handlers, which print it in the terminal again."""
-    now = datetime.now()
-    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+    stamp = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
     # A full disk is named by the files that matter.
     with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"[{stamp}][grpo_rl.run][INFO] - {text}\n")
