@@ -20,14 +20,11 @@ from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
-from grpo_rl.settings.mixture import Entry, entries, read_tasks
+from grpo_rl.settings.mixture import OF_DATA, Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
-
-OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
-"""Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 
 
 def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool = True) -> LLMEnv:
@@ -66,8 +63,8 @@ def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any)
 
 
 def _own(settings: Settings) -> dict[str, Any]:
-    """The settings of the task and of the environment."""
-    own = {name: settings.env[name] for name in settings.env if name not in (*OF_DATA, "transforms")}
+    """The settings of the task and of the environment: all but those that say where rows come from."""
+    own = {name: settings.env[name] for name in settings.env if name not in ("dataset", *OF_DATA, "transforms")}
     return own | {"tool_parser": tool_parser_of(settings)}
 
 

@@ -14,7 +14,7 @@ from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
 
 OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
-"""Settings of ``env`` that each task of a mixture has its own of."""
+"""Settings of ``env`` that say where rows come from; each task of a mixture has its own."""
 SHARED = (
     "num_envs", "repeats", "long_prompt", "max_turns", "score_timeout_s", "max_failed_fraction", "isolated", "rewards",
     "curriculum", "tool_parser", "mcp",
