@@ -198,7 +198,8 @@ def begin(
 
 
 def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:
-    """The options of a run in the settings' mode."""
+    """The options of a run in the settings' mode; its origin, where it resumes, is built on that of its first start."""
+    before = folder.restored[1].get("origin") if folder.restored else None
     return RunOptions(
         train,
         settings.evaluate.frequency,
@@ -207,14 +208,8 @@ def options(settings: Settings, train: Train, folder: RunFolder, model: Path) ->
         settings.train_model.lora.export,
         {"async": "wait", "sft": "read"}.get(settings.mode or "", "sample"),
         settings.inference_model.sleep,
-        origin_of(settings, folder, model),
+        origin(folder.config, before) | revisions(model, settings.env, before),
     )
-
-
-def origin_of(settings: Settings, folder: RunFolder, model: Path) -> dict[str, Any]:
-    """The entries of ``summary.json`` on command, code and commits of the hub; of a run that resumes, the first's."""
-    before = folder.restored[1].get("origin") if folder.restored else None
-    return origin(folder.config, before) | revisions(model, settings.env, before)
 
 
 def open_folder(
