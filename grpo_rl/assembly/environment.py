@@ -18,7 +18,7 @@ from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
-from grpo_rl.run.held_out import HeldOutTask, Plan
+from grpo_rl.run.held_out import HeldOutTask
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.mixture import OF_DATA, Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
@@ -148,22 +148,20 @@ def make_eval_env(
     return env
 
 
-def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
-    """The plan of all evaluations other than greedy responses to the training task's held-out rows.
+def eval_tasks(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> list[HeldOutTask]:
+    """The tasks of ``evaluate.tasks`` with their held-out rows.
 
     Raises:
         ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
             name of ``evaluate.score``.
     """
-    wanted, tasks = settings.evaluate, []
-    for given, own in zip(read_tasks(wanted.tasks), settings_of_eval_tasks(settings), strict=True):
+    tasks = []
+    for given, own in zip(read_tasks(settings.evaluate.tasks), settings_of_eval_tasks(settings), strict=True):
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
         env = make_eval_env(own, tokenizer, given.rows, remedy)
         tasks.append(HeldOutTask(short_name(given.task), env, env.task.rows, given.samples))
-    _check_score(wanted, env_of_training, tasks)
-    return Plan(
-        wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
-    )
+    _check_score(settings.evaluate, env_of_training, tasks)
+    return tasks
 
 
 def _check_score(wanted: Evaluate, env: LLMEnv, others: Sequence[HeldOutTask]) -> None:
