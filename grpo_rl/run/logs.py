@@ -65,9 +65,7 @@ class RunLogs:
         )
         for row in read_metrics(folder) if resumes else ():
             self._advise(row)
-        self.loggers = Loggers(self.note, folder)
-        if rank_zero:
-            self.loggers = open_loggers(logger, folder, config, self.note)
+        self.loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
         self.last_words: list[str] = []
         """The exit message: lines shown when all else is closed, unless an error ends the run."""
 
