@@ -144,7 +144,10 @@ class HeldOut:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""
         if not self.before:
             return {}
-        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))} | self._of_best()
+        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
+        if self.tracker.best:
+            best_step, scores = self.tracker.best
+            before |= {"best_step": best_step, f"best_{self._wanted.score}": finite_mean(scores)}
         if self.evaluated_at != step or step == 0:
             return before
         after: dict[str, object] = before | {"eval_after": float(np.nanmean(self.after))}
@@ -152,10 +155,3 @@ class HeldOut:
             return after  # too few rows were judged both times
         gain = paired_gain(self.before, self.after)
         return after | {"eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}
-
-    def _of_best(self) -> dict[str, object]:
-        """The best evaluation, for ``summary.json``."""
-        if not self.tracker.best:
-            return {}
-        step, scores = self.tracker.best
-        return {"best_step": step, f"best_{self._wanted.score}": finite_mean(scores)}
