@@ -30,13 +30,11 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
         ValueError: the plan does not fit the machine or the model, or asks for more than the script supports; the
             engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
     """
-    samples = settings.mode != "sft"
-    if samples:
-        check_engine(settings)
-        config = AutoConfig.from_pretrained(model_folder).get_text_config()
-        devices = allocate(settings, num_attention_heads=config.num_attention_heads)
-    else:
-        devices = allocate(settings)  # no engine splits attention heads
+    check_engine(settings)
+    heads = None  # mode=sft has no engine that would split them
+    if settings.mode != "sft":
+        heads = AutoConfig.from_pretrained(model_folder).get_text_config().num_attention_heads
+    devices = allocate(settings, num_attention_heads=heads)
     check_devices(settings, devices)
     check_model(model_folder, adapters(settings), settings.policy.router_replay)
     return devices

@@ -18,16 +18,13 @@ from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
-from grpo_rl.run.held_out import HeldOutTask, Plan
+from grpo_rl.run.held_out import HeldOutTask
 from grpo_rl.settings.derived import eval_source, train_source
-from grpo_rl.settings.mixture import Entry, entries, read_tasks
+from grpo_rl.settings.mixture import OF_DATA, Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
-
-OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
-"""Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 
 
 def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool = True) -> LLMEnv:
@@ -66,8 +63,8 @@ def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any)
 
 
 def _own(settings: Settings) -> dict[str, Any]:
-    """The settings of the task and of the environment."""
-    own = {name: settings.env[name] for name in settings.env if name not in (*OF_DATA, "transforms")}
+    """The settings of the task and of the environment: all but those that say where rows come from."""
+    own = {name: settings.env[name] for name in settings.env if name not in ("dataset", *OF_DATA, "transforms")}
     return own | {"tool_parser": tool_parser_of(settings)}
 
 
@@ -151,22 +148,20 @@ def make_eval_env(
     return env
 
 
-def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
-    """The plan of all evaluations other than greedy responses to the training task's held-out rows.
+def eval_tasks(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> list[HeldOutTask]:
+    """The tasks of ``evaluate.tasks`` with their held-out rows.
 
     Raises:
         ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
             name of ``evaluate.score``.
     """
-    wanted, tasks = settings.evaluate, []
-    for given, own in zip(read_tasks(wanted.tasks), settings_of_eval_tasks(settings), strict=True):
+    tasks = []
+    for given, own in zip(read_tasks(settings.evaluate.tasks), settings_of_eval_tasks(settings), strict=True):
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
         env = make_eval_env(own, tokenizer, given.rows, remedy)
         tasks.append(HeldOutTask(short_name(given.task), env, env.task.rows, given.samples))
-    _check_score(wanted, env_of_training, tasks)
-    return Plan(
-        wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
-    )
+    _check_score(settings.evaluate, env_of_training, tasks)
+    return tasks
 
 
 def _check_score(wanted: Evaluate, env: LLMEnv, others: Sequence[HeldOutTask]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env, with_transforms
+from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env, with_transforms
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
@@ -88,13 +88,13 @@ def build_run(
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         check_written(model, tokenizer)
         env = make_env(settings, tokenizer)
-        rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
+        rows, others = eval_rows(settings, env), eval_tasks(settings, tokenizer, env)
         agents = sync.make_agents(settings, tokenizer)
         transformed = with_transforms(env, settings.env.transforms)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
-        for held in (env, *(task.env for task in evaluation.tasks)):
+        for held in (env, *(task.env for task in others)):
             stack.callback(held.close)
         ranks, folder, logs, interrupt = begin(
             stack, settings, own_folder, model, make_ranks, settings.train, partial(_make_logs, settings, env, loss)
@@ -152,8 +152,9 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        earlier, sessions = (folder.eval_before, folder.eval_after), agents.held_out if agents else None
-        held_out = HeldOut(transformed, rows, sampling, *earlier, evaluation, best, sessions)
+        wanted, earlier = (settings.evaluate, others, settings.train.seed), (folder.eval_before, folder.eval_after)
+        sessions = agents.held_out if agents else None
+        held_out = HeldOut(transformed, rows, sampling, *wanted, *earlier, best, sessions)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
@@ -198,7 +199,8 @@ def begin(
 
 
 def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:
-    """The options of a run in the settings' mode."""
+    """The options of a run in the settings' mode; its origin, where it resumes, is built on that of its first start."""
+    before = folder.restored[1].get("origin") if folder.restored else None
     return RunOptions(
         train,
         settings.evaluate.frequency,
@@ -207,14 +209,8 @@ def options(settings: Settings, train: Train, folder: RunFolder, model: Path) ->
         settings.train_model.lora.export,
         {"async": "wait", "sft": "read"}.get(settings.mode or "", "sample"),
         settings.inference_model.sleep,
-        origin_of(settings, folder, model),
+        origin(folder.config, before) | revisions(model, settings.env, before),
     )
-
-
-def origin_of(settings: Settings, folder: RunFolder, model: Path) -> dict[str, Any]:
-    """The entries of ``summary.json`` on command, code and commits of the hub; of a run that resumes, the first's."""
-    before = folder.restored[1].get("origin") if folder.restored else None
-    return origin(folder.config, before) | revisions(model, settings.env, before)
 
 
 def open_folder(

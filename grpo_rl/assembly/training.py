@@ -79,7 +79,7 @@ def note_on_dtype(dtype: str, device: torch.device) -> str | None:
 
 
 def make_reference(
-    settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
+    settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy
 ) -> ReferencePolicy | None:
     """The frozen reference; None if no KL term needs it.
 
@@ -92,8 +92,8 @@ def make_reference(
     """
     if not settings.policy.kl_coef:
         return None
-    peers = policy.peers if policy else None
-    if policy and has_adapters(policy.model):
+    peers = policy.peers
+    if has_adapters(policy.model):
         reference = ReferencePolicy(policy.model, settings.sampling.temperature)
         reference.peers, reference.liger = peers, policy.liger
         return reference

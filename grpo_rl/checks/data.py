@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env
 from grpo_rl.checks.check import Case, Finding
 from grpo_rl.checks.model import source_of
 from grpo_rl.envs.base import LLMEnv, Reward
@@ -25,7 +25,7 @@ def dataset(case: Case) -> Iterator[Finding]:
     """Reads all rows, tokenises all prompts, and compares their number with the run's steps."""
     settings, env = case.read, env_of(case)
     held_out = len(eval_rows(settings, env))
-    eval_plan(settings, env.tokenizer, env)
+    eval_tasks(settings, env.tokenizer, env)
     rows, steps, groups = len(env.task.rows) - env.skipped, total_steps(settings), settings.env.num_envs
     passes = steps * groups / rows
     text = f"{rows:,} rows"

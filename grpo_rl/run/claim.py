@@ -199,10 +199,11 @@ def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
                 notes += [f"Passed over by resume=auto: {run} is of another config. {other}"] * (not notes)
             elif busy:
                 live.append(busy)
-            elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
-                passed = [f"Passed over by resume=auto: {error}" for error in live]
-                return Claim(run, FolderLock(run), run, inside=True, notes=passed)
-            elif not live and _finished_without_checkpoint(run):
+            elif checkpoint.checkpoints(run / CHECKPOINTS):
+                if not (live and is_finished(run)):
+                    passed = [f"Passed over by resume=auto: {error}" for error in live]
+                    return Claim(run, FolderLock(run), run, inside=True, notes=passed)
+            elif not live and (run / CONFIG).exists() and is_finished(run):
                 return _over(run, FolderLock(run))
         except FolderInUseError as error:  # locked since it was checked
             live.append(error)
@@ -211,10 +212,6 @@ def _newest(own: Path, outputs: Path, config: Mapping[str, Any]) -> Claim:
     if live:
         raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
     return Claim(own, _locked(own), notes=notes)
-
-
-def _finished_without_checkpoint(run: Path) -> bool:
-    return (run / CONFIG).exists() and not checkpoint.checkpoints(run / CHECKPOINTS) and is_finished(run)
 
 
 def _runs(outputs: Path) -> list[Path]:

@@ -43,9 +43,7 @@ def export(
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        weights = {}
-        if ranks and ranks.in_step:
-            weights = gathered(merged_weights(model), ranks.rank)
+        weights = gathered(merged_weights(model), ranks.rank) if ranks and ranks.in_step else {}
         if ranks and ranks.rank:
             return
         with whole_folder(folder) as partial, writing_model(partial):

@@ -68,11 +68,9 @@ class Room:
 
     def described(self, lacking: float) -> str:
         """The text of what the run needs, and of how much of it is still to be written."""
-        return f"{self}" + ("" if lacking == self.needed else f", of which {lacking / 2**30:.1f} GiB are to be written")
-
-    def __str__(self) -> str:
         model = "the exported model" if self.models == 1 else f"{self.models} exported models"
-        return f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
+        whole = f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
+        return whole + ("" if lacking == self.needed else f", of which {lacking / 2**30:.1f} GiB are to be written")
 
 
 class RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,10 @@ from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.held_out_log import HeldOutLog
+from grpo_rl.monitor.metrics import finite_mean
 from grpo_rl.run.best import BestTracker
 from grpo_rl.run.summary import write_evaluation
+from grpo_rl.settings.sections import Evaluate
 from grpo_rl.training.evaluate import Evaluation, Sessions, evaluate, row_scores
 
 
@@ -28,26 +29,6 @@ class HeldOutTask:
     env: LLMEnv
     rows: Sequence[dict[str, Any]]
     samples: int = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The evaluations other than greedy responses to the training task, and what follows from them.
-
-    Args:
-        samples: responses to each row of the training task at ``temperature``; 0: none.
-        seed: of sampled responses, the same in every evaluation.
-        tasks: other tasks.
-        score: the score that :attr:`best` follows, such as ``reward``, ``pass@4`` or ``math/accuracy``.
-    """
-
-    samples: int = 0
-    temperature: float = 1.0
-    seed: int = 0
-    tasks: Sequence[HeldOutTask] = ()
-    score: str = "reward"
-    keep_best: bool = False
-    patience: int = 0
 
 
 @dataclass
@@ -62,11 +43,14 @@ class Evaluated:
 class HeldOut:
     """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
 
-    With a :class:`Plan` it evaluates sampled responses and other tasks, too, and follows the best evaluation.
+    Sampled responses and other tasks are evaluated, too, and the best evaluation is followed.
 
     Args:
         rows: held-out rows; an empty list turns evaluation off.
         sampling: of training, whose lengths and ends of responses are kept.
+        wanted: the settings of ``evaluate``; its own rows and tasks come as ``rows`` and ``tasks``.
+        tasks: the other tasks, with their rows.
+        seed: of sampled responses, the same in every evaluation.
         before: rewards of the evaluation before training, if the resumed run has it.
         last: step and rewards of the newest evaluation, if the resumed run has it.
         best: state of the tracker of the best evaluation, if the resumed run has it; :attr:`note` says where it is of
@@ -79,19 +63,22 @@ class HeldOut:
         env: LLMEnv,
         rows: Sequence[dict[str, Any]],
         sampling: Sampling,
+        wanted: Evaluate,
+        tasks: Sequence[HeldOutTask] = (),
+        seed: int = 0,
         before: Sequence[float] = (),
         last: tuple[int, Sequence[float]] | None = None,
-        plan: Plan = Plan(),
         best: Mapping[str, Any] | None = None,
         sessions: Sessions | None = None,
     ) -> None:
         self._env, self.rows, self._sessions = env, list(rows), sessions
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
-        self._plan, self.tracker = plan, BestTracker(plan.patience, plan.score)
-        rows_of = {"": len(self.rows)} | {task.name: len(task.rows) for task in plan.tasks}
+        self._wanted, self._tasks, self._seed = wanted, tasks, seed
+        self.tracker = BestTracker(wanted.patience, wanted.score)
+        rows_of = {"": len(self.rows)} | {task.name: len(task.rows) for task in tasks}
         rows_of |= {name: len(own) for name, own in env.by_task(self.rows).items()}
-        self.note = self.tracker.restore(best, rows_of.get(plan.score.rpartition("/")[0])) if best else None
+        self.note = self.tracker.restore(best, rows_of.get(wanted.score.rpartition("/")[0])) if best else None
         self.before = list(before)
         self._newest: Evaluation | None = None
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
@@ -99,7 +86,7 @@ class HeldOut:
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluated:
         """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
         evaluation, scores = on_rank_zero(
-            lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine, self._sessions)
+            lambda: self._evaluate(self._env, self.rows, self._wanted.samples, engine, self._sessions)
         )
         self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
@@ -110,20 +97,20 @@ class HeldOut:
             metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in of_task.metrics().items()}
             of_rows = {f"{name}/{score}": [values[i] for i in own] for score, values in whole.items() if own}
             scores |= {score: values for score, values in of_rows.items() if not np.isnan(values).all()}
-        for task in self._plan.tasks:
+        for task in self._tasks:
             of_task, more = on_rank_zero(lambda task=task: self._evaluate(task.env, task.rows, task.samples, engine))
             metrics |= {name.replace("eval/", f"eval/{task.name}/", 1): v for name, v in of_task.metrics().items()}
             scores |= {f"{task.name}/{name}": values for name, values in more.items()}
-        metrics |= {f"eval/{name}": _mean(values) for name, values in scores.items()}
-        if not (self._plan.keep_best or self._plan.patience):
+        metrics |= {f"eval/{name}": finite_mean(values) for name, values in scores.items()}
+        wanted, note = self._wanted, None
+        if not (wanted.keep_best or wanted.patience):
             return Evaluated(metrics)
-        if self._plan.score not in scores:
-            raise ValueError(f"evaluate.score={self._plan.score} is none of {', '.join(scores)}")
-        followed = scores[self._plan.score]
-        note = None
+        if wanted.score not in scores:
+            raise ValueError(f"evaluate.score={wanted.score} is none of {', '.join(scores)}")
+        followed = scores[wanted.score]
         if not self.tracker.comparable(followed):
-            note = f"Too few rows have evaluate.score={self._plan.score} at step {step}: best and patience pass it over"
-        return Evaluated(metrics, self.tracker.add(step, followed) and self._plan.keep_best, note)
+            note = f"Too few rows have evaluate.score={wanted.score} at step {step}: best and patience pass it over"
+        return Evaluated(metrics, self.tracker.add(step, followed) and wanted.keep_best, note)
 
     def _evaluate(
         self,
@@ -137,8 +124,8 @@ class HeldOut:
         with sessions.for_now() if sessions else nullcontext():
             greedy, sampled = evaluate(env, engine, rows, self._sampling, sessions=sessions), None
             if samples:
-                sampling = replace(self._sampling, temperature=self._plan.temperature)
-                sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed, sessions)
+                sampling = replace(self._sampling, temperature=self._wanted.temperature)
+                sampled = evaluate(env, engine, rows, sampling, samples, self._seed, sessions)
         return greedy, row_scores(greedy, sampled)
 
     def keep(self, folder: Path, step: int) -> None:
@@ -157,7 +144,10 @@ class HeldOut:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""
         if not self.before:
             return {}
-        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))} | self._of_best()
+        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
+        if self.tracker.best:
+            best_step, scores = self.tracker.best
+            before |= {"best_step": best_step, f"best_{self._wanted.score}": finite_mean(scores)}
         if self.evaluated_at != step or step == 0:
             return before
         after: dict[str, object] = before | {"eval_after": float(np.nanmean(self.after))}
@@ -165,16 +155,3 @@ class HeldOut:
             return after  # too few rows were judged both times
         gain = paired_gain(self.before, self.after)
         return after | {"eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}
-
-    def _of_best(self) -> dict[str, object]:
-        """The best evaluation, for ``summary.json``."""
-        if not self.tracker.best:
-            return {}
-        step, scores = self.tracker.best
-        return {"best_step": step, f"best_{self._plan.score}": _mean(scores)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean of the rows that have a score; NaN where none has."""
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan

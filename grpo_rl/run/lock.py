@@ -14,6 +14,7 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -151,11 +152,16 @@ def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
 
 def _holder(descriptor: int) -> dict[str, object]:
     """The record in the file of the process that holds the lock, or was killed with it; empty if nothing."""
+    return json_object(os.pread(descriptor, 4096, 0))
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """The JSON object that a text is; empty where it is anything else, as a torn file or another program's."""
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return holder if isinstance(holder, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _described(holder: dict[str, object]) -> str:

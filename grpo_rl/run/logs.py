@@ -65,9 +65,7 @@ class RunLogs:
         )
         for row in read_metrics(folder) if resumes else ():
             self._advise(row)
-        self.loggers = Loggers(self.note, folder)
-        if rank_zero:
-            self.loggers = open_loggers(logger, folder, config, self.note)
+        self.loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
         self.last_words: list[str] = []
         """The exit message: lines shown when all else is closed, unless an error ends the run."""
 
@@ -137,8 +135,7 @@ def _log_of(folder: Path) -> Path:
 
 def _log_line(path: Path, text: str) -> None:
     """Appends a line as Hydra writes it; not through its handlers, which print it in the terminal again."""
-    now = datetime.now()
-    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+    stamp = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
     # A full disk is named by the files that matter.
     with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"[{stamp}][grpo_rl.run][INFO] - {text}\n")

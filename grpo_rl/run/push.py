@@ -47,11 +47,10 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 "another one, or leave out --private"
             )
         api.create_repo(options.repo, private=options.private, exist_ok=True)
-        names = [path.name for path in files]
         done = api.upload_folder(
             repo_id=options.repo,
             folder_path=options.run / MODEL,
-            allow_patterns=names,
+            allow_patterns=[path.name for path in files],
             commit_message="Model trained with grpo_rl",
         )
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from grpo_rl.run.lock import LOCK, holder_of
+from grpo_rl.run.lock import LOCK, holder_of, json_object
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
@@ -88,7 +86,7 @@ def _exists(pid: object) -> bool:
 
 def _finished(folder: Path) -> bool:
     """True if the run has written its summary and its model, as `grpo_rl.run.claim.is_finished` has it."""
-    summary = _json((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
+    summary = json_object((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
     return bool(summary.get("finished")) and (folder / MODEL).is_dir()
 
 
@@ -100,7 +98,7 @@ def _last_step(path: Path) -> tuple[int, float] | None:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]  # what follows the last line is torn
     for line in reversed(lines):
-        row = _json(line)
+        row = json_object(line)
         if isinstance(row.get("step"), int):
             at = row["time"] if isinstance(row.get("time"), float) else path.stat().st_mtime
             return row["step"], max(0.0, time.time() - at)
@@ -109,11 +107,3 @@ def _last_step(path: Path) -> tuple[int, float] | None:
 
 def _step(step: tuple[int, float] | None) -> str:
     return f"step {step[0]}, {shown_duration(step[1])} ago" if step else "no step yet"
-
-
-def _json(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
@@ -14,7 +14,7 @@ from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
 
 OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
-"""Settings of ``env`` that each task of a mixture has its own of."""
+"""Settings of ``env`` that say where rows come from; each task of a mixture has its own."""
 SHARED = (
     "num_envs", "repeats", "long_prompt", "max_turns", "score_timeout_s", "max_failed_fraction", "isolated", "rewards",
     "curriculum", "tool_parser", "mcp",
@@ -40,13 +40,12 @@ class Draws(Section):
     scale: float = setting(1.0, "factor of its rewards", more_than=0)
 
 
-class Curriculum(Section):
-    """The settings of ``env.curriculum``; see `grpo_rl.envs.curriculum.Bounds`."""
-
-    low: float = setting(Bounds.low, "pass rate below which a row is too hard")
-    high: float = setting(Bounds.high, "pass rate above which a row is too easy")
-    rest: int = setting(Bounds.rest, "epochs in which such a row is left out")
-    passing: float | None = setting(Bounds.passing, "reward from which on a response passes")
+Curriculum: type[Section] = type(
+    "Curriculum",
+    (Section,),
+    {"__annotations__": get_type_hints(Bounds)} | {part.name: setting(part.default, "") for part in fields(Bounds)},
+)
+"""The settings of ``env.curriculum``: the fields of `grpo_rl.envs.curriculum.Bounds`, by their names and types."""
 
 
 @dataclass(frozen=True)

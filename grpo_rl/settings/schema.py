@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.declaration import Section, Setting, build, declared, plain, select
 from grpo_rl.settings.divisibility import indivisible_batches
+from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
-from grpo_rl.settings.sections import Env, Sections, declarations, machine_dtype
+from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS
 from grpo_rl.storage.masking import masked
 from grpo_rl.storage.yaml_text import flat
@@ -45,7 +46,7 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls.restored(values)
         if settings.train_model.dtype is None:
-            settings = settings.with_values({"train_model.dtype": machine_dtype(settings)})
+            settings = settings.with_values({"train_model.dtype": default_dtype(settings.ray.address)})
         check_relations(settings)
         check_mixture(settings)
         check_agent(settings)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from grpo_rl.losses.choices import KL, Advantage, Aggregation, Correction, Level, Ratio, Surrogate
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
-from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.tasks import TASKS
@@ -344,8 +343,3 @@ def declarations(dataset: str | None) -> dict[str, Any]:
             raise ValueError(f"{dataset} has a setting {taken[0]}, a name that is taken; rename its parameter")
         found |= own
     return found
-
-
-def machine_dtype(settings: Sections) -> str:
-    """Name of the dtype that ``train_model.dtype=null`` stands for."""
-    return default_dtype(settings.ray.address)

@@ -39,6 +39,7 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
+from grpo_rl.settings.sections import Evaluate
 from grpo_rl.training.evaluate import evaluate
 from grpo_rl.training.held_out_sessions import HeldOutSessions
 from tests.collectors import test_asynchronous
@@ -612,7 +613,7 @@ def test_an_evaluation_leaves_as_many_processes_as_it_found(tokenizer, tmp_path,
     try:
         asyncio.run(agent.play(CLIENT, {}))
         (found,) = agent._idle
-        held_out = HeldOut(env, [{}, {}], GREEDY, sessions=sessions_of(agent, env.task))
+        held_out = HeldOut(env, [{}, {}], GREEDY, Evaluate(), sessions=sessions_of(agent, env.task))
         with pytest.raises(ValueError, match="none of the 2 held-out responses"):  # it makes no call
             held_out.evaluate(0, Engine(tokenizer), lambda work: work())
         assert len(agent._idle) == 1 and not agent._busy and found._live

@@ -10,7 +10,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
-from grpo_rl.assembly.environment import eval_plan, eval_rows, make_env
+from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.schema import Settings
@@ -164,12 +164,12 @@ def test_held_out_rows_are_a_split_of_the_same_folder(folder, tokenizer):
 def test_a_task_of_ones_own_is_evaluated_next_to_another_under_the_name_of_its_class(folder, tokenizer):
     tasks = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl}, {task: 'own_tasks:Made', rows: 3}]"
     given = settings("evaluate.rows=2", tasks)
-    echo, made = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
+    echo, made = eval_tasks(given, tokenizer, make_env(given, tokenizer))
     assert (echo.name, made.name) == ("Echo", "Made")
     assert [row["word"] for row in echo.rows] == ["night", "day"]
     assert [row["word"] for row in made.rows] == ["test 0", "test 1", "test 2"]
     given = settings("evaluate.rows=2", tasks.replace("}, {", ", env: {weight: 3, tags: [b]}}, {"))
-    echo, _ = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
+    echo, _ = eval_tasks(given, tokenizer, make_env(given, tokenizer))
     assert (echo.env.task.weight, echo.env.task.tags) == (3.0, ["b"]) and given.env["weight"] == 1.0
     with pytest.raises(ValueError, match="evaluate.tasks names Echo twice"):
         settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")

@@ -20,7 +20,7 @@ from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.run import Run, RunOptions
-from grpo_rl.settings.sections import Train
+from grpo_rl.settings.sections import Evaluate, Train
 from grpo_rl.weights.transport import WeightDeliveryError
 from simulation.clock import Killed, Process, lived_by
 from simulation.invariants import Invariants
@@ -156,7 +156,7 @@ def _train(world: World, invariants: Invariants) -> None:
         invariants.opened(folder, expected)
         with simulated_parts(world, folder.collected) as (parts, collector):
             logs = Logs(folder.path, config, world.tell, process.now)
-            held_out = HeldOut(cast(Any, parts.env), [], Sampling())
+            held_out = HeldOut(cast(Any, parts.env), [], Sampling(), Evaluate())
             options = RunOptions(train, 0, "", "", "merged", "wait", False, {})
             step_metrics = lambda parts, groups, record: parts.collector.metrics()  # noqa: E731
             others = cast(Any, Diagnosis()), held_out, step_metrics, cast(Any, SimpleNamespace(asked=False)), options
