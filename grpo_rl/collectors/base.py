@@ -48,7 +48,7 @@ class Collector(Protocol):
     """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
 
     weights: WeightSync | None = None
-    """What :meth:`update_policy_weights_` pushes."""
+    """The owner of the policy version, for :meth:`update_policy_weights_`."""
 
     def collect(self) -> list[Group]:
         """The groups of the next step, of ``env.repeats`` responses each; none where all are sampled."""

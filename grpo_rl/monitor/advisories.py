@@ -105,7 +105,7 @@ class History:
         return _above(values[len(values) // 2 :], values[: len(values) // 2])
 
     def growth(self, counter: str) -> list[float]:
-        """How much a counter of the whole run grew, in those of the last ``WINDOW`` steps in which it did."""
+        """The growth of a counter of the whole run, in those of the last ``WINDOW`` steps in which it grew."""
         return [now - was for was, now in pairwise(self._last[counter][-WINDOW - 1 :]) if now > was]
 
 
@@ -313,7 +313,7 @@ class Advisory:
 
     @property
     def title(self) -> str:
-        """Its name, with its steps."""
+        """The advisory's name, with its steps."""
         when = f"since step {self.since}" if self.until is None else f"steps {self.since} to {self.until}"
         return f"{self.name.replace('_', ' ').capitalize()}, {when}"
 

@@ -149,7 +149,7 @@ class TokenLog:
 
 
 def _about(group: Group) -> dict[str, Any]:
-    """What a group has for each response."""
+    """The values of a group's responses, as JSON has them."""
     values = {name: getattr(group, name) for name in OF_RESPONSES}
     about = {name: None if value is None else value.tolist() for name, value in values.items()}
     parts = {name: part.tolist() for name, part in group.reward_parts.items()}

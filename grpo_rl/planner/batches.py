@@ -65,7 +65,7 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """How many groups each micro-batch of an optimizer step has."""
+        """The number of groups in each micro-batch of an optimizer step."""
         return equal_micro_batches(self.batch_groups, self.group_tokens, self.max_tokens, self.accumulation)
 
     @property
@@ -126,7 +126,7 @@ def plan_batches(
 
 
 def equal_micro_batches(groups: int, group_tokens: int, max_tokens: int, count: int | None = None) -> tuple[int, ...]:
-    """How many groups each micro-batch has where `grpo_rl.data.batching.micro_batches` splits groups of one size.
+    """The number of groups in each micro-batch where `grpo_rl.data.batching.micro_batches` splits groups of one size.
 
     Args:
         count: as many micro-batches, as far as there are groups; None: as ``max_tokens`` needs.

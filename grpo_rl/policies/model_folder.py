@@ -63,7 +63,7 @@ def check_files(folder: Path, name: str) -> None:
 
 
 def _remedy(folder: Path) -> str:
-    """What to give instead of a folder without a model: a run's, an adapter's, or any other."""
+    """The remedy for a folder without a model: a run's, an adapter's, or any other."""
     if has_model(folder / "model"):
         return f"it is a run's: give {folder / 'model'}"
     if any((place / "adapter_config.json").is_file() for place in (folder, folder / "model")):

@@ -167,7 +167,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
 def _own_frequency(place: Path, frequency: int) -> int:
     """The steps between checkpoints of the folder's run, which this start may change; as given if unknown."""
     try:
-        return int(read_yaml((place / CONFIG).read_text())["train"]["checkpoint_frequency"])
+        return int(read_yaml((place / CONFIG).read_text(encoding="utf-8"))["train"]["checkpoint_frequency"])
     except (OSError, ValueError, TypeError, KeyError):
         return frequency
 
@@ -236,7 +236,7 @@ def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
             break
     try:
         if saved is None and (run / CONFIG).exists():
-            saved = read_yaml((run / CONFIG).read_text())
+            saved = read_yaml((run / CONFIG).read_text(encoding="utf-8"))
         if saved is not None:
             checkpoint.check_config(saved, config)
     except (ValueError, TypeError, AttributeError) as error:

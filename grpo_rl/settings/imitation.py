@@ -15,7 +15,7 @@ OF_GRPO = (
 )  # fmt: skip
 """Settings and sections of sampling and rewards, which SFT has none of."""
 LENGTHS = ("inference_model.max_model_len", "sampling.max_new_tokens")
-"""Those among them that SFT reads: the lengths that GRPO can go on with."""
+"""The settings of sampling that SFT reads all the same: the lengths that GRPO can go on with."""
 
 
 def is_read(key: str) -> bool:

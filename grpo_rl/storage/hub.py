@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out in seconds: its client takes a minute without a network."""
+"""A check of seconds that the Hugging Face hub can be reached: its client takes a minute without a network."""
 
 from __future__ import annotations
 
