@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,11 +68,8 @@ class Letters(EnvBase):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "letters_env.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "letters_env:Letters"
-    sys.modules.pop("letters_env", None)
+def module(written_module):
+    return f"{written_module('letters_env', MODULE)}:Letters"
 
 
 def words(module, tiny_run):
