@@ -69,8 +69,6 @@ def test_each_call_is_answered_until_the_policy_answers():
         {"role": "tool", "content": "42"},
         {"role": "tool", "content": "Error: division by zero"},
     ]
-    [message] = reply("calculator(6*7)") or []
-    assert message["content"] == "Error: that is no call. Write one as a line of its own, such as Calculator: 4*12*3"
     assert (
         reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "\n<answer>50</answer>") is None
     )

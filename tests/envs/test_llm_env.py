@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl.collectors import Collector
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
+from tests.envs.scoring import policy_of
 
 
 class Letters(Task):
@@ -207,6 +209,26 @@ def test_a_conversation_goes_on_in_the_next_step_until_all_of_the_batch_are_over
         row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
     third = env.step(second)["next"]
     assert third["done"].all() and third["reward"].flatten().tolist() == [0.0, 5.0]
+
+
+@pytest.mark.slow
+def test_torchrls_own_collector_gets_conversations_in_complete_groups(tokenizer):
+    env = LLMEnv(Talking(2), tokenizer, num_envs=2, repeats=2, max_turns=2)
+    policy, groups = policy_of(tokenizer, lambda prompt, g: "ab"[: 1 + g]), []
+    collector = Collector(env, policy, frames_per_batch=8, total_frames=16, use_buffers=False)
+    try:
+        for batch in collector:
+            assert batch.batch_size == (4, 2)
+            groups += [int(turn[keys.GROUP_ID]) for turn in batch[:, 1].unbind(0)]
+            for first, second in (conversation.unbind(0) for conversation in batch.unbind(0)):
+                before = torch.cat([first[keys.TOKENS_PROMPT], first[keys.TOKENS_RESPONSE]])
+                assert torch.equal(second[keys.TOKENS_PROMPT][: len(before)], before)
+                assert not first["next", "done"].item() and second["next", "done"].item()
+                said = [env.decode(turn[keys.TOKENS_RESPONSE]) for turn in (first, second)]
+                assert [turn["next", "reward"].item() for turn in (first, second)] == [0, len("".join(said))]
+    finally:
+        collector.shutdown()
+    assert groups == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):

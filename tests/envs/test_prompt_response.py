@@ -57,16 +57,10 @@ def test_a_column_that_some_rows_lack_is_no_column():
         PromptResponse(rows, reward=lambda completion, topic: [])
 
 
-def test_a_function_written_for_trl_runs_as_it_is():
-    def text_reward(prompts, completions, **kwargs):
-        return [
-            float(prompt.startswith("Say") and len(text)) for prompt, text in zip(prompts, completions, strict=True)
-        ]
-
+def test_a_function_written_for_trls_messages_runs_as_it_is():
     def chat_reward(completions, **kwargs):
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    assert PromptResponse(ROWS, reward=text_reward).score(ROWS[0], "four").total == 4.0
     row = {"prompt": CHAT}
     assert PromptResponse([row], reward=chat_reward).score(row, "four").total == 4.0
 

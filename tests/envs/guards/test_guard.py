@@ -185,13 +185,3 @@ def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(own):
     judge.score({}, ["fine"], "row 0")  # the worker starts
     results = judge.score({}, ["fine", "hang", "fine"], "row 0")
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
-
-
-@pytest.mark.alone
-def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
-    told, judge = [], guard(Together(), deadline_s=0.3)
-    judge.tell = told.append
-    start = time.monotonic()
-    judge.score({}, ["hang", *["ab"] * 15], "row 4")
-    assert time.monotonic() - start < 2  # 16 deadlines are 4.8 s
-    assert len(told) == 1 and "on row 4" in told[0] and judge.failed == {"timeout": 16}
