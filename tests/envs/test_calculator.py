@@ -88,9 +88,6 @@ def test_a_row_without_a_gold_number_is_no_right_answer():
     assert Calculator([]).gold(ROW) == "50" and Calculator([]).gold({"answer": "none"}) is None
 
 
-# ---- the environment and its data ----
-
-
 def test_generated_problems_are_solved_by_their_steps():
     rows = problems(500)
     assert len({row["question"] for row in rows}) == 500
@@ -158,10 +155,8 @@ def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
     ("name", "arguments"),
     [
         ("calculator", "{"),
-        ("calculator", '{"expression": 1}'),
         ("calculator", '{"other": "1+1"}'),
         ("calculator", '{"expression": "__import__"}'),
-        ("calculator", '{"expression": "48+48/2", "x": 1}'),
         ("nothing", '{"expression": "48+48/2"}'),
     ],
 )

@@ -155,22 +155,13 @@ def test_a_long_prompt_is_refused_before_anything_else_and_named(tokenizer):
     LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=21).check_prompts()
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_long_prompts_are_skipped_and_counted_once(tokenizer, checked):
-    env = LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip")
-    if checked:
-        env.check_prompts()
-        assert env.skipped == 2
-    rows = [prompt.row for _ in range(6) for prompt in env.next_prompts()]
-    assert len(rows) == 12 and set(rows) == {0, 1, 2}
-    assert env.skipped == 2
-
-
-def test_checking_prompts_beforehand_does_not_change_which_come(tokenizer):
-    envs = [LLMEnv(Letters(9), tokenizer, 4, 2, max_prompt_tokens=21, long_prompt="skip") for _ in range(2)]
+def test_long_prompts_are_skipped_and_counted_once_and_the_same_come_where_they_are_checked_beforehand(tokenizer):
+    envs = [LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip") for _ in range(2)]
     envs[1].check_prompts()
-    first, second = ([prompt.row for _ in range(5) for prompt in env.next_prompts()] for env in envs)
-    assert first == second
+    assert envs[1].skipped == 2
+    first, second = ([prompt.row for _ in range(6) for prompt in env.next_prompts()] for env in envs)
+    assert first == second and len(first) == 12 and set(first) == {0, 1, 2}
+    assert [env.skipped for env in envs] == [2, 2]
 
 
 @pytest.mark.parametrize("call", [LLMEnv.check_prompts, LLMEnv.next_prompts])

@@ -24,9 +24,6 @@ ROW = {
 }
 
 
-# ---- the judge ----
-
-
 @pytest.mark.parametrize(
     ("prediction", "gold", "em", "expected"),
     [
@@ -135,9 +132,6 @@ def test_the_prompt_shows_calls_and_results_as_they_are(of, form, role):
             assert all(line.startswith(("Title: ", "Text: ")) for line in result["content"].splitlines())
             assert last_answer(answer["content"])
     assert of([row], system_prompt=None, examples=()).prompt(row) == [question]
-
-
-# ---- the data and the environment ----
 
 
 @pytest.fixture
