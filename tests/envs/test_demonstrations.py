@@ -54,16 +54,6 @@ def test_a_template_that_writes_earlier_turns_alike_gives_the_ids_of_the_whole_c
     assert [*group.prompt_ids.tolist(), *group.response_ids.tolist()] == written
 
 
-def test_rows_come_once_an_epoch_and_a_position_gives_the_same_next_rows(tokenizer):
-    rows = demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
-    first = [group.row for group in rows.take(5)]
-    state = rows.state()
-    second = [group.row for group in rows.take(5)]
-    assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4] and first != second
-    rows.restore(state)
-    assert [group.row for group in rows.take(5)] == second
-
-
 def test_chat_rows_of_every_task_are_imitated_as_the_loaders_give_them(tmp_path):
     chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "How much is 3 + 4?"}, {"role": "assistant", "content": r"\\boxed{7} #### 7"}]

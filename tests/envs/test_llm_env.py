@@ -76,13 +76,6 @@ def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_response(tokeni
     assert rollout["next", "done"].all() and rollout["next", "terminated"].all()
 
 
-def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
-    env = LLMEnv(Letters(), tokenizer, num_envs=1, repeats=2)
-    policy = responding(tokenizer, ["a", "bb"])
-    rollout = env.rollout(max_steps=3, policy=policy, break_when_any_done=False)
-    assert rollout[keys.GROUP_ID].squeeze(-1).tolist() == [[0, 1, 2], [0, 1, 2]]
-
-
 def test_a_prompt_is_tokenised_once_however_often_it_is_repeated(tokenizer, monkeypatch):
     written, apply = [], type(tokenizer).apply_chat_template
 
