@@ -1,6 +1,8 @@
-"""What the tasks' tests share: a tokenizer that needs no file, a search index of their own, and a conversation."""
+"""What the tasks' tests share: a tokenizer that needs no file, modules and a search index of their own."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -34,6 +36,19 @@ def cache(tmp_path, monkeypatch):
     """The folder of search indexes, empty at first."""
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "bm25"
+
+
+@pytest.fixture
+def written_module(tmp_path, monkeypatch):
+    """Writes a module of the user's own, where Python finds it, and gives its name."""
+
+    def write(name, source):
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's of that name
+        return name
+
+    return write
 
 
 @pytest.fixture

@@ -69,8 +69,6 @@ def test_each_call_is_answered_until_the_policy_answers():
         {"role": "tool", "content": "42"},
         {"role": "tool", "content": "Error: division by zero"},
     ]
-    [message] = reply("calculator(6*7)") or []
-    assert message["content"] == "Error: that is no call. Write one as a line of its own, such as Calculator: 4*12*3"
     assert (
         reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "\n<answer>50</answer>") is None
     )
@@ -88,9 +86,6 @@ def test_a_row_without_a_gold_number_is_no_right_answer():
     with pytest.raises(Unjudgeable, match="no number"):
         Calculator([]).score({"question": "?", "answer": "none"}, "none")
     assert Calculator([]).gold(ROW) == "50" and Calculator([]).gold({"answer": "none"}) is None
-
-
-# ---- the environment and its data ----
 
 
 def test_generated_problems_are_solved_by_their_steps():
@@ -160,10 +155,8 @@ def test_in_the_form_of_functions_calls_are_run_and_pay_as_those_in_text_do():
     ("name", "arguments"),
     [
         ("calculator", "{"),
-        ("calculator", '{"expression": 1}'),
         ("calculator", '{"other": "1+1"}'),
         ("calculator", '{"expression": "__import__"}'),
-        ("calculator", '{"expression": "48+48/2", "x": 1}'),
         ("nothing", '{"expression": "48+48/2"}'),
     ],
 )

@@ -20,8 +20,8 @@ REPLY = [{"role": "tool", "content": "12"}]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def written(tokenizer, last):

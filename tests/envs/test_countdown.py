@@ -42,9 +42,6 @@ def test_examples_are_right_by_the_rule_and_shown_as_earlier_turns():
         assert Countdown([]).score(shown, shown["response"]).total == 1.1
 
 
-# ---- the data ----
-
-
 def test_a_file_of_puzzles_is_read_with_the_names_that_others_use(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps({"numbers": [4], "target": 4}))
@@ -54,9 +51,6 @@ def test_a_file_of_puzzles_is_read_with_the_names_that_others_use(tmp_path):
     file.write_text('{"numbers": [1, "2"], "target": 3}')
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: numbers is \[1, '2'\]"):
         load_rows(file)
-
-
-# ---- generated puzzles ----
 
 
 @pytest.fixture(scope="module", params=["train", "test"])

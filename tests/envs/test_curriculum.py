@@ -6,12 +6,9 @@ import json
 
 import pytest
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.envs.mixture import MixtureEnv
+from tests.envs.scoring import playing
 
 
 class Levels(Task):
@@ -35,8 +32,7 @@ def make(tokenizer, task, curriculum, num_envs=4, **settings):
 
 
 def collector(env, tokenizer):
-    engine = ScriptedEngine(lambda prompt, g: [*tokenizer(str(g))["input_ids"], tokenizer.eos_token_id])
-    return SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=4)), 10_000)
+    return playing(env, tokenizer, lambda prompt, g: str(g))
 
 
 def levels(env, groups):

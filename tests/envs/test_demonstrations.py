@@ -12,10 +12,8 @@ from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
-from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.hub import load_tokenizer
-from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import tokenizer_of
 
 END = 0
@@ -23,8 +21,8 @@ GSM8K_ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in 
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model)
 
 
 def demonstrations(task, tokenizer, ends=(END,), longest=(200, 50), **settings):
@@ -56,27 +54,14 @@ def test_a_template_that_writes_earlier_turns_alike_gives_the_ids_of_the_whole_c
     assert [*group.prompt_ids.tolist(), *group.response_ids.tolist()] == written
 
 
-def test_rows_come_once_an_epoch_and_a_position_gives_the_same_next_rows(tokenizer):
-    rows = demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
-    first = [group.row for group in rows.take(5)]
-    state = rows.state()
-    second = [group.row for group in rows.take(5)]
-    assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4] and first != second
-    rows.restore(state)
-    assert [group.row for group in rows.take(5)] == second
-
-
-def test_chat_rows_of_every_task_and_columns_of_other_names_are_imitated_as_the_loaders_give_them(tmp_path):
-    chat, other = tmp_path / "chat.jsonl", tmp_path / "other.jsonl"
+def test_chat_rows_of_every_task_are_imitated_as_the_loaders_give_them(tmp_path):
+    chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "How much is 3 + 4?"}, {"role": "assistant", "content": r"\\boxed{7} #### 7"}]
     chat.write_text(json.dumps({"messages": turns}))
     for name in ("gsm8k", "math", "prompt_response"):
         task = task_spec(name).make_task(chat)
         assert task.demonstration(task.rows[0]) == turns[1]["content"], name
         assert task.prompt(task.rows[0])[-1] == turns[0], name
-    other.write_text('{"task": "1 + 1?", "how": "It is #### 2"}')
-    task = task_spec("gsm8k").make_task(Source(str(other), columns={"question": "task", "answer": "how"}))
-    assert task.demonstration(task.rows[0]) == "It is #### 2"
 
 
 ASKED, SAID = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "two"}

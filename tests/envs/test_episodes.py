@@ -70,12 +70,6 @@ def test_episodes_of_conversations_that_were_dropped_are_closed_when_there_are_m
     assert task.opened == task.closed
 
 
-def test_a_reward_is_paid_once_and_an_equal_conversation_is_played_again():
-    task, row = Count([]), {"goal": 5}
-    task.step = lambda state, text: ("", float(task.opened), True)
-    assert [task.score(row, "x").total for _ in range(3)] == [2.0, 3.0, 4.0]  # the first was opened for the prompt
-
-
 @pytest.mark.parametrize("name", ["step", "cut_off", "measures"])
 def test_an_episode_is_closed_where_its_environment_fails(name):
     task, row = Count([]), {"goal": 50}

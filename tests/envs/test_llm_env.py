@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl.collectors import Collector
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
+from tests.envs.scoring import policy_of
 
 
 class Letters(Task):
@@ -72,13 +74,6 @@ def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_response(tokeni
     assert column(rollout, ("next", *keys.REWARD_PARTS, "exact")) == [[x] for x in exact]
     assert rollout[keys.REWARD].flatten().tolist() == [a + b for a, b in zip(letters, exact, strict=True)]
     assert rollout["next", "done"].all() and rollout["next", "terminated"].all()
-
-
-def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
-    env = LLMEnv(Letters(), tokenizer, num_envs=1, repeats=2)
-    policy = responding(tokenizer, ["a", "bb"])
-    rollout = env.rollout(max_steps=3, policy=policy, break_when_any_done=False)
-    assert rollout[keys.GROUP_ID].squeeze(-1).tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_prompt_is_tokenised_once_however_often_it_is_repeated(tokenizer, monkeypatch):
@@ -153,22 +148,13 @@ def test_a_long_prompt_is_refused_before_anything_else_and_named(tokenizer):
     LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=21).check_prompts()
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_long_prompts_are_skipped_and_counted_once(tokenizer, checked):
-    env = LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip")
-    if checked:
-        env.check_prompts()
-        assert env.skipped == 2
-    rows = [prompt.row for _ in range(6) for prompt in env.next_prompts()]
-    assert len(rows) == 12 and set(rows) == {0, 1, 2}
-    assert env.skipped == 2
-
-
-def test_checking_prompts_beforehand_does_not_change_which_come(tokenizer):
-    envs = [LLMEnv(Letters(9), tokenizer, 4, 2, max_prompt_tokens=21, long_prompt="skip") for _ in range(2)]
+def test_long_prompts_are_skipped_and_counted_once_and_the_same_come_where_they_are_checked_beforehand(tokenizer):
+    envs = [LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip") for _ in range(2)]
     envs[1].check_prompts()
-    first, second = ([prompt.row for _ in range(5) for prompt in env.next_prompts()] for env in envs)
-    assert first == second
+    assert envs[1].skipped == 2
+    first, second = ([prompt.row for _ in range(6) for prompt in env.next_prompts()] for env in envs)
+    assert first == second and len(first) == 12 and set(first) == {0, 1, 2}
+    assert [env.skipped for env in envs] == [2, 2]
 
 
 @pytest.mark.parametrize("call", [LLMEnv.check_prompts, LLMEnv.next_prompts])
@@ -207,6 +193,26 @@ def test_a_conversation_goes_on_in_the_next_step_until_all_of_the_batch_are_over
         row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
     third = env.step(second)["next"]
     assert third["done"].all() and third["reward"].flatten().tolist() == [0.0, 5.0]
+
+
+@pytest.mark.slow
+def test_torchrls_own_collector_gets_conversations_in_complete_groups(tokenizer):
+    env = LLMEnv(Talking(2), tokenizer, num_envs=2, repeats=2, max_turns=2)
+    policy, groups = policy_of(tokenizer, lambda prompt, g: "ab"[: 1 + g]), []
+    collector = Collector(env, policy, frames_per_batch=8, total_frames=16, use_buffers=False)
+    try:
+        for batch in collector:
+            assert batch.batch_size == (4, 2)
+            groups += [int(turn[keys.GROUP_ID]) for turn in batch[:, 1].unbind(0)]
+            for first, second in (conversation.unbind(0) for conversation in batch.unbind(0)):
+                before = torch.cat([first[keys.TOKENS_PROMPT], first[keys.TOKENS_RESPONSE]])
+                assert torch.equal(second[keys.TOKENS_PROMPT][: len(before)], before)
+                assert not first["next", "done"].item() and second["next", "done"].item()
+                said = [env.decode(turn[keys.TOKENS_RESPONSE]) for turn in (first, second)]
+                assert [turn["next", "reward"].item() for turn in (first, second)] == [0, len("".join(said))]
+    finally:
+        collector.shutdown()
+    assert groups == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):

@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from scipy import stats
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.data import keys
-from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
 from tests.envs.chat_templates import tokenizer_of
-from tests.envs.scoring import scored
+from tests.envs.scoring import playing, scored
 from tests.envs.tools.plain_parser import PlainParser
 
 WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
@@ -103,9 +97,7 @@ def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):
 
 def test_single_turns_groups_and_conversations_go_together_in_one_collection(tokenizer):
     env = three(tokenizer, num_envs=12, scales={"gsm8k": 3.0})
-    end = tokenizer.eos_token_id
-    engine = ScriptedEngine(lambda prompt, g: [*tokenizer("a")["input_ids"], end])
-    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 1000).collect()
+    groups = playing(env, tokenizer, lambda prompt, g: "a").collect()
     by_task = env.by_task([env.task.rows[group.row] for group in groups])
     assert all(by_task.values())
     for name, at in by_task.items():
@@ -126,9 +118,9 @@ def test_a_tasks_failures_count_under_its_name_and_resume_with_it(tokenizer):
     tasks = {"good": Says("a"), "bad": Says("?")}
     env = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
     rows = {env.task.name_of(row): i for i, row in enumerate(env.task.rows)}
-    right, wrong = scored(env, rows["good"], [tokenizer("a")["input_ids"]] * 2)
+    right, wrong = scored(env, rows["good"], ["a"] * 2)
     assert right == wrong == Reward({"good/right": 1.0}, {"good/characters": 1.0})
-    failed = scored(env, rows["bad"], [tokenizer("a")["input_ids"]] * 2)
+    failed = scored(env, rows["bad"], ["a"] * 2)
     assert all(isinstance(result, Failure) and "bad, row 1" in result.message for result in failed)
     assert env.metrics() == {"failed/bad": 2} and env.guard.failures()[0] == {"error": 2}
     other = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
@@ -149,50 +141,24 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\
 REWARDS = {"says": 1.0, "calculator": 3.0}
 
 
-class Policy(ScriptedEngine):
-    """Calls the calculator if its prompt shows it, and then says what it heard; without a tool it says "x"."""
-
-    def __init__(self, tokenizer):
-        super().__init__(self.respond)
-        self.tokenizer = tokenizer
-
-    def respond(self, prompt, g):
-        text = self.tokenizer.decode(prompt)
-        called = "<answer>42</answer>" if "<tool_response>\n42\n" in text else CALL
-        return [*self.tokenizer(called if SHOWN in text else "x")["input_ids"], self.tokenizer.eos_token_id]
+def calls(prompt, g):
+    """Calls the calculator if the prompt shows it, and then says what was heard; without a tool it says "x"."""
+    called = "<answer>42</answer>" if "<tool_response>\n42\n" in prompt else CALL
+    return called if SHOWN in prompt else "x"
 
 
-def with_tools():
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_each_task_has_its_own_tools_and_its_turns_read_by_its_own_parser(in_rounds):
     tokenizer = tokenizer_of("qwen3")
     rows = [{"question": "6 * 7?", "answer": "#### 42"}]
     tasks = {"says": Says("x"), "calculator": Calculator(rows, form="function", examples=(), system_prompt=None)}
     envs = {name: LLMEnv(task, tokenizer, 2, 2, tool_parser=PlainParser) for name, task in tasks.items()}
     env = MixtureEnv(envs, dict.fromkeys(tasks, 1.0), 12, 2)
     env.check_prompts()
-    return env, tokenizer
-
-
-def test_each_task_has_its_own_tools():
-    env, tokenizer = with_tools()
-    groups = SyncCollector(
-        env, EnginePolicy(Policy(tokenizer), Sampling(max_new_tokens=500)), total_dialog_turns=24
-    ).collect()
+    groups = playing(env, tokenizer, calls, in_rounds).collect()
     rows = [env.task.rows[group.row] for group in groups]
     assert {row["task"] for row in rows} == {"says", "calculator"}
     for group, row in zip(groups, rows, strict=True):
         assert (SHOWN in tokenizer.decode(group.prompt_ids)) is (row["task"] == "calculator")
         assert group.prompt_ids.tolist() == env.encode(row)
         assert group.rewards.tolist() == [REWARDS[row["task"]]] * 2, row
-
-
-def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
-    env, tokenizer = with_tools()
-    policy, state = Policy(tokenizer), env.reset()
-    rewards = torch.zeros(24)
-    for _ in range(2):
-        for row in state.unbind(0):
-            row[keys.TOKENS_RESPONSE] = torch.tensor(policy.respond(row[keys.TOKENS_PROMPT].tolist(), 0))
-        state = env.step(state)["next"]
-        rewards += torch.stack([row["reward"] for row in state.unbind(0)]).flatten()
-    tasks = [env.task.rows[int(row[keys.ROW])]["task"] for row in state.unbind(0)]
-    assert rewards.tolist() == [REWARDS[task] for task in tasks]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_rl.assembly.environment import make_env
-from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script
+from tests.envs.scoring import playing
 
 SOTA = Path(__file__).parents[2] / "sota"
 ASYNC = ["inference_model.engine=vllm", "train.optim_batch_size=16"]
@@ -72,11 +68,8 @@ class Letters(EnvBase):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "letters_env.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "letters_env:Letters"
-    sys.modules.pop("letters_env", None)
+def module(written_module):
+    return f"{written_module('letters_env', MODULE)}:Letters"
 
 
 def words(module, tiny_run):
@@ -89,15 +82,13 @@ def words(module, tiny_run):
 def test_its_groups_are_complete_and_its_rewards_theirs(module, tiny_run, tokenizer, turns):
     config = compose_config("grpo_gsm8k", [*words(module, tiny_run), f"env.turns={turns}", "env.num_envs=2"])
     env = make_env(Settings.read(config), tokenizer)
-    end = tokenizer.eos_token_id
 
     def says(prompt, g):
         """A letter more in each response of a group; later turns repeat the first."""
-        first, x, _ = tokenizer.decode(prompt, skip_special_tokens=True).partition(".")[2].partition("x")
-        return [*tokenizer("e" * (len(first) if x else g) + "x")["input_ids"], end]
+        first, x, _ = prompt.partition(".")[2].partition("x")
+        return "e" * (len(first) if x else g) + "x"
 
-    engine = ScriptedEngine(says)
-    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=20)), 1000)
+    collector = playing(env, tokenizer, says)
     for first in (0, 2):
         groups = collector.collect()
         assert [group.group_id for group in groups] == [first, first + 1]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -58,16 +57,10 @@ def test_a_column_that_some_rows_lack_is_no_column():
         PromptResponse(rows, reward=lambda completion, topic: [])
 
 
-def test_a_function_written_for_trl_runs_as_it_is():
-    def text_reward(prompts, completions, **kwargs):
-        return [
-            float(prompt.startswith("Say") and len(text)) for prompt, text in zip(prompts, completions, strict=True)
-        ]
-
+def test_a_function_written_for_trls_messages_runs_as_it_is():
     def chat_reward(completions, **kwargs):
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    assert PromptResponse(ROWS, reward=text_reward).score(ROWS[0], "four").total == 4.0
     row = {"prompt": CHAT}
     assert PromptResponse([row], reward=chat_reward).score(row, "four").total == 4.0
 
@@ -208,18 +201,10 @@ def freezes(completion):
 """
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own_frozen.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_frozen", raising=False)
-    return "own_frozen"
-
-
 @pytest.mark.slow
-def test_a_named_function_that_freezes_costs_its_group_and_not_the_run(own):
+def test_a_named_function_that_freezes_costs_its_group_and_not_the_run(written_module):
     row, told = {"prompt": "Hi"}, []
-    guard = ScoreGuard(PromptResponse([row], reward=f"{own}:freezes"), 1.0, 1.0)
+    guard = ScoreGuard(PromptResponse([row], reward=f"{written_module('own_frozen', OWN)}:freezes"), 1.0, 1.0)
     guard.tell = told.append
     assert [reward.total for reward in guard.score(row, ["a", "b"], "row 1")] == [1.0, 1.0]
     assert guard.score(row, ["a"], "row 1")[0].total == 2.0  # its process keeps what it keeps

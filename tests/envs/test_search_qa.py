@@ -24,9 +24,6 @@ ROW = {
 }
 
 
-# ---- the judge ----
-
-
 @pytest.mark.parametrize(
     ("prediction", "gold", "em", "expected"),
     [
@@ -110,12 +107,8 @@ def test_results_are_bounded_and_in_one_line_each():
 
 def test_the_fault_of_a_search_is_in_the_reply():
     task = SearchQA([], SearchIndex(DOCUMENTS))
-    for query, expected in [
-        ("zyzzyva", "Error: no document has a word of this query; search with other words"),
-        ("", "Error: the call is empty. Write one as a line of its own, such as Search: author of the novel Emma"),
-    ]:
-        [reply] = task.reply(ROW, [{"role": "assistant", "content": f"Search: {query}"}]) or []
-        assert reply["content"] == expected
+    [reply] = task.reply(ROW, [{"role": "assistant", "content": "Search: zyzzyva"}]) or []
+    assert reply["content"] == "Error: no document has a word of this query; search with other words"
     call = '<tool_call>{"name": "search", "arguments": {"query": "Puccini"}}</tool_call>'
     found = task.reply(ROW, [{"role": "assistant", "content": call}])
     assert found == [{"role": "tool", "content": "Title: Turandot\nText: Turandot is an opera by Giacomo Puccini."}]
@@ -141,9 +134,6 @@ def test_the_prompt_shows_calls_and_results_as_they_are(of, form, role):
     assert of([row], system_prompt=None, examples=()).prompt(row) == [question]
 
 
-# ---- the data and the environment ----
-
-
 @pytest.fixture
 def file(tmp_path):
     def write(name: str, content: object):
@@ -166,7 +156,6 @@ def question(number: int) -> dict:
 def test_questions_are_read_with_the_titles_of_their_facts(file):
     expected = {"question": "Question 0?", "answer": "yes", "documents": ["B", "A"]}
     assert load_rows(file("rows.json", [question(0)])) == [expected]
-    assert load_rows(file("rows.jsonl", json.dumps(question(0)) + "\n")) == [expected]
     as_the_hub_has_it = {**question(0), "supporting_facts": {"title": ["B", "A", "B"], "sent_id": [0, 1, 2]}}
     assert load_rows(file("hub.json", [as_the_hub_has_it])) == [expected]
     bare = {"question": "?", "answer": "no"}
@@ -194,9 +183,7 @@ def test_documents_come_from_every_kind_of_file(file):
     assert load_corpus(file("d.json", [hub])) == of_questions[:2]
 
 
-def test_what_is_wrong_with_a_file_is_named(file):
-    with pytest.raises(ValueError, match=r"row 0 has no answer; its columns are \['question'\]"):
-        load_rows(file("rows.json", [{"question": "?"}]))
+def test_a_corpus_that_cannot_be_read_is_named_with_its_setting(file):
     with pytest.raises(ValueError, match=r"env\.corpus=.*can't be read"):
         load_corpus(file("rows.json", "[" * 100_000))
 

@@ -105,21 +105,6 @@ def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
     assert [result.kind for result in results] == [kind, kind]
 
 
-def test_what_a_task_raises_is_one_line_with_its_file_and_line_also_from_another_process(tmp_path, monkeypatch):
-    (tmp_path / "own_scorer.py").write_text(
-        "from grpo_rl.envs.task import Task\nclass Own(Task):\n    rows, reward_parts = (), ('good',)\n"
-        "    def prompt(self, row):\n        return []\n    def score(self, row, response):\n"
-        "        raise ValueError('two\\nlines')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for isolated in (False, True):
-        task = importlib.import_module("own_scorer").Own()
-        task.isolated = isolated
-        (failure,) = guard(task, deadline_s=60.0).score({}, ["x"], "row 7")
-        place = f"({tmp_path / 'own_scorer.py'}, line 7)"
-        assert failure.message == f"Own failed on row 7: ValueError: two lines {place}; the response was 'x'"
-
-
 def test_a_reward_lacks_a_part_only_where_the_task_says_that_it_may():
     class Parted(Judge):
         reward_parts = ("good", "short")
@@ -161,38 +146,42 @@ def test_an_isolated_task_scores_the_same_in_another_process():
         guard(local)
 
 
-BACKTRACKS = """
+OWN = """
 import re
 from grpo_rl.envs.task import Reward, Task
 
-class Backtracks(Task):
-    rows, reward_parts, isolated = (), ("good",), True
+class Own(Task):
+    rows, reward_parts = (), ("good",)
 
     def prompt(self, row):
         return []
 
     def score(self, row, response):
+        if response == "raise":
+            raise ValueError("two\\nlines")
         if response == "hang":  # in one call that keeps the interpreter to itself
             re.match(r"(a+)+$", "a" * 40 + "b")
         return Reward({"good": 1.0})
 """
 
 
+@pytest.fixture
+def own(written_module):
+    return importlib.import_module(written_module("own_scorer", OWN)).Own()
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_a_task_raises_is_one_line_with_its_file_and_line_also_from_another_process(own, tmp_path, isolated):
+    own.isolated = isolated
+    (failure,) = guard(own, deadline_s=60.0).score({}, ["raise"], "row 7")
+    place = f"({tmp_path / 'own_scorer.py'}, line 13)"
+    assert failure.message == f"Own failed on row 7: ValueError: two lines {place}; the response was 'raise'"
+
+
 @pytest.mark.slow
-def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_path, monkeypatch):
-    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    judge = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=2.0)
+def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(own):
+    own.isolated = True
+    judge = guard(own, deadline_s=2.0)
     judge.score({}, ["fine"], "row 0")  # the worker starts
     results = judge.score({}, ["fine", "hang", "fine"], "row 0")
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
-
-
-@pytest.mark.alone
-def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
-    told, judge = [], guard(Together(), deadline_s=0.3)
-    judge.tell = told.append
-    start = time.monotonic()
-    judge.score({}, ["hang", *["ab"] * 15], "row 4")
-    assert time.monotonic() - start < 2  # 16 deadlines are 4.8 s
-    assert len(told) == 1 and "on row 4" in told[0] and judge.failed == {"timeout": 16}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -68,15 +69,9 @@ class Odd(Exception):
 
 
 @pytest.fixture
-def act(tmp_path, monkeypatch):
+def act(written_module):
     """A function of a module that only this test's search path leads to."""
-    (tmp_path / "isolated_cases.py").write_text(CASES)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "isolated_cases", raising=False)
-    import isolated_cases
-
-    yield isolated_cases.act
-    sys.modules.pop("isolated_cases", None)
+    return importlib.import_module(written_module("isolated_cases", CASES)).act
 
 
 def ended(process_id: int, within_s: float = 10.0) -> bool:

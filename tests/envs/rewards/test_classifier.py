@@ -96,7 +96,7 @@ def test_any_task_can_have_a_classifier(tokenizer, tmp_path):
     folder = save(tokenizer, tmp_path / "model", "llama", 1)
     env = LLMEnv(task, tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
     env.task.place(torch.device("cpu"))
-    results = scored(env, 0, [tokenizer(text)["input_ids"] for text in ("yes", "no")])
+    results = scored(env, 0, ["yes", "no"])
     expected = [0.5 * alone(folder, "Is it?", text).item() for text in ("yes", "no")]
     assert [result.parts["model"] for result in results] == pytest.approx(expected, abs=1e-5)
     assert env.metrics()["reward_model/scored"] == 2

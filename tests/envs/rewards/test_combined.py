@@ -12,7 +12,7 @@ RIGHT, WRONG = "42", "41"
 
 
 class Guess(Task):
-    """Ask twice: row n wants n, and the first guess is always told to be wrong. A response of `!` crashes."""
+    """Row n wants n; the response `!` crashes the scorer."""
 
     reward_parts = ("hit",)
 

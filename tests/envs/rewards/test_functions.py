@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -44,19 +43,12 @@ def test_what_is_no_finite_number_costs_its_response_only(value):
     assert good == 0.5
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Writes a module of one's own, where Python finds it."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
-    return lambda source: (tmp_path / "own_rewards.py").write_text(source, encoding="utf-8")
-
-
-def test_an_error_of_a_function_has_its_name_file_and_line(module):
-    module(
+def test_an_error_of_a_function_has_its_name_file_and_line(written_module):
+    written_module(
+        "own_rewards",
         "def raises(completion):\n    raise ValueError('two\\nlines')\n\n"
         "def one(completion):\n    return 1.0\n"
-        "def few(completion):\n    return [1.0]\n"
+        "def few(completion):\n    return [1.0]\n",
     )
     for function, why, line in (("raises", "", 2), ("one", "returned 1.0", 4), ("few", "returned 1 numbers for 2", 6)):
         place = rf"\(.*own_rewards\.py, line {line}\)$"
@@ -65,13 +57,14 @@ def test_an_error_of_a_function_has_its_name_file_and_line(module):
         assert "\n" not in str(error.value)
 
 
-def test_parts_are_called_as_in_the_setting(module):
-    module(
+def test_parts_are_called_as_in_the_setting(written_module):
+    written_module(
+        "own_rewards",
         "from functools import partial\n"
         "def scaled(completion, by):\n    return [by * len(text) for text in completion]\n"
         "class Judge:\n    def __call__(self, completion):\n        return scaled(completion, 2.0)\n"
         "    def other(self, completion):\n        return scaled(completion, 3.0)\n"
-        "once, judge = partial(scaled, by=1.0), Judge()\n"
+        "once, judge = partial(scaled, by=1.0), Judge()\n",
     )
     names = ["once", "judge", "judge.other"]
     found = [RewardFunction(f"own_rewards:{own}", list(BATCH)) for own in names]

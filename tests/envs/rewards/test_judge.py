@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
 from tests.chat_endpoint import chat_endpoint
-from tests.envs.scoring import scored
+from tests.envs.scoring import playing, scored
 
 PAGE = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
 RUBRIC = "10 for the right sum, else 0."
@@ -186,25 +182,17 @@ def env_of(server, tokenizer, task=Sums, weight=2.0, **settings):
     return LLMEnv(task(), tokenizer, 2, 2, max_turns=2, rewards={"judge": given})
 
 
-def collector(env, tokenizer, texts=("42", "41")):
-    engine = ScriptedEngine(lambda prompt, g: [*tokenizer(texts[g])["input_ids"], tokenizer.eos_token_id])
-    return SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000)
-
-
 def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     env = env_of(server, tokenizer, Turns)
     server.respond = lambda body: '{"score": 10}' if "\n42\n" in body["messages"][1]["content"] else '{"score": 0}'
-    engine = ScriptedEngine(
-        lambda prompt, g: [*tokenizer("42" if len(prompt) > 20 else "41")["input_ids"], tokenizer.eos_token_id]
-    )
-    groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=8)), 10_000).collect()
+    groups = playing(env, tokenizer, lambda prompt, g: "42" if "sure?" in prompt else "41").collect()
     assert all(group.rewards.tolist() == [2.0, 2.0] for group in groups)
 
 
 def test_a_judge_that_fails_leaves_its_responses_out_of_their_groups(server, tokenizer):
     server.respond = lambda body: "no"
     env = env_of(server, tokenizer)
-    results = scored(env, 0, [tokenizer(text)["input_ids"] for text in ("42", "41")])
+    results = scored(env, 0, ["42", "41"])
     assert all(isinstance(result, Failure) and "no' is no" in result.message for result in results)
     assert env.metrics()["judge/failures"] == 2
 
@@ -216,7 +204,7 @@ def test_a_judge_that_fails_leaves_its_responses_out_of_their_groups(server, tok
 def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_whole_run(server, tokenizer, budget):
     def begin():
         env = env_of(server, tokenizer, when_spent="drop", **budget)
-        return env, collector(env, tokenizer)
+        return env, playing(env, tokenizer, lambda prompt, g: ["42", "41"][g])
 
     _, first = begin()
     first.collect()
@@ -231,12 +219,11 @@ def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_who
 def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, replies):
     server.replies = replies
     env = env_of(server, tokenizer, budget_calls=3, concurrency=1, when_spent=when_spent)
-    responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
     if when_spent == "stop":
         with pytest.raises(ScoreError, match="3 of budget_calls=3, and a group needs 1 more"):
-            scored(env, 0, responses)
+            scored(env, 0, ["42", "41"])
     else:
-        assert [result.total for result in scored(env, 0, responses)] == [0.0, 0.0]
+        assert [result.total for result in scored(env, 0, ["42", "41"])] == [0.0, 0.0]
         assert env.metrics()["judge/unjudged"] == 2
     assert len(server.bodies) == 3 == env.metrics()["judge/calls"]
 
@@ -297,10 +284,9 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
         MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)  # what another mixture of them has shared is shared once
         return MixtureEnv(envs, {"a": 1, "b": 1, "other": 1}, 2, 2)
 
-    responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
     env, (a, b, other) = begin(), (0, 4, 8)  # the tasks' first rows
     for row in (a, b, b + 1):
-        scored(env, row, responses)
+        scored(env, row, ["42", "41"])
     counted = {"judge/a/calls": 2, "judge/b/calls": 4}
     resumed = begin()
     resumed.set_extra_state(env.get_extra_state())
@@ -308,8 +294,8 @@ def test_tasks_of_a_mixture_with_the_same_judge_share_its_budget_over_resumes_an
         assert counted.items() <= mixture.metrics().items()
         for row in (a, b):
             with pytest.raises(ScoreError, match="6 of budget_calls=6, and a group needs 2 more"):
-                scored(mixture, row, responses)
-        assert [result.total for result in scored(mixture, other, responses)] == [2.0, 1.0]
+                scored(mixture, row, ["42", "41"])
+        assert [result.total for result in scored(mixture, other, ["42", "41"])] == [2.0, 1.0]
     assert len(server.bodies) == 6 + 2 * 2
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hostile import TEMPLATES, hostile_programs
 
 from grpo_rl.envs.code import Code
 from grpo_rl.envs.sandbox import inside
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.envs.sandbox.sandbox import Limits, Sandbox
+from tests.envs.sandbox.hostile import TEMPLATES, hostile_programs
 
 needs_sandbox = pytest.mark.skipif(not jails(), reason="needs bubblewrap: apt-get install bubblewrap")
 LIMITS = Limits(memory_mib=256, cpu_s=1, wall_s=2, output_kib=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -31,7 +32,6 @@ from grpo_rl.envs.tools.functions import Dropped, run_calls
 from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
 from tests.envs.guards.test_isolation import ended
 from tests.envs.tools.plain_parser import PlainParser
 
@@ -46,6 +46,11 @@ def task():
     made = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "timeout_s": 30.0}])
     yield made
     made._of["add"].close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def results(task, *calls):
@@ -222,14 +227,14 @@ def test_an_address_outside_is_refused(host):
         Server(f"{host}/mcp")
 
 
-def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
+def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path, tokenizer):
     pytest.importorskip("vllm")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(ROW) + "\n")
     words = [f"env.path={rows}", f"env.mcp=[{{command: '{COMMAND}'}}]", "env.system_prompt=null", "mode=sync"]
     words += ["inference_model.max_model_len=4000"]
     settings = Settings.read(compose_config("grpo_gsm8k", choosing_configs(words)))
-    env = make_env(settings, AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "model")))
+    env = make_env(settings, tokenizer)
     assert env.max_turns == settings.env.max_turns > 1
     assert '"name": "freeze"' in env.decode(env.encode(ROW))
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
@@ -239,18 +244,9 @@ def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
     env.task._of["add"].close()
 
 
-def llm_env(task, tokenizer, **settings):
-    return LLMEnv(task, tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND], **settings)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_an_environment_that_is_closed_or_forgotten_ends_its_servers(tokenizer, monkeypatch, forgotten):
-    env = llm_env(GSM8K([ROW]), tokenizer)
+    env = LLMEnv(GSM8K([ROW]), tokenizer, 1, 2, tool_parser=PlainParser, mcp=[COMMAND])
     pid, server, task = int(results(env.task, ("pid", {}))[0]), env._servers[0], env.task
     os.kill(pid, 0)  # it runs
     waited = []
@@ -323,33 +319,29 @@ def connected(server):
         one._of["add"].close()
 
 
-def test_results_arrive_cut_and_without_control_characters_also_while_a_tool_hangs(connected):
+def test_results_arrive_also_while_a_tool_hangs(connected):
     task, begun = connected(timeout_s=4.0), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(results, task, ("act", {"how": "hang"}))
-        large, control, raised = results(task, *(("act", {"how": how}) for how in ("300000", "control", "raise")))
+        (large,) = results(task, ("act", {"how": "300000"}))
         assert "gave no result within 4 s" in slow.result()[0]
     assert large == "x" * 4000 + "\n[the first 4000 of 300000 characters]"
-    assert control == "a[31mbc\nd"
-    assert raised.startswith("Error: ") and "nothing there" in raised
     assert results(task, ADD) == ["2"] and time.monotonic() - begun < 50
 
 
 @pytest.mark.nightly
-def test_a_server_that_freezes_is_reported_within_its_deadline_and_one_in_its_place_is_connected_to(server, connected):
-    task = connected(timeout_s=1.0)
-    told = f"the MCP server {server.url.removesuffix('/mcp')} gave no result within 1 s, and is connected to again"
-    assert results(task, ("freeze", {})) == [f"Error: RuntimeError: {told}"]
+@pytest.mark.parametrize(
+    ("timeout_s", "call", "why"),
+    [
+        (1.0, ("freeze", {}), "gave no result within 1 s, and is connected to again$"),
+        (20.0, ("act", {"how": "die"}), "failed: "),
+    ],
+)
+def test_a_server_in_the_place_of_one_that_froze_or_died_is_connected_to(server, connected, timeout_s, call, why):
+    task = connected(timeout_s=timeout_s)
+    (told,) = results(task, call)
+    assert re.match(f"Error: RuntimeError: the MCP server {server.url.removesuffix('/mcp')} {why}", told)
     server.end()
-    server.start()
-    assert results(task, ADD) == ["2"]
-
-
-@pytest.mark.nightly
-def test_a_server_that_dies_and_is_started_again_is_connected_to_again(server, connected):
-    task = connected()
-    assert "failed: " in results(task, ("act", {"how": "die"}))[0]
-    server.process.wait(30)
     server.start()
     assert results(task, ADD) == ["2"]
 

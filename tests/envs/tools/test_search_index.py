@@ -68,9 +68,6 @@ def test_equal_scores_go_by_the_order_of_the_corpus():
     assert titles == [f"Document {number}" for number in "abcdefg"]
 
 
-# ---- the index on disk ----
-
-
 @pytest.fixture
 def built(monkeypatch) -> list[int]:
     """Counts how often an index is built."""
