@@ -115,7 +115,7 @@ class GSM8K(GroupTask):
         >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "42 / 6 =", "No idea."])
         ['7', '7', 'quotient 7', None]
         """
-        return final_numbers(responses)
+        return [final_number(response) for response in responses]
 
 
 def is_right(response: str, answer: str) -> bool | None:
@@ -130,12 +130,8 @@ def is_right(response: str, answer: str) -> bool | None:
     return None if gold is None else extract_answer(response, quotients=_gold(answer, False) is None) == gold
 
 
-def final_numbers(responses: Sequence[str]) -> list[str | None]:
-    """The final number of each response, equal ones written alike; a quotient is another answer than its value."""
-    return [_final_number(response) for response in responses]
-
-
-def _final_number(response: str) -> str | None:
+def final_number(response: str) -> str | None:
+    """The final number of a response, equal ones written alike; a quotient is another answer than its value."""
     if (number := extract_answer(response, quotients=False)) is not None:
         return written(number)
     quotient = extract_answer(response)
