@@ -70,6 +70,9 @@ class LLMEnv(EnvBase):
         ValueError: there are no rows or no rewards; nothing runs a tool, or reads calls to it.
     """
 
+    members: Mapping[str, LLMEnv] = {}
+    """The environments of a mixture's tasks by name; none where this is an environment of one task."""
+
     def __init__(
         self,
         task: Task,
@@ -158,17 +161,9 @@ class LLMEnv(EnvBase):
         """Shuffles the rows anew; group ids go on, as they are unique in the run."""
         self._prompts.start_epoch(seed, epoch)
 
-    @property
-    def members(self) -> Mapping[str, LLMEnv]:
-        """The environments of a mixture's tasks by name; none where this is an environment of one task."""
-        return {}
-
     def by_task(self, rows: Sequence[dict]) -> dict[str, list[int]]:
         """The indices of those of ``rows`` that are of each task of a mixture; empty where there is one task."""
-        found: dict[str, list[int]] = {name: [] for name in self.members}
-        for i, row in enumerate(rows if found else ()):
-            found[str(self.task.name_of(row))].append(i)
-        return found
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Counts of the task and the curriculum over the whole run."""

@@ -102,7 +102,7 @@ class Calculator(ToolTask):
 
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The final number of each conversation's last message; one that ends on a call states none."""
-        return gsm8k.final_numbers([self._final(response) for response in responses])
+        return [gsm8k.final_number(self._final(response)) for response in responses]
 
     def gold(self, row: dict) -> str | None:
         """The gold number."""

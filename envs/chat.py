@@ -93,21 +93,16 @@ class Dialog:
         Raises:
             TypeError: it replies with something else than messages.
         """
-        reply = task.reply(self.row, list(self.messages))
-        if reply is not None:
-            _check_reply(reply)
-        return reply
+        reply: Any = task.reply(self.row, list(self.messages))
+        if reply is None or (isinstance(reply, list) and reply and all(map(is_message, reply))):
+            return reply
+        raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 
 def _written(message: Mapping[str, Any]) -> str:
     """A message as people read it: its text, then its calls."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return "\n".join([message["content"], *(f"{f['name']}({f['arguments']})" for f in functions)]).strip("\n")
-
-
-def _check_reply(reply: Any) -> None:
-    if not isinstance(reply, list) or not reply or not all(map(is_message, reply)):
-        raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:

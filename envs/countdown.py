@@ -84,23 +84,17 @@ class Countdown(Task):
 
     def _question(self, row: dict) -> str:
         numbers = ", ".join(map(str, row["numbers"]))
+        often = "exactly" if self._use_all else "at most"
         return (
             f"Using the numbers {numbers}, write an expression that equals {row['target']}. You may use +, -, *, / and "
-            f"brackets, and each number {self._often} once."
+            f"brackets, and each number {often} once."
         )
-
-    @property
-    def _often(self) -> str:
-        return "exactly" if self._use_all else "at most"
-
-    def _is_right(self, row: dict, expression: str) -> bool:
-        return check(row["numbers"], row["target"], expression, use_all=self._use_all)
 
     @override
     def score(self, row: dict, response: str) -> Reward:
         expression = last_answer(response) or ""
-        has_value = evaluated(expression) is not None
-        return Reward(self._paid({"correctness": self._is_right(row, expression), "answer_format": has_value}))
+        right = check(row["numbers"], row["target"], expression, use_all=self._use_all)
+        return Reward(self._paid({"correctness": right, "answer_format": evaluated(expression) is not None}))
 
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The expression of each response, without spaces; the same sum in another order is another answer.

@@ -15,11 +15,6 @@ from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.tables import place_of
 from grpo_rl.envs.task import Task
 
-HAVE_ONE = (
-    "gsm8k (answer), math (solution), prompt_response (env.completion_column, or messages that the assistant ends), "
-    "and a task of your own with a method `demonstration`"
-)
-"""The tasks whose rows can have a demonstration, and where."""
 _THOUGHT = "<think>"
 """The beginning of a thought, which some templates write for the policy."""
 
@@ -137,8 +132,9 @@ class Demonstrations:
                 raise ValueError(f"{place}: {error}") from error
             if text is None:
                 raise ValueError(
-                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows "
-                    f"of these can have one: {HAVE_ONE}"
+                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows of these can "
+                    "have one: gsm8k (answer), math and code (solution), prompt_response (env.completion_column, or "
+                    "messages that the assistant ends), and a task of your own with a method `demonstration`"
                 )
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")

@@ -173,15 +173,15 @@ class Episodes(Task, Generic[State]):
 
     def _first(self, row: dict) -> str | Messages:
         name = repr(row)
-        if name not in self._kept.first:
+        observation = self._kept.first.get(name)
+        if observation is None:
             state, observation = self.reset(row)
             self.close(state)
             self._kept.first[name] = observation
             while len(self._kept.first) > MAX_REMEMBERED:
                 with contextlib.suppress(KeyError):  # another thread has forgotten it
                     self._kept.first.popitem(last=False)
-            return observation
-        return self._kept.first[name]
+        return observation
 
     def _step(self, row: dict, key: Key) -> tuple[_Open[State], str | None]:
         """The episode after the step with the last text, and the observation; None where the episode ended with it."""

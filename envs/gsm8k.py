@@ -13,7 +13,7 @@ from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer, written
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import GroupTask, Messages, Reward, asking, check_weights, opening
+from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
 COLUMNS = {"question": str, "answer": str}
 CHAT_COLUMNS = {"question": str | list, "answer": str}
@@ -98,7 +98,7 @@ class GSM8K(GroupTask):
         right = is_right(response, row["answer"])
         if right is None:
             # Otherwise a response without a number would equal it.
-            return ValueError(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
+            return Unjudgeable(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
         return Reward(self._paid(dict(zip(self.reward_parts, (right, *formats), strict=True))))
 
     def gold(self, row: dict) -> str | None:
@@ -115,7 +115,7 @@ class GSM8K(GroupTask):
         >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "42 / 6 =", "No idea."])
         ['7', '7', 'quotient 7', None]
         """
-        return final_numbers(responses)
+        return [final_number(response) for response in responses]
 
 
 def is_right(response: str, answer: str) -> bool | None:
@@ -130,12 +130,8 @@ def is_right(response: str, answer: str) -> bool | None:
     return None if gold is None else extract_answer(response, quotients=_gold(answer, False) is None) == gold
 
 
-def final_numbers(responses: Sequence[str]) -> list[str | None]:
-    """The final number of each response, equal ones written alike; a quotient is another answer than its value."""
-    return [_final_number(response) for response in responses]
-
-
-def _final_number(response: str) -> str | None:
+def final_number(response: str) -> str | None:
+    """The final number of a response, equal ones written alike; a quotient is another answer than its value."""
     if (number := extract_answer(response, quotients=False)) is not None:
         return written(number)
     quotient = extract_answer(response)

@@ -69,10 +69,6 @@ class Mixture(Task):
         roles = {task.reply_role for task in tasks.values() if plays_turns(task)}
         self.reply_role = min(roles, default=Task.reply_role)
 
-    def name_of(self, row: dict) -> str:
-        """The task that a row is of."""
-        return row[TASK]
-
     def named(self, name: str, reward: Reward) -> Reward:
         """The reward that a task gave, at the task's scale, under the names that its parts have in the mixture."""
         scale = self._scales.get(name, 1.0)
@@ -136,16 +132,6 @@ class MixtureInTurns(Mixture):
         return self.tasks[row[TASK]].reply(row[ROW], messages)
 
 
-def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """The probability of each task: its weight over the sum of all.
-
-    >>> shares({"gsm8k": 3, "ifeval": 1})
-    {'gsm8k': 0.75, 'ifeval': 0.25}
-    """
-    total = math.fsum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
-
-
 class MixturePrompts:
     """The prompts of a mixture: each draws its task at random by the tasks' shares, and is that task's next.
 
@@ -155,7 +141,8 @@ class MixturePrompts:
 
     def __init__(self, envs: Mapping[str, LLMEnv], rows: Rows, weights: Mapping[str, float], seed: int) -> None:
         self._envs, self._rows, self._seed, self._drawn = envs, rows, seed, 0
-        self._names, self._shares = list(weights), list(shares(weights).values())
+        total = math.fsum(weights.values())
+        self._names, self._shares = list(weights), [weight / total for weight in weights.values()]
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts, under group ids that are unique in the run."""
@@ -256,11 +243,8 @@ class MixtureGuard(ScoreGuard):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Empty: the counts are in the tasks' states."""
+        """Empty: the counts are in the tasks' states, and restored with these."""
         return {}
-
-    def restore(self, counts: dict[str, int]) -> None:
-        """Does nothing: the tasks' guards are restored with their tasks."""
 
 
 class MixtureEnv(LLMEnv):
@@ -303,33 +287,35 @@ class MixtureEnv(LLMEnv):
             max_turns=max((env.max_turns for env in turns.values()), default=1),
             seed=seed,
         )
-        self.envs, self._mixture = dict(envs), made
-        self._prompts = cast(Any, MixturePrompts(self.envs, made.places, weights, seed))  # as a source of one task's
+        self.members, self._mixture = dict(envs), made
+        self._prompts = cast(Any, MixturePrompts(self.members, made.places, weights, seed))  # as a source of one task's
         deadline_s = max(env.guard.deadline_s for env in envs.values())
         self.guard = MixtureGuard(made, {name: env.guard for name, env in envs.items()}, deadline_s)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Closes the tasks' environments."""
-        for env in self.envs.values():
+        for env in self.members.values():
             env.close(raise_if_closed=raise_if_closed)
         super().close(raise_if_closed=raise_if_closed)
 
-    @property
-    def members(self) -> Mapping[str, LLMEnv]:
-        """The tasks' own environments by name."""
-        return self.envs
+    @override
+    def by_task(self, rows: Sequence[dict]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {name: [] for name in self.members}
+        for i, row in enumerate(rows):
+            found[row[TASK]].append(i)
+        return found
 
     @override
     def encode(self, row: dict) -> list[int]:
-        return self.envs[row[TASK]].encode(row[ROW])
+        return self.members[row[TASK]].encode(row[ROW])
 
     @override
     def turns_of(self, row: dict) -> int:
-        return self.max_turns if plays_turns(self.envs[row[TASK]].task) else 1
+        return self.max_turns if plays_turns(self.members[row[TASK]].task) else 1
 
     @override
     def read_turn(self, text: str, row: dict) -> tuple[str, list[dict[str, Any]]]:
-        return self.envs[row[TASK]].read_turn(text, row[ROW])
+        return self.members[row[TASK]].read_turn(text, row[ROW])
 
     def check_prompts(self) -> None:
         """Tokenises every row of every task; see :meth:`LLMEnv.check_prompts`."""
@@ -338,7 +324,7 @@ class MixtureEnv(LLMEnv):
     def metrics(self) -> dict[str, float]:
         """Counts of each task: those of its own, and its responses without a reward."""
         metrics: dict[str, float] = {}
-        for name, env in self.envs.items():
+        for name, env in self.members.items():
             metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in env.metrics().items()}
             if failed := sum(env.guard.failures()[0].values()):
                 metrics[f"failed/{name}"] = failed
@@ -348,4 +334,4 @@ class MixtureEnv(LLMEnv):
         """Has the row's task take notice of its rewards."""
         name, index = self._mixture.places.place(row)
         own = [self._mixture.own(name, got) if isinstance(got, Reward) else got for got in results]
-        self.envs[name].note(index, own)
+        self.members[name].note(index, own)

@@ -51,7 +51,7 @@ class OpenEnv(Episodes[Any]):
         self._url = (url or "").rstrip("/")
         try:
             self._action = _schema(self._url)["action"]
-        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException) as error:
             raise ValueError(
                 f"env.url={url}: no OpenEnv server gives its schema there ({type(error).__name__}: {error}); start it, "
                 "or correct the address"

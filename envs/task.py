@@ -172,10 +172,6 @@ class Task(ABC):
         """The gold answer, for logs; None where the task has no single one."""
         return None
 
-    def name_of(self, row: dict) -> str | None:
-        """The name of the task that a mixture's row is of; None in a task by itself."""
-        return None
-
     def is_right(self, reward: Reward) -> bool | None:
         """True if a response with this reward is right; None where neither task nor weights say so."""
         part = self.correct_part

@@ -95,11 +95,7 @@ class _Exchange:
         self._future.add_done_callback(_under_way.discard)
 
     def next(self) -> Messages | None:
-        """The environment's messages to the policy; None: the episode has ended.
-
-        Raises:
-            TimeoutError: it sends nothing in time.
-        """
+        """The environment's messages to the policy; None: the episode has ended."""
         try:
             messages = self._prompts.get(timeout=TIMEOUT_S)
         except queue.Empty:

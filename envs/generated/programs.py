@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
@@ -25,7 +26,7 @@ OF_NUMBERS: tuple[Kind, ...] = (
     (
         "print the remainder of their product divided by {k}",
         "product = 1\nfor n in nums:\n    product *= n\nprint(product % {k})",
-        lambda nums, k: _product(nums) % k,
+        lambda nums, k: math.prod(nums) % k,
     ),
     (
         "print them from the smallest to the largest, each plus {k}",
@@ -93,13 +94,6 @@ def generated_rows(split: str = "train") -> list[dict]:
             )
     Random(split).shuffle(rows)
     return rows
-
-
-def _product(numbers: Sequence[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
 
 
 def _numbers(random: Random) -> list[int]:

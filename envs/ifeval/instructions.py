@@ -82,9 +82,7 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     A divider may open and close the response.
     """
     first, *rest = [bool(part.strip()) for part in response.split("***")]
-    if not all(rest[:-1]):
-        return False
-    return first + sum(rest) == num_paragraphs
+    return all(rest[:-1]) and first + sum(rest) == num_paragraphs
 
 
 def number_words(response: str, *, num_words: int, relation: str) -> bool:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.envs.base import ScoreGuard
+from grpo_rl.envs.base import ScoreGuard, Unjudgeable
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.grading import patterns
@@ -48,7 +48,9 @@ def test_the_three_rewards_are_paid_apart():
     ]:
         assert tuple(task.score(ROW, response).parts.values()) == expected, response
     with pytest.raises(ValueError, match="answer of row 1 has no number: 'none'"):
-        GSM8K([ROW, {"question": "How many?", "answer": "none"}])
+        GSM8K([ROW, bare := {"question": "How many?", "answer": "none"}])
+    (found,) = GSM8K([]).score_many([bare], ["<answer>42</answer>"])
+    assert isinstance(found, Unjudgeable)
 
 
 @pytest.mark.slow

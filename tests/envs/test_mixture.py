@@ -117,7 +117,7 @@ def test_single_turns_groups_and_conversations_go_together_in_one_collection(tok
 def test_a_tasks_failures_count_under_its_name_and_resume_with_it(tokenizer):
     tasks = {"good": Says("a"), "bad": Says("?")}
     env = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
-    rows = {env.task.name_of(row): i for i, row in enumerate(env.task.rows)}
+    rows = {row["task"]: i for i, row in enumerate(env.task.rows)}
     right, wrong = scored(env, rows["good"], ["a"] * 2)
     assert right == wrong == Reward({"good/right": 1.0}, {"good/characters": 1.0})
     failed = scored(env, rows["bad"], ["a"] * 2)

@@ -40,8 +40,8 @@ def spoken():
             connection.send(json.dumps({"type": "observation", "data": answer}))
 
     def schema(connection, request):
-        if request.path == "/schema":
-            body = json.dumps({"action": SCHEMA}).encode()
+        bodies = {"/schema": json.dumps({"action": SCHEMA}).encode(), "/deep/schema": b"[" * 100_000}
+        if body := bodies.get(request.path):
             return Response(HTTPStatus.OK, "OK", Headers({"Content-Length": str(len(body))}), body)
         return None if request.path == "/ws" else connection.respond(HTTPStatus.FOUND, "elsewhere")
 
@@ -82,6 +82,8 @@ def test_a_server_that_is_not_there_or_sends_elsewhere_is_refused(spoken):
         port = unused.getsockname()[1]
     with pytest.raises(ValueError, match="no OpenEnv server gives its schema there"):
         OpenEnv([], url=f"http://127.0.0.1:{port}")
+    with pytest.raises(ValueError, match="RecursionError"):
+        OpenEnv([], url=f"{spoken}/deep")
     with pytest.raises(ValueError, match=r"ValueError: it answers 302 Found"):
         OpenEnv([], url=f"{spoken}/elsewhere")
 
