@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from grpo_rl.data.kept import Kept
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
-from grpo_rl.policies.supported import SOFTCAP, logit_factor
+from grpo_rl.policies.probe import HIDDEN, measured_logits
 
 CPU_TILE = (1024, 2048)
 """Tokens and words of a tile, which stays in a CPU's caches between operations."""
@@ -77,8 +77,26 @@ def log_prob_and_entropy(
 
 
 def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
-    """The factor on the model's logits, and their soft cap if they have one; no model has both."""
-    return logit_factor(model), getattr(model.config.get_text_config(), SOFTCAP, None)
+    r"""The factor from the head's product with the hidden states to the model's logits, and their soft cap.
+
+    The factor is 1 for most models. With a soft cap c the product x becomes $c\tanh(x / c)$; no model has both.
+
+    Raises:
+        ValueError: its logits are neither, or the class can't be run like this.
+
+    >>> from transformers import GraniteConfig, GraniteForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> logit_scaling(GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=8.0)))
+    (0.125, None)
+    """
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = measured_logits(model)
+    if softcap and torch.allclose(logits, softcap * torch.tanh(HIDDEN / softcap)):
+        return 1.0, softcap
+    factors = logits / HIDDEN
+    if softcap or not torch.allclose(factors, factors[0]):
+        raise ValueError("its logits are no multiple of the head's product with the hidden states")
+    return factors[0].item(), softcap
 
 
 class _Cut:

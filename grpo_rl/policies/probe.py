@@ -1,4 +1,4 @@
-"""Demands of a model's layers on attention and state, and its logits' factor, by running a copy without weights."""
+"""Demands of a model's layers on attention and state, and its logits, by running a copy without weights."""
 
 from __future__ import annotations
 
@@ -208,24 +208,6 @@ class _Given:
 
     def __getitem__(self, place: Any) -> Any:
         return (self.last_hidden_state,)[place]
-
-
-def measured_logit_factor(model: PreTrainedModel, softcap: float | None = None) -> float:
-    r"""The factor that the model's class puts on the product of head and hidden states.
-
-    Args:
-        softcap: c of a class that takes $c\tanh(x / c)$ of the product x, without a factor.
-
-    Raises:
-        ValueError: its logits are neither, or the class can't be run like this.
-    """
-    logits = measured_logits(model)
-    if softcap and torch.allclose(logits, softcap * torch.tanh(HIDDEN / softcap)):
-        return 1.0
-    factors = logits / HIDDEN
-    if softcap or not torch.allclose(factors, factors[0]):
-        raise ValueError("its logits are no multiple of the head's product with the hidden states")
-    return factors[0].item()
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_rl.policies.head import logit_scaling
 from grpo_rl.policies.mixers import cache_name, mixers
 from grpo_rl.policies.packing import LAYOUT
-from grpo_rl.policies.probe import AttentionCall, Band, Calls, Chunks, measured_logit_factor, trial_calls, trunk
+from grpo_rl.policies.probe import AttentionCall, Band, Calls, Chunks, trial_calls, trunk
 
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 """Types of layers with attention, as configs name them."""
@@ -21,8 +22,6 @@ BY_TOKEN = frozenset({"mlp", "moe"})
 LAYER_TYPES = ATTENDING | WITH_STATE | BY_TOKEN
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Types with fixed frequencies; those of others depend on the longest sequence in the batch."""
-SOFTCAP = "final_logit_softcapping"
-"""The config's name of a cap on the logits, $c\\tanh(x / c)$."""
 UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap", "s_aux"})
 """Keywords that shared-prefix attention reads."""
 IGNORED = frozenset({"position_ids", "use_cache"})
@@ -77,20 +76,6 @@ def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
     for reason in _reasons_in_calls(model, calls):
         raise _refusal(model, reason)
     return calls.attention
-
-
-def logit_factor(model: PreTrainedModel) -> float:
-    """The factor by which the model's logits are its head's product with the hidden states; 1 for most models.
-
-    Raises:
-        ValueError: its logits are no multiple of the product, but for a soft cap.
-
-    >>> from transformers import GraniteConfig, GraniteForCausalLM
-    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    >>> logit_factor(GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=8.0)))
-    0.125
-    """
-    return measured_logit_factor(model, getattr(model.config.get_text_config(), SOFTCAP, None))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
@@ -186,6 +171,6 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     if between := [name for name, child in others if next(child.parameters(), None) is not None]:
         yield f"its {', '.join(between)} would be left out; logits must be the head's product with the hidden states"
     try:
-        logit_factor(model)
+        logit_scaling(model)
     except ValueError as error:
         yield str(error)
