@@ -95,13 +95,9 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
 def _prepare(model: PreTrainedModel) -> None:
     if why := why_uncompiled(model.device):
         raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
-    if model.device.type == "cuda":
-        set_gpu_options()
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
-
-
-def set_gpu_options() -> None:
-    """Sets the compiler's options for graphs on a GPU, and the host's threads, for the whole process."""
+    if model.device.type != "cuda":
+        return
     # vLLM's start sets one, and compiled functions check the number. With a GPU the host computes on small tensors
     # only: a step of 512 tokens took 82 to 102 ms with 16 threads and 76 with one (docs/log.md).
     torch.set_num_threads(1)
