@@ -19,7 +19,7 @@ import os
 import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
@@ -53,9 +53,7 @@ def _exchange(method: Callable[Concatenate[Ranks, P], X]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def watched(ranks: Ranks, *arguments: P.args, **named: P.kwargs) -> X:
-        if ranks.watch is None:
-            return method(ranks, *arguments, **named)
-        with ranks.watch.exchange(method.__name__):
+        with ranks.watch.exchange(method.__name__) if ranks.watch else nullcontext():
             return method(ranks, *arguments, **named)
 
     return watched

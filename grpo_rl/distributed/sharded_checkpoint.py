@@ -53,15 +53,12 @@ def save_shards(path: Path, state: Mapping, ranks: Ranks) -> dict:
     rest = _without_sharded(state, [], index, tensors)
     if tensors:
         folder = folder_of(path)
-        number = 0
 
-        def prepare() -> None:
-            nonlocal number
-            if ranks.rank == 0:
-                make_folder(folder)
-                number = 1 + max((_number(file) for file in folder.glob("save_*")), default=-1)
+        def next_number() -> int:
+            make_folder(folder)
+            return 1 + max((_number(file) for file in folder.glob("save_*")), default=-1)
 
-        agreed(ranks, prepare)
+        number = agreed(ranks, lambda: next_number() if ranks.rank == 0 else 0)
         file = folder / f"save_{ranks.broadcast(number)}_rank_{ranks.rank}.pt"
         digest = agreed(ranks, lambda: checkpoint_file.write(file, tensors))
         rest[SHARDS] = {"files": ranks.gather([file.name, digest]), "tensors": index}
