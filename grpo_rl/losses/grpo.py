@@ -166,7 +166,6 @@ class GRPOLoss(LossModule):
             correction=correction, correction_level=correction_level,
             correction_low=correction_low, correction_high=correction_high,
         )  # fmt: skip
-        settings = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
         self._taus = {"tau_pos": tau_pos, "tau_neg": tau_neg}
         if callable(surrogate):
             surrogate = OwnTerm(surrogate, "loss.surrogate", SURROGATE_TAKES)
@@ -176,7 +175,7 @@ class GRPOLoss(LossModule):
             kl = OwnTerm(kl, "loss.kl", KL_TAKES)
         self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
         self.ratio, self.correction = ratio, correction
-        self._surrogate = {"kind": surrogate, **settings}
+        self._surrogate = {"kind": surrogate, "clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
         self._correction = {
             "how": correction, "level": correction_level, "low": correction_low, "high": correction_high,
         }  # fmt: skip

@@ -91,8 +91,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
     Raises:
         ValueError: the folder lacks weights, or they have other shapes than in its config; names them.
     """
-    loaded = from_folder(folder, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
-    model, found = loaded
+    model, found = from_folder(folder, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     if wrong := sorted(found["mismatched_keys"]):
         name, held, expected = wrong[0]
         raise ValueError(

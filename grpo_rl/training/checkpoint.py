@@ -236,10 +236,6 @@ def _remedy(path: Path) -> str:
     return "there is no good one next to it"
 
 
-def _print_error(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
     """The checkpoint that a run goes on with, and its state; all ranks get the same one.
 
@@ -286,7 +282,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
             notes.append(f"passed over: {error}")
             continue
         if rank_zero and notes:
-            _print_error("\n".join([*notes, f"resume={resume}: going on with {path}"]))
+            print("\n".join([*notes, f"resume={resume}: going on with {path}"]), file=sys.stderr, flush=True)
         return path, state
     reasons = "\n  ".join(notes)
     raise ValueError(
