@@ -73,18 +73,9 @@ class Evaluation:
         """The evaluation of some of the rows alone, whose parts and measures the whole one has."""
         n = self.samples
         at = [row * n + i for row in rows for i in range(n)]
-        return replace(
-            self,
-            parts={},
-            measures={},
-            rewards=[self.rewards[i] for i in at],
-            prompts=[self.prompts[i] for i in at],
-            completions=[self.completions[i] for i in at],
-            lengths=[self.lengths[i] for i in at],
-            truncated=[self.truncated[i] for i in at],
-            correct=[self.correct[i] for i in at] if self.correct else (),
-            answers=[self.answers[i] for i in at] if self.answers else (),
-        )
+        lists = ("rewards", "prompts", "completions", "lengths", "truncated", "correct", "answers")
+        chosen = {name: [values[i] for i in at] for name in lists if (values := getattr(self, name))}
+        return replace(self, parts={}, measures={}, **chosen)
 
     def row_rewards(self) -> list[float]:
         """The mean reward of each row's responses that were judged; NaN where none was."""
