@@ -19,6 +19,7 @@ from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
 from grpo_rl.report import serve
+from tests.report.stored import response
 
 NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
 """Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
@@ -99,30 +100,9 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
             metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412 + 1.1 * learned})
         bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
         tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
-        completions.log(
-            step,
-            [
-                {
-                    "group_id": 4 * step + g,
-                    "row": 17 * step % 500 + g,
-                    "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final "
-                    "number inside <answer> and </answer>.\n"
-                    "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
-                    "completion": tagged if learned > 0.5 else bare,
-                    "answer": "7",
-                    "reward": 3.0 if learned > 0.5 else 2.0,
-                    "reward_correctness": 2.0,
-                    "reward_reasoning_format": 0.5 if learned > 0.5 else 0.0,
-                    "reward_answer_format": 0.5 if learned > 0.5 else 0.0,
-                    "advantage": 0.5,
-                    "tokens": 24,
-                    "truncated": learned <= 0.5,
-                    "policy_version": step - 1,
-                }
-                for g in range(4)
-                for _ in range(2)
-            ],
-        )
+        text, reward = (tagged, 3.0) if learned > 0.5 else (bare, 2.0)
+        ids = [4 * step + g for g in range(4) for _ in range(2)]
+        completions.log(step, [response(i, reward, text, truncated=learned <= 0.5) for i in ids])
     if evaluated:
         (run_dir / "summary.json").write_text(
             json.dumps(
