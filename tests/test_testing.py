@@ -79,10 +79,6 @@ def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
             check_task(Good())
 
 
-def test_a_task_that_keeps_its_promises_passes():
-    check_task(Good())
-
-
 SUMS = [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}, {"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}]
 PAPERS = [Document("Emma", "Emma is a novel by Jane Austen."), Document("Jane Austen", "She was born in Steventon.")]
 

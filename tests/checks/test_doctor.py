@@ -21,12 +21,7 @@ from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(own_cache):
-    pass
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture
@@ -132,11 +127,6 @@ def test_what_a_run_can_not_have_is_one_line(look, tmp_path, word, folder, about
     assert list(to_fix(lines)) == [about] and told in to_fix(lines)[about]
     assert (lines["rewards"][0] == "SKIP") == (about == "dataset")
     assert (lines["memory"][0] == "SKIP") == (about == "devices")
-
-
-def test_a_list_of_devices_that_contradicts_their_number_is_refused_as_by_a_run(look):
-    lines = look("train_model.devices=[0]", "train_model.num_devices=2", only=["devices"])
-    assert "train_model.devices=[0] with train_model.num_devices=2" in to_fix(lines)["devices"]
 
 
 def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other(look, tmp_path):

@@ -241,12 +241,6 @@ def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the
     assert "inference_model.sleep=true" in remedies(awake)["train"]
 
 
-def test_a_list_of_devices_that_contradicts_their_number_is_refused_as_by_a_run(model):
-    asked = scenario_of(model, "4xH100", "train_model.devices=[0,1]", "train_model.num_devices=3")
-    with pytest.raises(ValueError, match=r"train_model.devices=\[0, 1\] with train_model.num_devices=3"):
-        with_devices(asked)
-
-
 def test_with_one_trainer_alone_sampling_and_training_take_turns(model):
     engines = ["train_model.num_devices=1", "inference_model.num_devices=4", "inference_model.tensor_parallel_size=2"]
     assert "here are 1 and 2; use mode=async" in make_plan(scenario_of(model, "8xH100", *engines, mode="sync")).refused

@@ -45,7 +45,6 @@ def test_every_experiment_passes_the_checks(experiment):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
         ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
         ("num_generations=8", r"did you mean env\.repeats\?"),
         ("zzz=1", r"--cfg job"),
@@ -61,17 +60,12 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
     ("overrides", "message"),
     [
         ("env.repeats=1", "env.repeats is 1"),
-        ("env.repeats=8 train.optim_batch_size=20", "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
-        ("env.num_envs=3 train.optim_batch_size=16", "3 x 8 = 24 responses"),
-        ("train.total_dialog_turns=8", "less than one collection, 32 responses"),
-        ("train.gradient_accumulation_steps=5", "5 micro-batches cannot be made of the 4 groups"),
         ("inference_model.max_model_len=256", "leaves no room"),
         ("inference_model.engine=vlm", "did you mean vllm"),
         ("evaluate.rows=4 evaluate.patience=2", "set evaluate.frequency"),
         ("sampling.min_p=1", "sampling.min_p is 1; it must be at least 0 and less than 1"),
         ("sampling.stop=['']", "none of them empty"),
         ("sampling.ignore_eos=true loss=dapo", "every response meets the length limit"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
         ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number"),
         ("env.repeats=true", "env.repeats is True; it must be a whole number"),
         ("optimizer.betas=[0.9,high]", r"optimizer.betas is \[0.9, 'high'\]; it must be a list of numbers"),
