@@ -1,13 +1,14 @@
-"""The settings of a mixture: each task's own, those that they share, and what is refused."""
+"""The settings of several tasks, in a mixture or held out: their own, those that they share, what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.mixture import entries
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.task_settings import settings_of_mixture
+from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,14 @@ def test_an_entry_has_its_own_of_what_the_tasks_share_and_a_curriculum_needs_no_
     ):
         with pytest.raises(ValueError, match=f"env.curriculum{message}"):
             read(f"env.curriculum={{{wrong}}}")
+
+
+def test_any_task_may_be_evaluated_next_to_another_with_settings_of_its_own():
+    prompts = "{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: 'my:f'}}"
+    search = "{task: search_qa, rows: 5, path: p.jsonl, env: {corpus: c.json}}"
+    prompts, search = settings_of_eval_tasks(read("evaluate.rows=9", f"evaluate.tasks=[{prompts}, {search}]"))
+    assert prompts.env["reward"] == "my:f" and eval_source(prompts).path == "p.jsonl"
+    assert (search.env["corpus"], search.env["results"]) == ("c.json", 3)
 
 
 @pytest.mark.parametrize(
