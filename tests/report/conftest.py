@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -67,8 +66,7 @@ def browser():
 
 
 def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
-    """A run folder as a quickstart leaves it: a small model that learns the format first and the sums later."""
-    rng = random.Random(0)
+    """A run folder as a quickstart leaves it: all of its files and metrics, a few of which move."""
     metrics, completions = MetricsLog(run_dir), CompletionsLog(run_dir)
     (run_dir / "config.yaml").write_text(
         "env:\n  dataset: gsm8k\n  repeats: 8\nmodel:\n  name: HuggingFaceTB/SmolLM2-135M-Instruct\n"
@@ -76,46 +74,18 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
     )
     (run_dir / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
     if evaluated:
-        metrics.log(0, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412})
+        metrics.log(0, dict.fromkeys(NAMES["evaluation"], 0.5))
     for step in range(1, steps + 1):
-        learned = 1 / (1 + math.exp(-(step - 14) / 5))
-        correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
-        style = 0.2 + 0.75 * (1 - math.exp(-step / 6)) + rng.gauss(0, 0.03)
-        metrics.log(
-            step,
-            dict.fromkeys(NAMES["step"], 0.5)
-            | {
-                "total/trained_tokens": 9000.0 * step,
-                "time/at_s": 16.0 * step,
-                "reward/mean": correct + style,
-                "reward/correctness": correct,
-                "reward/reasoning_format": style / 2,
-                "kl/ref": 0.03 * learned + 0.002 * rng.random(),
-                "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
-                "staleness/mean": 0.0,
-                "staleness/max": 0.0,
-            },
-        )
+        moving = {"total/trained_tokens": 9000.0 * step, "time/at_s": 16.0 * step, "reward/mean": step / steps}
+        moving["grad_norm"] = math.inf if step == 21 else 1.1
+        still = {"kl/ref": 0.02, "staleness/mean": 0.0, "staleness/max": 0.0}
+        metrics.log(step, dict.fromkeys(NAMES["step"], 0.5) | moving | still)
         if evaluated and step % 10 == 0:
-            metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412 + 1.1 * learned})
-        bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
-        tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
-        text, reward = (tagged, 3.0) if learned > 0.5 else (bare, 2.0)
-        ids = [4 * step + g for g in range(4) for _ in range(2)]
-        completions.log(step, [response(i, reward, text, truncated=learned <= 0.5) for i in ids])
+            metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5))
+        completions.log(step, [response(4 * step + g, 2.0) for g in range(4) for _ in range(2)])
     if evaluated:
-        (run_dir / "summary.json").write_text(
-            json.dumps(
-                {
-                    "eval_before": 0.412,
-                    "eval_after": 1.508,
-                    "eval_gain": 1.096,
-                    "eval_gain_ci95": [0.957, 1.229],
-                    "finished": True,
-                    "steps": steps,
-                    "seconds": 541.7,
-                    "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"},
-                }
-            )
-        )
+        summary = {"eval_before": 0.412, "eval_after": 1.508, "eval_gain": 1.096, "eval_gain_ci95": [0.957, 1.229]}
+        summary |= {"finished": True, "steps": steps, "seconds": 541.7}
+        summary["versions"] = {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
