@@ -21,6 +21,7 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.ifeval import IFEval
 from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.rewards.examples import reward_len
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.testing import check_task, save_tiny_model
@@ -97,17 +98,13 @@ TASKS = {
     "code": lambda: Code(
         [{"question": text, "tests": [{"input": "a", "output": "a"}]} for text in "ab"], sandbox="i_accept_no_sandbox"
     ),
-    "prompt_response": lambda: PromptResponse([{"prompt": "a"}, {"prompt": "b"}], reward=lengths),
+    "prompt_response": lambda: PromptResponse([{"prompt": "a"}, {"prompt": "b"}], reward=reward_len),
 }
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_ours_passes(name):
     check_task(TASKS[name](), responses=["2", "<answer>5</answer>", "no number at all"])
-
-
-def lengths(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 from grpo_rl import cli
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
@@ -41,19 +40,11 @@ class Page(HTMLParser):
         return " ".join(" ".join(self._words).split())
 
 
-def page_of(run_dir: Path) -> Page:
-    return Page(write_report(run_dir).read_text(encoding="utf-8"))
-
-
-def titles(page: Page) -> list[str]:
-    return [chart["title"] for chart in page.data["charts"]["charts"]]
-
-
 def test_a_whole_run_is_reported_on_one_page(tmp_path, make_run):
-    page = page_of(make_run(tmp_path))
+    page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
     assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
     assert "Held-out reward rose from 0.412 to 1.508: a gain of +1.096, 95 % interval +0.957 to +1.229." in page.text
-    shown = titles(page)
+    shown = [chart["title"] for chart in page.data["charts"]["charts"]]
     assert shown[:3] == ["Reward", "Held-out reward", "Reward parts"] and len(shown) == len(set(shown)) == 42
     assert {"Spread of correctness", "KL divergence", "Time of a step", "Memory"} < set(shown)
     assert page.data["configuration"]["overrides"] == ["+experiment=quickstart", "optimizer.lr=5e-5"]
