@@ -150,7 +150,6 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
 
 
 def exists(name: str) -> bool:
-    """True if a dotted name is a module, or something in one."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

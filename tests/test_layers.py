@@ -90,7 +90,6 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def folder_of(module: str) -> str:
-    """The folder under grpo_rl that a module belongs to."""
     return module.partition(".")[0]
 
 
@@ -202,7 +201,6 @@ def loaded(root: Path, script: str) -> set[Path]:
 
 
 def is_a_sentence(text: str | None) -> bool:
-    """True if the first paragraph is one sentence."""
     first = (text or "").partition("\n\n")[0]
     return first.endswith(".") and ". " not in first
 

@@ -51,7 +51,6 @@ def check(capsys):
 
 
 def plant(monkeypatch, engine):
-    """Puts an engine into the trial."""
     monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: engine(folder, 256))
 
 

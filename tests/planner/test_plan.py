@@ -110,7 +110,6 @@ def test_adapters_alone_have_gradients_masters_and_moments(model):
 
 
 def split(train, inference, size):
-    """Overrides that divide devices."""
     sizes = [f"inference_model.num_devices={inference}", f"inference_model.tensor_parallel_size={size}"]
     return [*LARGE, f"train_model.num_devices={train}", *sizes]
 

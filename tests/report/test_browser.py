@@ -11,7 +11,7 @@ import pytest
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
-from tests.report.stored import response, write_held_out, write_tokens
+from tests.report.runs import make_run, response, served, write_held_out, write_tokens
 
 pytestmark = pytest.mark.nightly
 
@@ -55,7 +55,7 @@ def until(tab: Tab, condition: str) -> None:
         tab.page.wait_for_timeout(50)
 
 
-def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path, make_run):
+def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path):
     url = url_of(make_run(tmp_path))
     tab.open(url)
     tab.page.mouse.wheel(0, 6000)
@@ -65,7 +65,7 @@ def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_pa
     assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
 
 
-def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
+def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path):
     run = make_run(tmp_path, steps=3)
     (run / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
     (run / "overrides.yaml").write_text(json.dumps([HOSTILE]))
@@ -81,7 +81,7 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
+def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
     with served(tmp_path) as port:
         url = f"http://127.0.0.1:{port}/"
         tab.open(url)

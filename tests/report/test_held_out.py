@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from grpo_rl.report import held_out
-from tests.report.stored import write_held_out
+from tests.report.runs import write_held_out
 
 
 def test_rows_pair_the_first_and_the_last_evaluation(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.step_parts import StepParts
 from grpo_rl.report import responses
-from tests.report.stored import response as row
-from tests.report.stored import write_tokens
+from tests.report.runs import response as row
+from tests.report.runs import write_tokens
 
 
 def test_a_small_run_is_there_whole_in_the_order_of_the_run(tmp_path):

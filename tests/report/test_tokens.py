@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from grpo_rl.report import tokens
-from tests.report.stored import write_tokens
+from tests.report.runs import write_tokens
 
 
 def test_a_response_is_there_token_by_token_with_its_numbers(tmp_path):

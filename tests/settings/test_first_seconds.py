@@ -126,7 +126,6 @@ def results(tmp_path_factory):
 
 
 def told(script, lines, folder):
-    """The results of a script's command lines, by their words."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / script)],
         input="".join(json.dumps(words) + "\n" for words in lines),
