@@ -12,11 +12,6 @@ from grpo_rl.cli import main
 from grpo_rl.settings import command_line
 
 
-def test_batches_takes_the_overrides_of_the_script(capsys):
-    assert main(["batches", "env.repeats=4", "train.optim_batch_size=16"]) == 0
-    assert "4 prompts x 4 responses = 16 responses a collection" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sft"])
 def test_train_runs_the_script_of_its_mode(mode, monkeypatch, tmp_path):

@@ -45,9 +45,8 @@ FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 def test_commands_of_the_page_on_batches_print_what_it_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     blocks = re.findall(r"```\n\$ grpo-rl ([^\n]*)\n(.*?)```", (DOCS / "batches.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for command, shown in blocks:
-        main(command.split())
+    for (command, shown), code in zip(blocks, (0, 1), strict=True):
+        assert main(command.split()) == code
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         lines = shown.rstrip().splitlines()  # the page leaves out the end
         assert printed[: len(lines)] == lines
