@@ -15,8 +15,6 @@ from grpo_rl.weights.remote import EngineControl
 
 
 class LoopControl(EngineControl):
-    """An engine on an event loop that runs in another thread."""
-
     def __init__(self, engine: AsyncEngine, loop: LoopThread) -> None:
         self._engine, self._loop = engine, loop
         self.name, self.dtype = engine.name, engine.dtype

@@ -12,36 +12,10 @@ from grpo_rl.cli import main
 from grpo_rl.settings import command_line
 
 
-def test_batches_takes_the_overrides_of_the_script(capsys):
-    assert main(["batches", "env.repeats=4", "train.optim_batch_size=16"]) == 0
-    assert "4 prompts x 4 responses = 16 responses a collection" in capsys.readouterr().out
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["batches", "env.repeats=1"], "env.repeats is 1"),
-        (["batches", "optimizer.lrr=1"], "optimizer.lr?"),
-        (["replay", "/no/such/run", "1"], "train.lineage=true"),
-    ],
-)
-def test_bad_input_is_reported_in_one_line(arguments, message, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and message in error and "\n" not in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "mode"),
-    [
-        (["--async", "mode=sync"], "async"),
-        (["--sft", "mode=sync"], "sft"),
-    ],
-)
-def test_train_runs_the_script_of_its_mode(arguments, mode, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", *arguments, f"hydra.run.dir={tmp_path}"])
+@pytest.mark.parametrize("mode", ["async", "sft"])
+def test_train_runs_the_script_of_its_mode(mode, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", f"--{mode}", "mode=sync", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}; run sota/.* or grpo-rl train"):
         main()
 

@@ -21,7 +21,6 @@ def cells(notebook, tag):
 
 
 def text_of(cell):
-    """The output that a cell printed or displayed, as text."""
     return "".join(output.get("text", "") or output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 

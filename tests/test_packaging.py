@@ -47,11 +47,6 @@ def wheel(checkout, tmp_path_factory) -> Path:
     return out / done.stdout.splitlines()[-1]
 
 
-def contents(wheel: Path) -> Counter[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return Counter(name for name in archive.namelist() if ".dist-info/" not in name)
-
-
 def expected() -> Counter[str]:
     """Every file of the four folders, of sota/ the Python files, at the place where it is imported from."""
     files = Counter()
@@ -65,7 +60,8 @@ def expected() -> Counter[str]:
 
 
 def test_the_wheel_holds_every_file_of_the_four_folders_once(wheel):
-    assert contents(wheel) == expected()
+    with zipfile.ZipFile(wheel) as archive:
+        assert Counter(name for name in archive.namelist() if ".dist-info/" not in name) == expected()
 
 
 @pytest.fixture(scope="module")

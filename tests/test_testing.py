@@ -21,6 +21,7 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.ifeval import IFEval
 from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.rewards.examples import reward_len
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.testing import check_task, save_tiny_model
@@ -79,10 +80,6 @@ def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
             check_task(Good())
 
 
-def test_a_task_that_keeps_its_promises_passes():
-    check_task(Good())
-
-
 SUMS = [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}, {"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}]
 PAPERS = [Document("Emma", "Emma is a novel by Jane Austen."), Document("Jane Austen", "She was born in Steventon.")]
 
@@ -101,17 +98,13 @@ TASKS = {
     "code": lambda: Code(
         [{"question": text, "tests": [{"input": "a", "output": "a"}]} for text in "ab"], sandbox="i_accept_no_sandbox"
     ),
-    "prompt_response": lambda: PromptResponse([{"prompt": "a"}, {"prompt": "b"}], reward=lengths),
+    "prompt_response": lambda: PromptResponse([{"prompt": "a"}, {"prompt": "b"}], reward=reward_len),
 }
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_ours_passes(name):
     check_task(TASKS[name](), responses=["2", "<answer>5</answer>", "no number at all"])
-
-
-def lengths(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,11 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.testing import run_script, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["inference_model.max_model_len=256", "sampling.max_new_tokens=32"]
 ENGINE = ["--engine", "transformers"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(own_cache):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,6 @@ def check(capsys):
 
 
 def plant(monkeypatch, engine):
-    """Puts an engine into the trial."""
     monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: engine(folder, 256))
 
 

@@ -62,32 +62,22 @@ def test_a_fault_of_a_node_is_reported_and_the_other_node_too(two_nodes):
         assert all(isinstance(e, Exception) for e in on_nodes(alive, nodes.all_reduce, ranks, 60.0))
 
 
-def test_clocks_that_differ_are_reported(monkeypatch):
-    monkeypatch.setattr(nodes.time, "time", lambda: 1e9)
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: [1e9 + 0.1, 1e9 - 7.5, TimeoutError("no answer within 5 s")])
-    found = list(nodes._clocks([Node(name, "10.0.0.1", name, {}) for name in "abc"], 5.0))
-    assert [(f.kind, f.text) for f in found] == [
-        ("OK", "a: within 0.1 s of this machine's"),
-        ("FIX", "b: 7.5 s behind this machine's; start chrony or ntpd there"),
-        ("FIX", "c: no answer within 5 s"),
-    ]
-
-
-def test_a_node_that_fails_is_named_and_the_others_are_reported(monkeypatch, tmp_path):
+def test_a_node_that_fails_and_one_whose_clock_differs_are_named_and_the_others_are_reported(monkeypatch, tmp_path):
     alive = [Node(name, "10.0.0.1", name, {}) for name in "abc"]
-    its_own = Finding("OK", "open files", "enough")
-
-    def answers(alive, function, *_):
-        if function is not nodes._look:
-            return [OSError("gone")] * len(alive)
-        return [OSError("no such disk"), *[({p: "1" for p in nodes.PACKAGES}, True, [its_own])] * 2]
-
-    monkeypatch.setattr(nodes, "on_nodes", answers)
+    fine = ({package: "1" for package in nodes.PACKAGES}, True, [Finding("OK", "open files", "enough")])
+    clocks = [1e9 + 0.1, 1e9 - 7.5, TimeoutError("no answer within 5 s")]
+    answers = iter([[OSError("no such disk"), fine, fine], clocks, [OSError("gone")]])
+    monkeypatch.setattr(nodes.time, "time", lambda: 1e9)
+    monkeypatch.setattr(nodes, "on_nodes", lambda *_: next(answers))
     found = nodes.node_findings(alive, Case(None, tmp_path), None, 5.0)
-    assert [(f.kind, f.about, f.text) for f in found[:3]] == [
+    assert [(f.kind, f.about, f.text) for f in found] == [
         ("FIX", "node", "a: OSError: no such disk"),
         ("OK", "open files", "b: enough"),
         ("OK", "open files", "c: enough"),
+        ("OK", "clock", "a: within 0.1 s of this machine's"),
+        ("FIX", "clock", "b: 7.5 s behind this machine's; start chrony or ntpd there"),
+        ("FIX", "clock", "c: no answer within 5 s"),
+        ("FIX", "collectives", "a: gone"),
     ]
 
 

@@ -68,13 +68,10 @@ def session_folder():
 
 
 def listening(process):
-    """Addresses that a process listens on."""
     return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
 def asynchronous(test):
-    """Runs a coroutine as a test."""
-
     @functools.wraps(test)
     def run():
         asyncio.run(test())

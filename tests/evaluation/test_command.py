@@ -120,17 +120,10 @@ def test_a_comparison_is_by_rows_with_a_verdict_in_words():
     assert "worse" in [*worse.columns[6].cells]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k"),
-        (["http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"], "127.0.0.1:9"),
-    ],
-)
-def test_bad_input_is_reported_in_one_line(words, message, capsys):
-    assert main(["eval", *words]) == 2
+def test_an_endpoint_that_is_not_there_is_reported_in_one_line(capsys):
+    assert main(["eval", "http://127.0.0.1:9/v1", "tasks=[gsm8k]", "retries=0"]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and message in error and "\n" not in error
+    assert error.startswith("error: ") and "127.0.0.1:9" in error and "\n" not in error
 
 
 class Echo(Task):

@@ -7,7 +7,6 @@ import functools
 import math
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,21 +40,14 @@ MORE = {
 """Overrides that a person adds to each, for what the file itself doesn't say. (.txt: pytest would import it.)"""
 
 
-@functools.cache
-def published(name) -> Path:
-    """The file under its true ending."""
-    folder = Path(tempfile.mkdtemp())
-    return Path(shutil.copy(PUBLISHED / name, folder / name.removesuffix(".txt")))
-
-
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
     """A folder with our configs and the converted ones beside them."""
     folder = tmp_path_factory.mktemp("converted") / "config"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     for name, more in MORE.items():
-        output = str(folder / converted(name))
-        assert main(["from-trl", str(published(name)), "--output", output, *more]) == 0
+        theirs = shutil.copy(PUBLISHED / name, folder.parent / name.removesuffix(".txt"))
+        assert main(["from-trl", str(theirs), "--output", str(folder / converted(name)), *more]) == 0
     return folder
 
 
@@ -78,7 +70,7 @@ def settings_of(configs, name) -> Settings:
 @pytest.mark.parametrize("name", MORE)
 def test_a_published_config_becomes_settings_without_an_error(configs, name):
     settings = settings_of(configs, name)
-    assert settings.model.name == read_trl(published(name))[0]["model_name_or_path"]
+    assert settings.model.name == read_trl(configs.parent / name.removesuffix(".txt"))[0]["model_name_or_path"]
 
 
 def test_published_configs_keep_their_batches_data_and_trls_defaults(configs):
@@ -293,7 +285,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
 
 
 def test_the_next_command_is_printed_and_an_output_that_exists_is_kept(tmp_path, capsys):
-    words = ["from-trl", str(published("open_r1_distill_7b.yaml")), "--processes", "8"]
+    words = ["from-trl", str(PUBLISHED / "open_r1_distill_7b.yaml"), "--processes", "8"]
     words += ["--output", str(tmp_path / "x.yaml")]
     assert main(words) == 0
     assert "Next: torchrun --nproc-per-node 4 -m grpo_rl.sota.grpo_async --config-dir" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from grpo_rl import cli
 from grpo_rl.monitor.completions import logged_steps
 from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.testing import run_script
 
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported, once for all
@@ -35,6 +36,7 @@ def own_home(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # so that what a logger sets is undone
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 
@@ -58,11 +60,8 @@ def from_wandb(run_dir):
                 items = record.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
                 points += [(name, row["step"], value) for name, value in row.items() if "step" in row]
-    extra = ("_", "a_overview/", "completions/")
-    return [p for p in points if not p[0].startswith(extra) and p[0] not in AXES and is_number(p[2])]
-
-
-AXES = ("step", "eval/step", "tokens")
+    extra, axes = ("_", "a_overview/", "completions/"), ("step", "eval/step", "tokens")
+    return [p for p in points if not p[0].startswith(extra) and p[0] not in axes and is_number(p[2])]
 
 
 def is_number(value):
@@ -82,11 +81,8 @@ def from_trackio(run_dir):
     run_id = (run_dir / "trackio_id").read_text().strip()
     [project] = [p for p in storage.get_projects() for run in trackio.Api().runs(p) if run.id == run_id]
     rows = storage.get_logs(project, None, run_id=run_id)
-    return [(name, row["step"], value) for row in rows for name, value in row.items() if is_metric(name)]
-
-
-def is_metric(name):
-    return name not in ("step", "timestamp", "completions")
+    extra = ("step", "timestamp", "completions")
+    return [(name, row["step"], value) for row in rows for name, value in row.items() if name not in extra]
 
 
 def from_mlflow(run_dir):
@@ -101,10 +97,8 @@ READERS = {"wandb": from_wandb, "tensorboard": from_tensorboard, "trackio": from
 
 
 def written(run_dir):
-    return [(name, row["step"], v) for row in read_metrics(run_dir) for name, v in row.items() if name not in UNSENT]
-
-
-UNSENT = ("step", "time", "time/at_s")
+    unsent = ("step", "time", "time/at_s")
+    return [(name, row["step"], v) for row in read_metrics(run_dir) for name, v in row.items() if name not in unsent]
 
 
 def check_same(found, expected, relative=1e-12):
@@ -162,6 +156,51 @@ def logger_class_or_skip(name):
         return logger_class(name)
     except ValueError as error:
         pytest.skip(str(error))
+
+
+def own_children() -> list[str]:
+    """The commands of the processes that this one has started, and that have not ended."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ") for pid in pids]
+
+
+@pytest.mark.nightly
+def test_an_offline_run_of_wandb_keeps_its_id_over_a_resume_and_what_was_uploaded(tmp_path):
+    pytest.importorskip("wandb")
+    log = WandbLog(tmp_path, {}, project="p", mode="offline")
+    log.log(1, {"reward/mean": 0.25, "total/sampled_tokens": 77.0})
+    log.table(1, [{"completion": "4", "reward": 2.0}])
+    assert any("wandb-core" in command for command in own_children())
+    log.close()
+    assert not any("wandb-core" in command for command in own_children()), "it may still be writing the file"
+    run_id = (tmp_path / "wandb_id").read_text().strip()
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"a_overview/reward" in file.read_bytes() and b"77" in file.read_bytes()
+    [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json")
+    assert json.loads(table.read_text()) == {"columns": ["completion", "reward"], "data": [["4", 2.0]]}
+    assert not log.needs_history
+
+    next_second("wandb")
+    resumed = WandbLog(tmp_path, {}, 1, project="p", mode="offline")
+    resumed.close()
+    assert resumed.needs_history  # the earlier file is set aside, and a run logs it again
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    [aside] = tmp_path.glob("wandb/abandoned-offline-run-*")
+    assert (tmp_path / "wandb_id").read_text().strip() == run_id and run_id in file.name and run_id in aside.name
+
+    file.with_name(f"{file.name}.synced").touch()  # as `wandb sync` leaves it: neither set aside nor logged again
+    next_second("wandb")
+    uploaded = WandbLog(tmp_path, {}, 1, mode="offline")
+    uploaded.close()
+    assert not uploaded.needs_history and len([*tmp_path.glob("wandb/offline-run-*")]) == 2
+
+
+@pytest.mark.slow
+def test_online_without_a_key_says_how_to_go_on_without_one(tmp_path):
+    pytest.importorskip("wandb")
+    with pytest.raises(ValueError, match="logger.mode=offline or logger.backend=none"):
+        WandbLog(tmp_path, {}, mode="online")
+    assert not (tmp_path / "wandb_id").exists()
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -27,13 +28,6 @@ METRICS = {
 }
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def console(width: int = 80, terminal: bool = True) -> Console:
     return Console(file=io.StringIO(), width=width, height=40, force_terminal=terminal, color_system=None)
 
@@ -48,8 +42,8 @@ def last_frame(screen: Console) -> list[str]:
 
 
 def test_a_log_file_gets_one_line_a_step_however_long():
-    screen, clock = console(width=40, terminal=False), Clock()
-    with Progress(10, screen, clock=clock) as progress:
+    screen, clock = console(width=40, terminal=False), SimpleNamespace(now=100.0)
+    with Progress(10, screen, clock=lambda: clock.now) as progress:
         progress.phase("sampling")
         clock.now += 30
         progress.update(1, METRICS, sample="four\nlines\nof\ntext")

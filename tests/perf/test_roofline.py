@@ -27,10 +27,12 @@ UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
 """Memory is no hindrance, and seconds are operations."""
 
 
+LAYERS = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+
+
 def config(**changes) -> LlamaConfig:
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-    return LlamaConfig(**sizes, **heads, **changes)
+    return LlamaConfig(**LAYERS, **HEADS, **changes)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -100,18 +102,8 @@ def test_what_responses_begin_with_in_common_is_trained_on_once():
 
 
 def test_of_a_mixtures_experts_those_count_that_a_token_visits():
-    config = Qwen3MoeConfig(
-        vocab_size=11,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=5,
-    )
-    sizes = ModelSizes.of(Qwen3MoeForCausalLM(config).bfloat16())
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    sizes = ModelSizes.of(Qwen3MoeForCausalLM(Qwen3MoeConfig(**LAYERS, **HEADS, **experts)).bfloat16())
     attention, norms, router = 8 * 8 + 2 * 8 * 4 + 8 * 8, 8 + 8 + 4 + 4, 6 * 8
     expert = 3 * 8 * 5
     assert sizes.trunk == 2 * (attention + norms + router + 2 * expert) + 8

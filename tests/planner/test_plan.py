@@ -110,7 +110,6 @@ def test_adapters_alone_have_gradients_masters_and_moments(model):
 
 
 def split(train, inference, size):
-    """Overrides that divide devices."""
     sizes = [f"inference_model.num_devices={inference}", f"inference_model.tensor_parallel_size={size}"]
     return [*LARGE, f"train_model.num_devices={train}", *sizes]
 
@@ -239,12 +238,6 @@ def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the
     assert more.missing == {"inference": pytest.approx((0.5 - 0.95) * 1700 + 20 * PARAMETERS / GIB)}
     assert "inference_model.gpu_memory_utilization=0.15" in remedies(more)["inference"]
     assert "inference_model.sleep=true" in remedies(awake)["train"]
-
-
-def test_a_list_of_devices_that_contradicts_their_number_is_refused_as_by_a_run(model):
-    asked = scenario_of(model, "4xH100", "train_model.devices=[0,1]", "train_model.num_devices=3")
-    with pytest.raises(ValueError, match=r"train_model.devices=\[0, 1\] with train_model.num_devices=3"):
-        with_devices(asked)
 
 
 def test_with_one_trainer_alone_sampling_and_training_take_turns(model):

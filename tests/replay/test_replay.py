@@ -201,7 +201,9 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
     assert {group.size for group in read_step(folder, 1).groups} == {4}
 
 
-def test_what_cannot_be_replayed_is_reported_in_one_line(plain, capsys):
+def test_what_cannot_be_replayed_is_reported_in_one_line(plain, tmp_path, capsys):
+    assert main(["replay", str(tmp_path), "1"]) == 2
+    assert capsys.readouterr().err.endswith("it was trained without it; train.lineage=true stores it\n")
     assert main(["replay", str(plain), "1", "policy.kl_coef=0.1"]) == 2
     assert "the loss reads ref_log_prob, which is missing" in capsys.readouterr().err
     assert main(["replay", str(plain), "9"]) == 2

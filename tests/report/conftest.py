@@ -1,53 +1,11 @@
-"""Fixtures of the page's tests: a made run, and a real browser where one is installed."""
+"""A real browser for the page's tests, where one is installed."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import random
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 
 import pytest
-
-from grpo_rl.monitor.completions import CompletionsLog
-from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import page as pages
-from grpo_rl.report import serve
-
-NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
-"""Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
-
-
-@pytest.fixture
-def make_run():
-    """A function that makes a run folder."""
-    return _make_run
-
-
-@pytest.fixture
-def served():
-    """A function of a run folder: a context in which its live page is served, with the server's port."""
-    return _served
-
-
-@contextmanager
-def _served(run_dir: Path) -> Iterator[int]:
-    build, assemble = partial(pages.build, pages.SECTIONS, run_dir), partial(pages.assemble, pages.SECTIONS, live=True)
-    live = serve.LivePage(build, assemble, partial(serve.state_of, [run_dir]))
-    with serve.make_server(live) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 # Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of
@@ -63,79 +21,3 @@ def browser():
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
-    """A run folder as a quickstart leaves it: a small model that learns the format first and the sums later."""
-    rng = random.Random(0)
-    metrics, completions = MetricsLog(run_dir), CompletionsLog(run_dir)
-    (run_dir / "config.yaml").write_text(
-        "env:\n  dataset: gsm8k\n  repeats: 8\nmodel:\n  name: HuggingFaceTB/SmolLM2-135M-Instruct\n"
-        "optimizer:\n  name: adamw\n  lr: 5.0e-05\ntrain:\n  optim_batch_size: 32\n  seed: 0\nresume: null\n"
-    )
-    (run_dir / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
-    if evaluated:
-        metrics.log(0, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412})
-    for step in range(1, steps + 1):
-        learned = 1 / (1 + math.exp(-(step - 14) / 5))
-        correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
-        style = 0.2 + 0.75 * (1 - math.exp(-step / 6)) + rng.gauss(0, 0.03)
-        metrics.log(
-            step,
-            dict.fromkeys(NAMES["step"], 0.5)
-            | {
-                "total/trained_tokens": 9000.0 * step,
-                "time/at_s": 16.0 * step,
-                "reward/mean": correct + style,
-                "reward/correctness": correct,
-                "reward/reasoning_format": style / 2,
-                "kl/ref": 0.03 * learned + 0.002 * rng.random(),
-                "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
-                "staleness/mean": 0.0,
-                "staleness/max": 0.0,
-            },
-        )
-        if evaluated and step % 10 == 0:
-            metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412 + 1.1 * learned})
-        bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
-        tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
-        completions.log(
-            step,
-            [
-                {
-                    "group_id": 4 * step + g,
-                    "row": 17 * step % 500 + g,
-                    "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final "
-                    "number inside <answer> and </answer>.\n"
-                    "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
-                    "completion": tagged if learned > 0.5 else bare,
-                    "answer": "7",
-                    "reward": 3.0 if learned > 0.5 else 2.0,
-                    "reward_correctness": 2.0,
-                    "reward_reasoning_format": 0.5 if learned > 0.5 else 0.0,
-                    "reward_answer_format": 0.5 if learned > 0.5 else 0.0,
-                    "advantage": 0.5,
-                    "tokens": 24,
-                    "truncated": learned <= 0.5,
-                    "policy_version": step - 1,
-                }
-                for g in range(4)
-                for _ in range(2)
-            ],
-        )
-    if evaluated:
-        (run_dir / "summary.json").write_text(
-            json.dumps(
-                {
-                    "eval_before": 0.412,
-                    "eval_after": 1.508,
-                    "eval_gain": 1.096,
-                    "eval_gain_ci95": [0.957, 1.229],
-                    "finished": True,
-                    "steps": steps,
-                    "seconds": 541.7,
-                    "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"},
-                }
-            )
-        )
-    return run_dir

@@ -8,12 +8,14 @@ import time
 
 import pytest
 
+from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
+from tests.report.runs import make_run, response, served, write_held_out, write_tokens
 
 pytestmark = pytest.mark.nightly
 
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e{{7*7}}"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e<b>bold</b>{{7*7}}"
 
 
 class Tab:
@@ -53,7 +55,7 @@ def until(tab: Tab, condition: str) -> None:
         tab.page.wait_for_timeout(50)
 
 
-def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path, make_run):
+def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path):
     url = url_of(make_run(tmp_path))
     tab.open(url)
     tab.page.mouse.wheel(0, 6000)
@@ -63,7 +65,7 @@ def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_pa
     assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
 
 
-def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
+def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path):
     run = make_run(tmp_path, steps=3)
     (run / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
     (run / "overrides.yaml").write_text(json.dumps([HOSTILE]))
@@ -79,7 +81,7 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
+def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
     with served(tmp_path) as port:
         url = f"http://127.0.0.1:{port}/"
         tab.open(url)
@@ -103,3 +105,51 @@ def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path, served):
         until(tab, "document.querySelector('#live').textContent === 'The run has ended.'")
         assert live.is_visible() and tab.complaints == []
         assert all(request.startswith(url) for request in tab.requests)
+
+
+SAID = ("Sum first.\nCalculator: 2+2", "\ntool\n4\nassistant\n", "<answer>4</answer>")
+
+
+def hostile(group_id, reward, text, **more):
+    of_prompt = {"prompt": f"Prompt of row {group_id} {HOSTILE}", "answer": HOSTILE}
+    return response(group_id, reward, text, **{"turn_ends": [len(text)]} | of_prompt | more)
+
+
+@pytest.fixture
+def groups(tab, tmp_path):
+    """The page of two steps of two groups, with rewards 1, 3, 2 and all 0.5; nothing that came from a text has run."""
+    ends = [len(SAID[0]), len(SAID[0]) + len(SAID[1]), sum(map(len, SAID))]
+    for step in (1, 2):
+        first, second = 2 * step, 2 * step + 1
+        rows = [hostile(first, reward, f"{reward} of step {step}") for reward in (1.0, 3.0, 2.0)]
+        rows += [hostile(second, 0.5, HOSTILE, truncated=True), hostile(second, 0.5, "".join(SAID), turn_ends=ends)]
+        CompletionsLog(tmp_path).log(step, rows)
+        MetricsLog(tmp_path).log(step, {"reward/mean": 1.0})
+        write_tokens(tmp_path, step, [[" four", HOSTILE, "!\n", "<|end|>"]], first)
+    for step, rewards in ((0, [0.0, 1.0]), (2, [3.0, 1.0])):
+        write_held_out(tmp_path, step, rewards, [HOSTILE, None], f"{HOSTILE} at {step}", HOSTILE)
+    page = tab.open(url_of(tmp_path)).page
+    yield page
+    assert tab.complaints == [] and page.evaluate("window.hacked") is None
+    assert page.locator("main img, main b:text('bold')").count() == 0
+
+
+def test_hostile_texts_are_shown_as_text(groups):
+    shown = HOSTILE.replace("\x1b[2J\u202e", "")  # what moves a cursor or turns text around is left out
+    assert groups.locator("#responses .prompt pre").inner_text() == f"Prompt of row 2 {shown}"
+    assert groups.locator("#responses .gold").inner_text() == f"Gold answer: {shown}"
+    assert shown in groups.locator("#held_out").inner_text() and shown in groups.locator("#tokens .strip").inner_text()
+    groups.get_by_label("Search in texts").fill("<img")
+    assert "<img" in groups.locator("#responses mark").first.inner_text()
+
+
+def test_a_conversation_tells_calls_results_and_what_is_trained_on_apart(groups):
+    groups.locator("#responses").get_by_label("Group", exact=True).select_option(index=1)
+    turns = groups.locator("#responses article").nth(1).locator(".turn")
+    assert turns.count() == 3
+    policy, tool = "policy · trained on", "tool · read, not trained on"
+    assert turns.locator(".role").all_inner_texts() == [policy, tool, policy]
+    assert turns.nth(0).locator(".call").inner_text() == "Calculator: 2+2"
+    assert turns.nth(1).locator("pre").inner_text() == "4"  # without the words of the chat template
+    assert turns.nth(2).locator("pre").inner_text() == "<answer>4</answer>"
+    assert turns.nth(2).locator(".call").count() == 0

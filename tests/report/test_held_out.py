@@ -1,28 +1,16 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
-from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.report import held_out
-
-
-def evaluation(rewards, said):
-    count = len(rewards)
-    return SimpleNamespace(
-        rewards=rewards,
-        prompts=[f"Prompt {i}" for i in range(count)],
-        completions=[f"{said} {i}" for i in range(count)],
-        lengths=[2] * count,
-        truncated=[False] * count,
-    )
+from tests.report.runs import write_held_out
 
 
 def test_rows_pair_the_first_and_the_last_evaluation(tmp_path):
-    log = HeldOutLog(tmp_path)
-    log.write(0, evaluation([0.0, 1.0, math.nan], "before"), ["4", None, "6"])
-    log.write(5, evaluation([9.0, 9.0, 9.0], "between"), ["4", None, "6"])
-    log.write(9, evaluation([2.0, 0.5, 1.0], "after"), ["4", None, "6"])
+    gold = ["4", None, "6"]
+    write_held_out(tmp_path, 0, [0.0, 1.0, math.nan], gold, "before")
+    write_held_out(tmp_path, 5, [9.0, 9.0, 9.0], gold, "between")
+    write_held_out(tmp_path, 9, [2.0, 0.5, 1.0], gold, "after")
     data = held_out.build(tmp_path)
     assert data["steps"] == [0, 9] and (data["better"], data["worse"], data["same"]) == (1, 1, 0)
     assert [row["gain"] for row in data["rows"]] == [2.0, -0.5, None]  # a response without a reward gains nothing

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 from grpo_rl import cli
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
+from tests.report.runs import make_run
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
@@ -41,19 +41,11 @@ class Page(HTMLParser):
         return " ".join(" ".join(self._words).split())
 
 
-def page_of(run_dir: Path) -> Page:
-    return Page(write_report(run_dir).read_text(encoding="utf-8"))
-
-
-def titles(page: Page) -> list[str]:
-    return [chart["title"] for chart in page.data["charts"]["charts"]]
-
-
-def test_a_whole_run_is_reported_on_one_page(tmp_path, make_run):
-    page = page_of(make_run(tmp_path))
+def test_a_whole_run_is_reported_on_one_page(tmp_path):
+    page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
     assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
     assert "Held-out reward rose from 0.412 to 1.508: a gain of +1.096, 95 % interval +0.957 to +1.229." in page.text
-    shown = titles(page)
+    shown = [chart["title"] for chart in page.data["charts"]["charts"]]
     assert shown[:3] == ["Reward", "Held-out reward", "Reward parts"] and len(shown) == len(set(shown)) == 42
     assert {"Spread of correctness", "KL divergence", "Time of a step", "Memory"} < set(shown)
     assert page.data["configuration"]["overrides"] == ["+experiment=quickstart", "optimizer.lr=5e-5"]
@@ -63,7 +55,7 @@ def test_a_whole_run_is_reported_on_one_page(tmp_path, make_run):
     assert steps == {"label": "Steps", "value": "40", "detail": "in 9:01", "tone": ""}
 
 
-def test_the_page_refers_to_nothing_outside_itself(tmp_path, make_run):
+def test_the_page_refers_to_nothing_outside_itself(tmp_path):
     html = write_report(make_run(tmp_path)).read_text()
     page = Page(html)
     assert not {"img", "iframe", "image", "object"} & set(page.tags)
@@ -77,7 +69,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path, make_run):
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_no_text_of_a_run_can_end_the_script_that_holds_it(tmp_path, make_run):
+def test_no_text_of_a_run_can_end_the_script_that_holds_it(tmp_path):
     make_run(tmp_path, steps=2)
     (tmp_path / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "note": HOSTILE}))
     html = write_report(tmp_path).read_text()
@@ -88,7 +80,7 @@ def test_no_text_of_a_run_can_end_the_script_that_holds_it(tmp_path, make_run):
     assert not any(name.startswith("on") for name, _ in page.attributes)
 
 
-def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, make_run):
+def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path):
     def broken(_):
         raise ValueError("part-7 can't be read")
 
@@ -100,7 +92,7 @@ def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, m
     assert json.loads(found["broken"])["left_out"].startswith("KeyError: 'lost' (a defect")
 
 
-def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path, make_run):
+def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path):
     make_run(tmp_path, steps=1)
     config = {
         "model": {"name": "m", "mirror": "https://me:hunter2@host/x"},
@@ -112,7 +104,7 @@ def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path, make_run):
     assert "hunter2" not in html and "logger.settings.api_key=***" in html and "https://***@host/x" in html
 
 
-def test_the_command_writes_the_page_and_refuses_what_is_no_run_folder(tmp_path, make_run, capsys):
+def test_the_command_writes_the_page_and_refuses_what_is_no_run_folder(tmp_path, capsys):
     run = make_run(tmp_path / "run", steps=1)
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html") and (run / "report.html").exists()

@@ -1,28 +1,12 @@
 from __future__ import annotations
 
-import pyarrow as pa
 import pytest
 
 from grpo_rl.monitor.completions import CompletionsLog
-from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
-from grpo_rl.monitor.token_log import SCHEMA
+from grpo_rl.monitor.step_parts import StepParts
 from grpo_rl.report import responses
-
-
-def row(group_id, reward, text="4", **more):
-    return {
-        "group_id": group_id,
-        "row": group_id + 10,
-        "prompt": f"Prompt {group_id}",
-        "completion": text,
-        "answer": "4",
-        "reward": reward,
-        "reward_correct": reward,
-        "advantage": 0.0,
-        "tokens": len(text),
-        "truncated": False,
-        "policy_version": 3,
-    } | more
+from tests.report.runs import response as row
+from tests.report.runs import write_tokens
 
 
 def test_a_small_run_is_there_whole_in_the_order_of_the_run(tmp_path):
@@ -47,8 +31,7 @@ def test_a_large_run_is_shown_in_evenly_spaced_groups_within_its_bounds(tmp_path
     log = CompletionsLog(tmp_path)
     for step in range(1, 42):
         log.log(step, [row(10 * step + g, step / 1000, "x" * 500) for g in (0, 1) for _ in range(2)])
-    tokens = [{"group_id": 130, "row": 0, "response": 0, "text": "x", "special": False, "trainable": True}]
-    StepParts(tmp_path / TOKENS_FOLDER).write(13, pa.Table.from_pylist(tokens, schema=SCHEMA))
+    write_tokens(tmp_path, 13, [["x"]], group_id=130)
     data = responses.build(tmp_path)
     groups = [(group["step"], group["id"]) for group in data["groups"]]
     # 40 responses are 20 groups of two, of 82; one of them is recorded token by token.

@@ -18,6 +18,7 @@ from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import serve
 from grpo_rl.report.files import is_running
+from tests.report.runs import make_run, served
 
 
 def get(port: int, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
@@ -39,7 +40,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
 
 
-def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_once, served):
+def test_a_reader_gets_only_the_sections_that_changed(tmp_path, at_once):
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
@@ -52,7 +53,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, at_onc
         assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
 
 
-def test_no_file_is_read_by_a_readers_name(tmp_path, make_run, served):
+def test_no_file_is_read_by_a_readers_name(tmp_path):
     make_run(tmp_path, steps=1)
     (tmp_path.parent / "secret").write_text("secret")
     with served(tmp_path) as port:
@@ -60,7 +61,7 @@ def test_no_file_is_read_by_a_readers_name(tmp_path, make_run, served):
             assert get(port, path)[0] == 404
 
 
-def test_another_name_for_this_machine_reads_nothing(tmp_path, served):
+def test_another_name_for_this_machine_reads_nothing(tmp_path):
     with served(tmp_path) as port:
         status, content, _ = get(port, "/", host="evil.example:80")
         assert status == 403 and b"<" not in content
@@ -68,7 +69,7 @@ def test_another_name_for_this_machine_reads_nothing(tmp_path, served):
         assert get(port, "/", host="localhost")[0] == 200  # port 80
 
 
-def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path, served):
+def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
     with served(tmp_path) as port:
         assert get(port, "/", method="POST")[0] == 501
         assert get(port, "/", method="HEAD")[:2] == (200, b"")
@@ -79,7 +80,7 @@ def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path, served):
                     socket.create_connection((address, port), timeout=1).close()
 
 
-def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
+def test_half_a_request_holds_no_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "READ_S", 0.1)
     with served(tmp_path) as port:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: "):
@@ -88,7 +89,7 @@ def test_half_a_request_holds_no_thread(tmp_path, monkeypatch, served):
                 assert half.recv(1) == b""
 
 
-def test_damage_is_reported_to_the_reader_and_mended_files_are_served(tmp_path, make_run, at_once, served):
+def test_damage_is_reported_to_the_reader_and_mended_files_are_served(tmp_path, at_once):
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
@@ -118,7 +119,7 @@ def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
     assert len(built) == 2
 
 
-def test_a_page_is_built_once_for_each_change(tmp_path, make_run, at_once):
+def test_a_page_is_built_once_for_each_change(tmp_path, at_once):
     make_run(tmp_path, steps=1)
     built = []
     live = serve.LivePage(lambda: built.append(1) or {"summary": "1"}, str, lambda: serve.state_of([tmp_path]))

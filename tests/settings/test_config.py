@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -30,8 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(*overrides):
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose("grpo_gsm8k", overrides=list(overrides))
+    return compose_config("grpo_gsm8k", overrides)
 
 
 @pytest.mark.slow
@@ -42,36 +40,20 @@ def test_every_experiment_passes_the_checks(experiment):
     read_parts(cfg.env.rewards)  # each by its name, with settings that it has
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
-        ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
-        ("num_generations=8", r"did you mean env\.repeats\?"),
-        ("zzz=1", r"--cfg job"),
-    ],
-)
-def test_an_unknown_override_is_refused_with_the_nearest_name(override, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("grpo_gsm8k", [override]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
+        ("num_generations=8", r"did you mean env\.repeats\?"),
+        ("zzz=1", r"--cfg job"),
         ("env.repeats=1", "env.repeats is 1"),
-        ("env.repeats=8 train.optim_batch_size=20", "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
-        ("env.num_envs=3 train.optim_batch_size=16", "3 x 8 = 24 responses"),
-        ("train.total_dialog_turns=8", "less than one collection, 32 responses"),
-        ("train.gradient_accumulation_steps=5", "5 micro-batches cannot be made of the 4 groups"),
         ("inference_model.max_model_len=256", "leaves no room"),
         ("inference_model.engine=vlm", "did you mean vllm"),
         ("evaluate.rows=4 evaluate.patience=2", "set evaluate.frequency"),
         ("sampling.min_p=1", "sampling.min_p is 1; it must be at least 0 and less than 1"),
         ("sampling.stop=['']", "none of them empty"),
         ("sampling.ignore_eos=true loss=dapo", "every response meets the length limit"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
         ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number"),
         ("env.repeats=true", "env.repeats is True; it must be a whole number"),
         ("optimizer.betas=[0.9,high]", r"optimizer.betas is \[0.9, 'high'\]; it must be a list of numbers"),
@@ -80,10 +62,15 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
         ("env.examples=[1]", r"env.examples is \[1\]; it must be a list of mappings"),
         ("logger.name=20250101", "it must be text, or null; quoted it is: logger.name=\"'20250101'\""),
         ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
+        ("env=prompt_response", r"env\.reward must be set"),
+        ("policy.target_kl=0.1", r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
+        ("loss=gspo loss.top_entropy_fraction=0.2", r"use loss\.ratio=sequence_token"),
+        ("loss.normalizer=512", r"loss\.aggregate=sequence_mean reads none"),
+        ("train_model.lora.alpha=64", r"train_model\.lora\.alpha=64 without adapters"),
         ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
     ],
 )
-def test_a_wrong_value_is_reported_with_what_it_must_be(overrides, message):
+def test_a_wrong_override_is_refused_with_what_it_must_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(config(*overrides.split()))
 
@@ -123,8 +110,6 @@ def test_naming_a_task_chooses_its_config():
     cfg = config("env=ifeval")
     Settings.read(cfg)
     assert cfg.env.dataset == "ifeval" and "loose" in cfg.env.reward and "reasoning_pattern" not in cfg.env.reward
-    with pytest.raises(ValueError, match=r"env\.reward must be set"):
-        Settings.read(config("env=prompt_response"))
 
 
 def comments(path):

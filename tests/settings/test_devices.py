@@ -34,27 +34,19 @@ def indices(group):
     return [device.index for device in group]
 
 
-def test_one_gpu_is_shared_by_all_roles_in_sync_mode():
-    plan = allocate(config(kl_coef=0.1), visible=1)
-    assert plan.train == plan.ref == plan.inference == (torch.device("cuda", 0),)
-    assert plan.colocated and plan.replicas == 1
-
-
-def test_64_gpus_with_replicas_of_eight():
-    plan = allocate(config(train=24, ref=8, inference=32, kl_coef=0.1, tp=8), mode="async", visible=64)
-    assert (len(plan.train), len(plan.ref), len(plan.inference), plan.replicas) == (24, 8, 32, 4)
-    assert [indices(g)[0] for g in (plan.train, plan.ref, plan.inference)] == [0, 24, 32]
-    assert indices(plan.inference) == list(range(32, 64)) and not plan.colocated
-
-
-def test_a_reference_left_null_shares_the_training_devices():
-    plan = allocate(config(train=2, inference=1, kl_coef=0.1), visible=3)
-    assert plan.ref == plan.train and indices(plan.inference) == [2]
-
-
-def test_in_async_mode_inference_left_null_takes_all_that_are_left():
-    plan = allocate(config(train=2), mode="async", visible=8)
-    assert indices(plan.inference) == [2, 3, 4, 5, 6, 7] and not plan.colocated
+@pytest.mark.parametrize(
+    ("cfg", "mode", "visible", "train", "ref", "inference", "replicas"),
+    [
+        (config(kl_coef=0.1), "sync", 1, [0], [0], [0], 1),
+        (config(24, 8, 32, kl_coef=0.1, tp=8), "async", 64, range(24), range(24, 32), range(32, 64), 4),
+        (config(train=2, inference=1, kl_coef=0.1), "sync", 3, [0, 1], [0, 1], [2], 1),  # a reference left null
+        (config(train=2), "async", 8, [0, 1], [], range(2, 8), 6),  # inference left null takes all that are left
+    ],
+)
+def test_gpus_are_divided_in_the_order_of_roles(cfg, mode, visible, train, ref, inference, replicas):
+    plan = allocate(cfg, mode, visible=visible)
+    assert (indices(plan.train), indices(plan.ref), indices(plan.inference)) == ([*train], [*ref], [*inference])
+    assert plan.replicas == replicas and plan.colocated == (train == inference)
 
 
 def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_says_how_its_memory_is_divided():
@@ -67,9 +59,7 @@ def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_
     )
 
 
-def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
-    with pytest.raises(ValueError, match=r"GPU 0 is in both train_model.devices=\[0, 1\] and inference_model"):
-        allocate(config([0, 1], inference=[0, 1]), mode="async", visible=4)
+def test_a_cluster_shares_no_gpu():
     with pytest.raises(ValueError, match="none is left to sample"):
         allocate(config(), mode="async", visible=1, counts_only=True)
     assert allocate(config(share=0.9), mode="async", visible=2).engine_share == 0
@@ -82,6 +72,7 @@ def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
         (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible"),
         (config(train=8), "async", 8, "train 8 = 8 GPUs, 8 visible: none is left to sample"),
         (config(share=0.9), "async", 1, "utilization=0.9 on cuda:0, .*; use at most 0.8"),
+        (config([0, 1], inference=[0, 1]), "async", 4, r"GPU 0 is in both train_model.devices=\[0, 1\] and inference"),
         (config([0, 1], inference=[1, 2]), "sync", 3, "GPU 1 is in both train_model.devices.* and inference_model"),
         (config([0, 9]), "sync", 8, r"train_model.devices=\[0, 9\]: there is no GPU 9, 8 visible"),
         (config(ref=1), "sync", 8, "ref_model.num_devices=1, but with policy.kl_coef=0.0 no reference is loaded"),

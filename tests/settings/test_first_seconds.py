@@ -126,7 +126,6 @@ def results(tmp_path_factory):
 
 
 def told(script, lines, folder):
-    """The results of a script's command lines, by their words."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / script)],
         input="".join(json.dumps(words) + "\n" for words in lines),
@@ -164,7 +163,8 @@ def test_every_command_tells_its_help_and_wrong_words_before_torch_is_imported(t
         assert result["loaded"] == [], words
     for words, message in OF_COMMANDS:
         result = found[tuple(words)]
-        assert result["code"] == 2 and message in result["err"] and result["err"].count("\n") == 1, result
+        assert result["code"] == 2 and result["err"].startswith("error: ") and message in result["err"], result
+        assert result["err"].count("\n") == 1
         assert result["loaded"] == [], words
 
 

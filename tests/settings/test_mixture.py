@@ -1,13 +1,14 @@
-"""The settings of a mixture: each task's own, those that they share, and what is refused."""
+"""The settings of several tasks, in a mixture or held out: their own, those that they share, what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.mixture import entries
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.task_settings import settings_of_mixture
+from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
 
 pytestmark = pytest.mark.slow
 
@@ -36,17 +37,21 @@ def test_an_entry_has_its_own_of_what_the_tasks_share_and_a_curriculum_needs_no_
     assert [(task.env.score_timeout_s, task.env.path) for task in own.values()] == [(60, None), (5, "a.jsonl")]
     assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
-    for wrong, message in (
-        ("hihg: 0.7", ": unknown setting 'hihg'; did you mean high"),
-        ("rest: 0", ".*rest is 1 or more"),
-    ):
-        with pytest.raises(ValueError, match=f"env.curriculum{message}"):
-            read(f"env.curriculum={{{wrong}}}")
+
+
+def test_any_task_may_be_evaluated_next_to_another_with_settings_of_its_own():
+    prompts = "{task: prompt_response, rows: 5, path: p.jsonl, env: {reward: 'my:f'}}"
+    search = "{task: search_qa, rows: 5, path: p.jsonl, env: {corpus: c.json}}"
+    prompts, search = settings_of_eval_tasks(read("evaluate.rows=9", f"evaluate.tasks=[{prompts}, {search}]"))
+    assert prompts.env["reward"] == "my:f" and eval_source(prompts).path == "p.jsonl"
+    assert (search.env["corpus"], search.env["results"]) == ("c.json", 3)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (["env.curriculum={hihg: 0.7}"], r"env\.curriculum: unknown setting 'hihg'; did you mean high"),
+        (["env.curriculum={rest: 0}"], r"env\.curriculum.*rest is 1 or more"),
         (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k\.weight is 0"),
         (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks weight"),
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
@@ -64,6 +69,6 @@ def test_an_entry_has_its_own_of_what_the_tasks_share_and_a_curriculum_needs_no_
         ),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):
+def test_a_mixture_or_a_curriculum_that_makes_no_sense_is_refused(overrides, told):
     with pytest.raises(ValueError, match=told):
         read(*overrides)

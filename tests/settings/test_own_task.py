@@ -88,31 +88,21 @@ def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("task", "words", "message"),
     [
-        (["env.weigth=2"], "unknown config key env.weigth; did you mean env.weight?"),
-        (["env.weight=much"], "env.weight is 'much'; it must be a number"),
-        (["env.ask=verb"], "env.ask is 'verb'; it can be word, noun"),
+        ("Echo", ["env.weigth=2"], "unknown config key env.weigth; did you mean env.weight?"),
+        ("Echo", ["env.weight=much"], "env.weight is 'much'; it must be a number"),
+        ("Echo", ["env.ask=verb"], "env.ask is 'verb'; it can be word, noun"),
+        ("Ecko", [], "has no Ecko; did you mean Echo"),
+        ("Plain", [], "env.limit must be set: own_tasks:Plain can't do without"),
+        ("Seeded", [], "own_tasks:Seeded has a setting seed, a name that is taken"),
+        ("Taken", [], "own_tasks:Taken has a setting env.repeats, a name that is taken"),
+        ("task", [], "it must be a class that inherits from grpo_rl.envs.base.Task"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_its_type_and_with_the_nearest_name(folder, words, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        settings(*words)
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("Ecko", "has no Ecko; did you mean Echo"),
-        ("Plain", "env.limit must be set: own_tasks:Plain can't do without"),
-        ("Seeded", "own_tasks:Seeded has a setting seed, a name that is taken"),
-        ("Taken", "own_tasks:Taken has a setting env.repeats, a name that is taken"),
-        ("task", "it must be a class that inherits from grpo_rl.envs.base.Task"),
-    ],
-)
-def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(folder, task, message):
+def test_a_class_or_setting_that_cannot_be_used_is_refused_before_anything_starts(folder, task, words, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        settings(task=task)
+        settings(*words, task=task)
     assert "\n" not in str(error.value)
 
 

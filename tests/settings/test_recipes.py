@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, save_tiny_model, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
@@ -70,19 +68,14 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
 
 
 @pytest.mark.nightly
-def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path):
+def test_the_weight_of_a_kl_in_the_reward_moves(tiny, tmp_path):
     settings = [
         *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
         "ref_model.refresh_steps=1",
     ]  # fmt: skip
     rows = run(settings, tmp_path / "whole")
     assert [row["reference/refreshes"] for row in rows] == [1, 2, 3, 4]
-    coefficients = [row["kl/coef"] for row in rows]
-    assert len(set(coefficients)) == 4
-    (tmp_path / "copied.pt").write_bytes((tmp_path / "whole/checkpoints/checkpoint_000002.pt").read_bytes())
-    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed")
-    for ours, theirs in zip(resumed, rows[2:], strict=True):
-        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
+    assert len({row["kl/coef"] for row in rows}) == 4
     # The penalty is subtracted: another weight in the second step gives other advantages, and so another gradient. The
     # reference stays: one that was renewed in the step before is the policy, and at a KL of 0 no weight matters.
     short = [*settings, "ref_model.refresh=never", "train.total_dialog_turns=32"]
@@ -119,17 +112,3 @@ def test_the_reference_may_be_another_model(tiny, tmp_path):
     same = run(settings, tmp_path / "same")
     far = run([*settings, f"ref_model.name={other}"], tmp_path / "far")
     assert far[0]["kl/ref"] > 0.1 and same[0]["kl/ref"] < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["policy.target_kl=0.1"], r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
-        (["loss=gspo", "loss.top_entropy_fraction=0.2"], r"use loss\.ratio=sequence_token"),
-        (["loss.normalizer=512"], r"loss\.aggregate=sequence_mean reads none"),
-        (["train_model.lora.alpha=64"], r"train_model\.lora\.alpha=64 without adapters"),
-    ],
-)
-def test_a_recipe_that_makes_no_sense_is_refused_at_once(tiny, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.read(compose_config("grpo_gsm8k", [*tiny, *overrides]))

@@ -142,7 +142,6 @@ class Job:
             time.sleep(0.2)
 
     def wait(self) -> tuple[int, str]:
-        """Exit code and what it said."""
         out, _ = self.process.communicate(timeout=900)
         return self.process.returncode, out
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,21 +14,14 @@ from grpo_rl.waits.registry import Waits, waiting
 from grpo_rl.waits.watcher import Watcher
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
 def waits(clock):
-    waits = Waits(clock)
+    waits = Waits(lambda: clock.now)
     waits.default_s = 600.0
     return waits
 
