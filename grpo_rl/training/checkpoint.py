@@ -175,7 +175,7 @@ def set_aside_later(folder: Path, step: int) -> None:
     A run resumed at ``step`` diverges from them, so they must be neither found nor counted.
     """
     for path in checkpoints(folder):
-        if path.name > PATTERN.format(step=step):
+        if step_of(path) > step:
             set_aside(path)
     for partial in folder.glob("checkpoint_*.partial"):
         partial.unlink()
@@ -184,7 +184,7 @@ def set_aside_later(folder: Path, step: int) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("checkpoint_*.pt"))
+    return sorted(folder.glob("checkpoint_*.pt"), key=step_of)
 
 
 def load(path: Path, ranks: Ranks | None = None) -> dict:
