@@ -28,7 +28,6 @@ class ToolParser(Protocol):
         Args:
             text: with special tokens, some formats being made of them, and without the one that ended it.
         """
-        ...
 
 
 MakeParser = Callable[[PreTrainedTokenizerBase, Sequence[Any]], ToolParser]

@@ -42,15 +42,12 @@ class Agent(Protocol):
             AgentError: it failed, or was killed.
             TimeoutError: it was late, and was killed.
         """
-        ...
 
     def for_now(self) -> contextlib.AbstractContextManager[None]:
         """Within it, sessions may be more than usual; idle processes beyond those that there were end with it."""
-        ...
 
     def close(self) -> None:
         """Kills what still runs."""
-        ...
 
 
 def environment(passed: Sequence[str] = ()) -> dict[str, str]:

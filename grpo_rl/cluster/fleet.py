@@ -17,7 +17,6 @@ class Closable(Protocol):
 
     async def close(self) -> None:
         """Ends the engine; may be called on a dead one."""
-        ...
 
 
 RETRY_S = 30.0

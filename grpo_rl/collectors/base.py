@@ -52,7 +52,6 @@ class Collector(Protocol):
 
     def collect(self) -> list[Group]:
         """The groups of the next step, of ``env.repeats`` responses each; none where all are sampled."""
-        ...
 
     def __iter__(self) -> Iterator[list[Group]]:
         """One collection after the other, until all responses are sampled."""
@@ -66,15 +65,12 @@ class Collector(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the collection, data position included, for a checkpoint."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state_dict`."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Counts of all groups so far, by what became of them."""
-        ...
 
     def events(self) -> list[str]:
         """Messages for the user about what has happened since the last call; none by default."""
@@ -86,7 +82,6 @@ class Collector(Protocol):
 
     def shutdown(self) -> None:
         """Ends the sampling that is under way; the engines stay alive."""
-        ...
 
 
 def env_state(env: EnvBase) -> dict[str, Any]:

@@ -203,7 +203,6 @@ class Sampler(Protocol):
         Raises:
             ValueError: a prompt is empty or leaves no room for a response, or several greedy responses are asked for.
         """
-        ...
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queues one prompt, for one response, under a number that :meth:`step` gives back.
@@ -211,26 +210,21 @@ class Sampler(Protocol):
         Raises:
             ValueError: as :meth:`generate`.
         """
-        ...
 
     def step(self) -> list[tuple[int, Samples]]:
         """Samples on for all queued prompts, and returns those that are finished now, each a group of one.
 
         An engine with continuous batching samples one token of each; another finishes all of them.
         """
-        ...
 
     def abort(self) -> None:
         """Drops the queued prompts that are not finished."""
-        ...
 
     def sleep(self) -> None:
         """Frees what it can until :meth:`wake`; a sleeping engine generates nothing."""
-        ...
 
     def wake(self) -> None:
         """Makes a sleeping engine ready again, with the weights that it had."""
-        ...
 
 
 class StepByGenerate(Sampler):
@@ -277,7 +271,6 @@ class Engine(Sampler, Protocol):
             weights: all of a model's, or adapters alone, or both. The iterator is read once, so that a generator never
                 holds them all.
         """
-        ...
 
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """Fingerprint (see `grpo_rl.engines.fingerprint`) of the weight it computes with, for each checkpoint name.
@@ -289,11 +282,9 @@ class Engine(Sampler, Protocol):
         Raises:
             LookupError: the engine holds none of that name.
         """
-        ...
 
     def close(self) -> None:
         """Frees everything; the engine cannot be used afterwards."""
-        ...
 
 
 class AsyncEngine(Protocol):
@@ -323,15 +314,12 @@ class AsyncEngine(Protocol):
             AbortedError: it was aborted.
             EngineDeadError: the engine died, or hangs.
         """
-        ...
 
     async def check_health(self) -> None:
         """Returns once the engine has responded to a call."""
-        ...
 
     async def close(self) -> None:
         """Ends the process, within the deadline; may be called on a dead engine, and twice."""
-        ...
 
 
 class EngineFleet(Protocol):
@@ -346,19 +334,15 @@ class EngineFleet(Protocol):
         Raises:
             EngineLostError: the engine died; a new call goes to another.
         """
-        ...
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Runs a short piece of work on the fleet's loop and returns its result."""
-        ...
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """Like :meth:`run`, for work that samples: new engines are given weights in the meantime."""
-        ...
 
     def events(self) -> list[str]:
         """Messages about engines that were lost or replaced since the last call."""
-        ...
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:

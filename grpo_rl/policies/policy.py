@@ -56,15 +56,12 @@ class Peers(RankInfo, Protocol):
 
     def turn(self) -> AbstractContextManager[None]:
         """A context that the ranks of one machine enter one after the other."""
-        ...
 
     def place(self, model: PreTrainedModel) -> None:
         """Moves the model, or this rank's shard of it, to the rank's device."""
-        ...
 
     def gather(self, mine: X) -> list[X]:
         """The values that all ranks passed, in rank order."""
-        ...
 
 
 class TrainPolicy:

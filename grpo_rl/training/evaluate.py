@@ -112,11 +112,9 @@ class Sessions(Protocol):
         self, env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling, samples: int
     ) -> Evaluation:
         """The judged sessions about each row."""
-        ...
 
     def for_now(self) -> AbstractContextManager[None]:
         """Frees at its end what evaluations inside it have started."""
-        ...
 
 
 def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:

@@ -33,7 +33,6 @@ class EngineControl(Protocol):
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """Calls one of :class:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`'s methods."""
-        ...
 
 
 class RemoteTransport(Transport):

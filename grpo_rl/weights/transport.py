@@ -43,7 +43,6 @@ class Transport(Protocol):
 
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """The number that :meth:`send` reports for an engine that holds this tensor; it may be computed later."""
-        ...
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """Sends the weights, read once, one after the other; what each engine holds then, by its name.
@@ -52,7 +51,6 @@ class Transport(Protocol):
             EngineDeadError: an engine died, or did not answer within the deadline; names it.
             WeightDeliveryError: an engine refused its weights; with its name and reason.
         """
-        ...
 
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
         """Fingerprints (`grpo_rl.engines.fingerprint`) of the named tensors that each engine computes with, read back.
@@ -60,7 +58,6 @@ class Transport(Protocol):
         Raises:
             EngineDeadError: as :meth:`send`.
         """
-        ...
 
     def paused(self, only_new: bool = False) -> AbstractContextManager[bool]:
         """A context in which no engine samples. An error in it leaves them paused: what they hold is not proven.
@@ -70,7 +67,6 @@ class Transport(Protocol):
         Args:
             only_new: weights are sent to those engines alone.
         """
-        ...
 
 
 class InProcess(Transport):
