@@ -20,15 +20,9 @@ from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.shared_memory import GPU_BYTES, GpuMemory
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def settings_of(folder, *words):
@@ -62,9 +56,9 @@ ADAPTERS = ["train_model.lora.rank=4", "train_model.lora.push=adapter"]
     ],
 )
 def test_weights_travel_as_the_devices_allow_and_any_other_way_is_refused_with_one_that_does(
-    folder, visible, words, transfer
+    tiny_model, visible, words, transfer
 ):
-    settings = settings_of(folder, f"inference_model.transfer={words[0]}", *words[1:])
+    settings = settings_of(tiny_model, f"inference_model.transfer={words[0]}", *words[1:])
     plan = plan_of(settings, visible)
     if not transfer.startswith("^"):
         assert site.check_transfer(settings, plan) == transfer
@@ -73,17 +67,17 @@ def test_weights_travel_as_the_devices_allow_and_any_other_way_is_refused_with_o
         site.check_transfer(settings, plan)
 
 
-def test_weights_that_do_not_fit_into_their_share_are_refused_before_anything_starts(folder):
-    settings = settings_of(folder, "inference_model.gpu_memory_utilization=0.6")
-    plan, parameters = plan_of(settings), sum(p.numel() for p in skeleton(folder).parameters())
+def test_weights_that_do_not_fit_into_their_share_are_refused_before_anything_starts(tiny_model):
+    settings = settings_of(tiny_model, "inference_model.gpu_memory_utilization=0.6")
+    plan, parameters = plan_of(settings), sum(p.numel() for p in skeleton(tiny_model).parameters())
     # bf16 weights 2; fp32 masters 4, gradients 4, moments 8 beside bf16 weights 2; the trainer has 0.95 - 0.6.
-    check_shares(settings, folder, plan, 1.01 * parameters * 18 / 0.35)
+    check_shares(settings, tiny_model, plan, 1.01 * parameters * 18 / 0.35)
     message = f"what training keeps between steps are {18 * parameters / GIB:.1f} GiB, and of cuda:0, which trains and "
     with pytest.raises(ValueError, match="^" + re.escape(message) + ".*time, 35% are .*; lower .*utilization=0.6, or"):
-        check_shares(settings, folder, plan, 0.99 * parameters * 18 / 0.35)
-    small = settings_of(folder, "inference_model.gpu_memory_utilization=0.05", "train_model.lora.rank=1")
+        check_shares(settings, tiny_model, plan, 0.99 * parameters * 18 / 0.35)
+    small = settings_of(tiny_model, "inference_model.gpu_memory_utilization=0.05", "train_model.lora.rank=1")
     with pytest.raises(ValueError, match="^the engine's weights are .*, 5% are .*; raise inference_model.gpu_memory_"):
-        check_shares(small, folder, plan_of(small), 0.99 * parameters * 2 / 0.05)
+        check_shares(small, tiny_model, plan_of(small), 0.99 * parameters * 2 / 0.05)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +90,20 @@ def test_weights_that_do_not_fit_into_their_share_are_refused_before_anything_st
         (["train_model.dtype=float32"], Training(masters=False), 0),
     ],
 )
-def test_what_training_keeps_is_what_the_planner_counts(folder, words, training, reference):
-    settings = settings_of(folder, *words)
-    model = skeleton(folder).to(getattr(torch, settings.train_model.dtype))
+def test_what_training_keeps_is_what_the_planner_counts(tiny_model, words, training, reference):
+    settings = settings_of(tiny_model, *words)
+    model = skeleton(tiny_model).to(getattr(torch, settings.train_model.dtype))
     shape = Shape.of(model)
     planned = sum(kept_state(shape, training, 1).values()) + reference * shape.parameters
     assert kept_bytes(settings, shape.parameters) == planned
 
 
-def test_the_trainer_is_kept_within_its_share(folder, monkeypatch):
+def test_the_trainer_is_kept_within_its_share(tiny_model, monkeypatch):
     limits = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
-    settings = settings_of(folder, "inference_model.gpu_memory_utilization=0.4")
-    shared_gpu.divide_memory(settings, folder, plan_of(settings))
+    settings = settings_of(tiny_model, "inference_model.gpu_memory_utilization=0.4")
+    shared_gpu.divide_memory(settings, tiny_model, plan_of(settings))
     assert limits == [(0.55, torch.device("cuda", 0))]
 
 
@@ -124,13 +118,13 @@ def test_the_trainer_is_kept_within_its_share(folder, monkeypatch):
         (["inference_model.max_num_seqs=7"], 1, 7),
     ],
 )
-def test_an_engine_computes_as_many_responses_at_a_time_as_it_is_sent(folder, words, visible, expected):
-    settings = settings_of(folder, *words)
-    assert vllm_options(settings, folder, plan_of(settings, visible))["max_num_seqs"] == expected
+def test_an_engine_computes_as_many_responses_at_a_time_as_it_is_sent(tiny_model, words, visible, expected):
+    settings = settings_of(tiny_model, *words)
+    assert vllm_options(settings, tiny_model, plan_of(settings, visible))["max_num_seqs"] == expected
 
 
-def test_an_engine_that_is_replaced_next_to_a_trainer_gets_the_cache_that_was_measured_before(folder, monkeypatch):
-    settings, made = settings_of(folder), []
+def test_an_engine_that_is_replaced_next_to_a_trainer_gets_the_cache_that_was_measured_before(tiny_model, monkeypatch):
+    settings, made = settings_of(tiny_model), []
 
     class Engine:
         name, node = "engine 0", "here"
@@ -147,7 +141,7 @@ def test_an_engine_that_is_replaced_next_to_a_trainer_gets_the_cache_that_was_me
     monkeypatch.setattr(asynchronous, "launch", launch)
     monkeypatch.setattr(asynchronous, "FleetEngine", lambda fleet, loop, transport: (fleet, loop))
     plan = plan_of(settings)
-    fleet, loop = cast(Any, asynchronous.make_engine(settings, folder, site.Site(plan, None, 0, 1)))
+    fleet, loop = cast(Any, asynchronous.make_engine(settings, tiny_model, site.Site(plan, None, 0, 1)))
     try:
         loop.run(asyncio.wait_for(fleet._launch(0), 10))
         assert [arguments.get("cache_bytes") for arguments in made] == [None, 12345]
@@ -157,8 +151,8 @@ def test_an_engine_that_is_replaced_next_to_a_trainer_gets_the_cache_that_was_me
         loop.close()
 
 
-def test_weights_on_a_shared_gpu_go_through_its_memory(folder, monkeypatch):
-    settings, sizes = settings_of(folder), []
+def test_weights_on_a_shared_gpu_go_through_its_memory(tiny_model, monkeypatch):
+    settings, sizes = settings_of(tiny_model), []
 
     def memory(size, device):
         sizes.append((size, str(device)))
@@ -166,13 +160,13 @@ def test_weights_on_a_shared_gpu_go_through_its_memory(folder, monkeypatch):
 
     monkeypatch.setattr("grpo_rl.weights.shared_memory.GpuMemory", memory)
     engine = SimpleNamespace(dtype=torch.bfloat16, takes_adapters=False, proves_bytes=False)
-    asynchronous.make_transport(settings, folder, plan_of(settings), [engine])
+    asynchronous.make_transport(settings, tiny_model, plan_of(settings), [engine])
     assert sizes == [(GPU_BYTES, "cuda:0")]
 
 
-def test_nccl_refuses_buffers_of_their_own_dtype_and_names_a_transfer_that_carries_them(folder, monkeypatch):
-    settings = settings_of(folder)
+def test_nccl_refuses_buffers_of_their_own_dtype_and_names_a_transfer_that_carries_them(tiny_model, monkeypatch):
+    settings = settings_of(tiny_model)
     monkeypatch.setattr(asynchronous, "check_transfer", lambda *_: "nccl")
     monkeypatch.setattr(asynchronous, "saved_buffers", lambda _: {"gate.e_score_correction_bias": torch.zeros(4)})
     with pytest.raises(ValueError, match=r"bias keeps its own; set inference_model\.transfer=shared_memory$"):
-        asynchronous.make_transport(settings, folder, plan_of(settings), [])
+        asynchronous.make_transport(settings, tiny_model, plan_of(settings), [])

@@ -17,7 +17,7 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, run_script, save_tiny_model
+from grpo_rl.testing import random_group, run_script
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
@@ -27,11 +27,6 @@ SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 BATCHING = MicroBatching(max_tokens=4096)
 MARK = 200
 """A token that only group 2 has, in its prompt."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def batch_of(policy):
@@ -79,8 +74,8 @@ class Step:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, value):
-    step = Step(model, dtype)
+def test_the_layer_group_and_token_of_a_forward_pass_are_named(tiny_model, dtype, value):
+    step = Step(tiny_model, dtype)
     step.plant("model.layers.0.mlp.down_proj", lambda out, marked: out.masked_fill(marked, value))
     trouble = step.take().trouble
     assert "the gradient is not finite, first seen in model.embed_tokens.weight" in trouble
@@ -90,7 +85,7 @@ def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, val
 
 
 @pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"])
-def test_what_no_log_probability_shows_is_found_in_the_layer_nearest_to_the_loss(model, path):
+def test_what_no_log_probability_shows_is_found_in_the_layer_nearest_to_the_loss(tiny_model, path):
     backward = "attn" in path
 
     def poison(output, marked):
@@ -98,34 +93,34 @@ def test_what_no_log_probability_shows_is_found_in_the_layer_nearest_to_the_loss
             return output.masked_fill(marked, math.nan)
         output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
 
-    step = Step(model)
+    step = Step(tiny_model)
     step.plant(path, poison)
     found = f"group 2: the loss is finite, and {'the gradient of ' * backward}the output of {path}"
     assert found in step.take().trouble
 
 
-def test_a_wrong_number_of_the_sampler_is_named_by_its_own_name(model):
+def test_a_wrong_number_of_the_sampler_is_named_by_its_own_name(tiny_model):
     for change, found in [
         (lambda x: x.index_fill(0, torch.tensor([4]), math.nan),  # the second token of the second response
          "sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"),
         (lambda x: x - 100,  # e^100 is not in fp32
          "loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"),
     ]:  # fmt: skip
-        step = Step(model)
+        step = Step(tiny_model)
         step.batch[1] = replace(step.batch[1], log_probs=change(step.batch[1].log_probs))
         assert f"group 1: {found}" in step.take().trouble
 
 
 @pytest.mark.nightly
-def test_inside_compiled_modules_too(model):
-    step = Step(model, torch.bfloat16, compile=True)
+def test_inside_compiled_modules_too(tiny_model):
+    step = Step(tiny_model, torch.bfloat16, compile=True)
     step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))
     assert "group 2: log_prob of token 0 of response 0 is nan" in (found := step.explain())
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
-def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model):
-    step = Step(model)
+def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(tiny_model):
+    step = Step(tiny_model)
 
     def full(*_):
         raise torch.OutOfMemoryError("no memory")
@@ -134,16 +129,16 @@ def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model)
     assert step.explain() == "Where it comes from could not be traced: out of memory."
 
 
-def test_weights_that_were_broken_before_are_named(model):
-    step = Step(model)
+def test_weights_that_were_broken_before_are_named(tiny_model):
+    step = Step(tiny_model)
     with torch.no_grad():
         step.policy.model.get_submodule("model.layers.1.mlp").up_proj.weight[0, 0] = math.inf
     assert "Weights hold non-finite numbers in model.layers.1.mlp.up_proj.weight" in step.take().trouble
     assert step.explain() == "The weights themselves hold it: model.layers.1.mlp.up_proj.weight, 1 in all."
 
 
-def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
-    step, other = Step(model), Step(model)
+def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(tiny_model):
+    step, other = Step(tiny_model), Step(tiny_model)
     assert step.explain().startswith("None of the 3 groups has it by itself")
     assert not any(module._forward_hooks for module in step.policy.model.modules())
     assert step.take().grad_norm == other.take().grad_norm
@@ -152,11 +147,11 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
 
 
 def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
-    model, tiny_run, tmp_path, monkeypatch, capsys
+    tiny_model, tiny_run, tmp_path, monkeypatch, capsys
 ):
     rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (three,) = AutoTokenizer.from_pretrained(model)("3", add_special_tokens=False)["input_ids"]
+    (three,) = AutoTokenizer.from_pretrained(tiny_model)("3", add_special_tokens=False)["input_ids"]
     scored = TrainPolicy.score
 
     def broken(policy, groups):
@@ -167,7 +162,7 @@ def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
     monkeypatch.setattr(TrainPolicy, "score", broken)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     overrides = [
-        *tiny_run, f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "train.optim_batch_size=16",
+        *tiny_run, f"model.name={tiny_model}", f"env.path={tmp_path / 'train.jsonl'}", "train.optim_batch_size=16",
         "train.total_dialog_turns=160", "train.max_bad_steps=2", "policy.entropy_coef=0.01", "train.lineage=true",
         "train.micro_batch_tokens=8192",
     ]  # fmt: skip

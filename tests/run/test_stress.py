@@ -25,7 +25,7 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import WithinMemory, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 
@@ -38,11 +38,6 @@ LOSS_SETTINGS = [
     pytest.param({"surrogate": "sapo"}, id="sapo"),
     pytest.param({"surrogate": "plain"}, id="plain"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def train(policy, optimizer, groups, advantage="zscore", loss=None, **batching):
@@ -121,9 +116,9 @@ ODD = ("one-token responses", "pad is eos", "very long responses", "empty respon
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_gradients_of_odd_batches_equal_those_of_plain_forward_passes(model, kind):
+def test_gradients_of_odd_batches_equal_those_of_plain_forward_passes(tiny_model, kind):
     groups = groups_of(kind)
-    ours, plain = our_gradients(model, groups, GRPOLoss()), plain_gradients(model, groups, no_std)
+    ours, plain = our_gradients(tiny_model, groups, GRPOLoss()), plain_gradients(tiny_model, groups, no_std)
     assert ours.keys() == plain.keys()
     for name in plain:
         scale = plain[name].abs().max().item()
@@ -148,8 +143,8 @@ def masked(group: Group) -> Group:
         pytest.param([random_group(lengths=[3, 2], rewards=[0.7, 0.7])], {"skip_zero_advantage": True}, id="skipped"),
     ],
 )  # fmt: skip
-def test_a_batch_without_anything_to_learn_from_changes_no_bit(model, groups, batching, settings):
-    policy = TrainPolicy.load(model, torch.bfloat16)
+def test_a_batch_without_anything_to_learn_from_changes_no_bit(tiny_model, groups, batching, settings):
+    policy = TrainPolicy.load(tiny_model, torch.bfloat16)
     optimizer = PolicyOptimizer(policy.model, lr=1e-2)
     before = [p.clone() for p in policy.model.parameters()]
     result, total = train(policy, optimizer, groups, loss=GRPOLoss(**settings), **batching)
@@ -157,8 +152,8 @@ def test_a_batch_without_anything_to_learn_from_changes_no_bit(model, groups, ba
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
-def test_log_ratios_of_a_bf16_policy_are_fp32(model):
-    policy, group = TrainPolicy.load(model, torch.bfloat16), random_group(lengths=[3, 2], vocab=257)
+def test_log_ratios_of_a_bf16_policy_are_fp32(tiny_model):
+    policy, group = TrainPolicy.load(tiny_model, torch.bfloat16), random_group(lengths=[3, 2], vocab=257)
     with torch.no_grad():
         group = replace(group, log_probs=policy.score([group])[0] - 1e-4).with_advantages(torch.tensor([1.0, -1.0]))
     (tokens,) = scored_micro_batches(policy, [group], MicroBatching(4096))
@@ -200,8 +195,8 @@ WINDOW = 10
 @pytest.mark.alone
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("leak", [None, "tensors"])
-def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
-    policy, kept = TrainPolicy.load(model, torch.bfloat16), []
+def test_200_steps_hold_no_more_than_50(tiny_model, leak, tmp_path):
+    policy, kept = TrainPolicy.load(tiny_model, torch.bfloat16), []
     optimizer, loss, metrics = PolicyOptimizer(policy.model, lr=1e-4), GRPOLoss(), MetricsLog(tmp_path)
     engine = ScriptedEngine(lambda prompt, g: [5, 6, END][g:])
     within, counts = WithinMemory(policy, MicroBatching(64), optimizer.clear_gradients), []
@@ -249,9 +244,9 @@ REWARDS = (
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+def test_steps_of_hostile_rewards_never_write_what_is_not_finite(tiny_model, dtype):
     torch.manual_seed(0)
-    policy, taken = TrainPolicy.load(model, dtype), []
+    policy, taken = TrainPolicy.load(tiny_model, dtype), []
     optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
     start = [p.clone() for p in policy.model.parameters()]
     for step, (advantage, rewards) in enumerate(5 * list(product(("zscore", "no_std"), REWARDS))):

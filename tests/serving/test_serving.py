@@ -21,12 +21,6 @@ from transformers import AutoTokenizer
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.serving import serving
-from grpo_rl.testing import save_tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager
@@ -49,14 +43,14 @@ def served(folder, engine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(folder, monkeypatch):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(tiny_model, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
     engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), set()
     generate = engine.generate
     engine.generate = lambda prompts, n, sampling: seen.add(sampling.temperature) or generate(prompts, n, sampling)
     monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
-    with served(folder, engine, monkeypatch) as (url, printed):
+    with served(tiny_model, engine, monkeypatch) as (url, printed):
         for key in ("a", "b", "c"):
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
@@ -67,16 +61,16 @@ def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(folder
     assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens" and seen == {0.2}
 
 
-def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
+def test_a_request_at_which_the_engine_fails_fails_alone(tiny_model, monkeypatch):
     class Fails(ScriptedEngine):
         def generate(self, prompts, n, sampling):
             if sampling.top_p == 0.5:
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             return super().generate(prompts, n, sampling)
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Fails(lambda prompt, g: tokenizer("abc")["input_ids"], max_model_len=100)
-    with served(folder, engine, monkeypatch) as (url, _):
+    with served(tiny_model, engine, monkeypatch) as (url, _):
         with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
 
@@ -92,20 +86,20 @@ def test_a_request_at_which_the_engine_fails_fails_alone(folder, monkeypatch):
             assert ask(0.9) == "abc"
 
 
-def test_another_name_for_this_machine_is_refused(folder, monkeypatch):
+def test_another_name_for_this_machine_is_refused(tiny_model, monkeypatch):
     def status(host):
         connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
         connection.request("GET", "/v1/models", headers={"Host": host, "Authorization": "Bearer any"})
         return connection.getresponse().status
 
-    with served(folder, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
+    with served(tiny_model, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
         assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
 
 
 @pytest.mark.nightly
-def test_the_command_serves_a_model_until_it_is_interrupted(folder):
+def test_the_command_serves_a_model_until_it_is_interrupted(tiny_model):
     words = ["inference_model.engine=transformers", "inference_model.max_model_len=64", "sampling.max_new_tokens=8"]
-    command = [sys.executable, "-m", "grpo_rl.cli", "serve-policy", str(folder), *words]
+    command = [sys.executable, "-m", "grpo_rl.cli", "serve-policy", str(tiny_model), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         while not (url := re.search(r"OPENAI_BASE_URL=(\S+)", process.stdout.readline())):

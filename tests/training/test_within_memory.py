@@ -19,7 +19,7 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.routing import router_record
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import WithinMemory, _RanOut, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 
@@ -33,11 +33,6 @@ GROUPS = [
     for i in range(4)
 ]
 """Four groups of 20 tokens: a prompt of 4 and responses of 16."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class Breaks(torch.autograd.Function):
@@ -95,30 +90,30 @@ def plain(model, max_tokens, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_fits_has_the_same_gradient_to_the_bit(model, dtype):
-    ours, said, _, _ = trained(model, 40, dtype)
-    assert said == [] and all(map(torch.equal, ours, plain(model, 40, dtype)))
+def test_a_step_that_fits_has_the_same_gradient_to_the_bit(tiny_model, dtype):
+    ours, said, _, _ = trained(tiny_model, 40, dtype)
+    assert said == [] and all(map(torch.equal, ours, plain(tiny_model, 40, dtype)))
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("place", ["room", "room_back"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bit(model, place, dtype):
-    ours, said, within, loss = trained(model, 80, dtype, **{place: 40})
+def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bit(tiny_model, place, dtype):
+    ours, said, within, loss = trained(tiny_model, 80, dtype, **{place: 40})
     assert len(said) == 1 and "4 groups and 80 tokens" in said[0] and "micro-batches of 40" in said[0]
     assert "Tried to allocate 2.00 GiB" in said[0]
     assert within.batching.max_tokens == 40
-    assert all(map(torch.equal, ours, plain(model, 40, dtype)))
+    assert all(map(torch.equal, ours, plain(tiny_model, 40, dtype)))
     if dtype is torch.float32:  # and that of the whole, to rounding
-        whole, _, _, loss_of_whole = trained(model, 80)
+        whole, _, _, loss_of_whole = trained(tiny_model, 80)
         assert loss == pytest.approx(loss_of_whole, abs=1e-6)
         for a, b in zip(ours, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_that_began_again_draws_the_same_dropout(model):
+def test_a_step_that_began_again_draws_the_same_dropout(tiny_model):
     def gradients(**room):
-        policy = Small.load(model, torch.float32, lora=LoRA(rank=2, dropout=0.5))
+        policy = Small.load(tiny_model, torch.float32, lora=LoRA(rank=2, dropout=0.5))
         for name, tokens in room.items():
             setattr(policy, name, tokens)
         torch.nn.init.ones_(
@@ -135,8 +130,8 @@ def test_a_step_that_began_again_draws_the_same_dropout(model):
     assert all(map(torch.equal, ours, plain)) and any(grad.any() for grad in ours)
 
 
-def test_it_halves_until_it_fits_and_keeps_the_size(model):
-    _, said, within, _ = trained(model, 1000, room=20)
+def test_it_halves_until_it_fits_and_keeps_the_size(tiny_model):
+    _, said, within, _ = trained(tiny_model, 1000, room=20)
     assert [text.partition("micro-batches of ")[2].split()[0] for text in said] == ["40", "20"]
     assert within.max_tokens == within.batching.max_tokens == 20, "the size that fits is the one that scoring uses"
     again = []
@@ -146,26 +141,26 @@ def test_it_halves_until_it_fits_and_keeps_the_size(model):
     assert again == []
 
 
-def test_a_given_number_of_micro_batches_gives_way_and_the_advice_says_so(model):
-    _, said, within, _ = trained(model, 30, count=1, room=40)
+def test_a_given_number_of_micro_batches_gives_way_and_the_advice_says_so(tiny_model):
+    _, said, within, _ = trained(tiny_model, 30, count=1, room=40)
     assert len(said) == 1 and (within.batching.count, within.batching.max_tokens) == (None, 40)
     assert within.max_tokens == 30, "scoring must not take more memory than before"
     assert "train.micro_batch_tokens=40 and train.gradient_accumulation_steps=null saves the attempt" in said[0]
     # With what was advised memory does not run out; with the number still set, the size would count for nothing.
-    assert trained(model, 40, count=None, room=40)[1] == [] != trained(model, 40, count=1, room=40)[1]
-    _, said, _, _ = trained(model, 80, room=40)
+    assert trained(tiny_model, 40, count=None, room=40)[1] == [] != trained(tiny_model, 40, count=1, room=40)[1]
+    _, said, _, _ = trained(tiny_model, 80, room=40)
     assert "accumulation" not in said[0]
 
 
-def test_the_size_is_kept_in_a_checkpoint_unless_another_was_configured_since(model):
-    policy = TrainPolicy.load(model, torch.float32)
+def test_the_size_is_kept_in_a_checkpoint_unless_another_was_configured_since(tiny_model):
+    policy = TrainPolicy.load(tiny_model, torch.float32)
 
     def restored(state, max_tokens, count=None):
         within = WithinMemory(policy, MicroBatching(max_tokens, count), lambda: None)
         within.restore(state)
         return within.batching.max_tokens, within.batching.count
 
-    _, _, within, _ = trained(model, 80, count=1, room=40)
+    _, _, within, _ = trained(tiny_model, 80, count=1, room=40)
     state = json.loads(json.dumps(within.state()))
     assert restored(state, 80, 1) == (40, None)
     assert restored(state, 60, 1) == (60, 1) and restored(state, 80) == (80, None)
@@ -196,9 +191,9 @@ def test_routers_count_only_what_was_trained_on(tmp_path):
         assert ours[layer][4] == plain[layer][4] == tokens and ours[layer][:4].sum() == 2 * tokens
 
 
-def test_a_group_that_does_not_fit_alone_ends_the_run_with_its_tokens(model):
+def test_a_group_that_does_not_fit_alone_ends_the_run_with_its_tokens(tiny_model):
     with pytest.raises(OutOfMemoryError, match="group 0 with its 20 tokens does not fit into memory alone"):
-        trained(model, 80, room=19)
+        trained(tiny_model, 80, room=19)
 
 
 def of_two_ranks(model, max_tokens, room=10**6):
@@ -240,21 +235,21 @@ def of_two_ranks(model, max_tokens, room=10**6):
         return list(zip(*threads.map(train, range(2)), strict=True))
 
 
-def test_all_ranks_begin_again_where_one_ran_out_with_the_gradient_of_the_smaller_split(model):
-    gradients, said, scored = of_two_ranks(model, 40, room=20)
+def test_all_ranks_begin_again_where_one_ran_out_with_the_gradient_of_the_smaller_split(tiny_model):
+    gradients, said, scored = of_two_ranks(tiny_model, 40, room=20)
     # Of two micro-batches of 40 each rank has one, of four of 20 two; the rank without room scored none of 40.
     assert scored == ([2, 1, 1], [1, 1])
     assert said[0] == said[1] and len(said[0]) == 1 and "with micro-batches of 20 tokens" in said[0][0]
-    smaller, nothing, _ = of_two_ranks(model, 20)
+    smaller, nothing, _ = of_two_ranks(tiny_model, 20)
     assert nothing == ([], [])
     for rank in range(2):
         assert all(map(torch.equal, gradients[rank], smaller[rank]))
-    for ours, theirs, whole in zip(*gradients, plain(model, 80), strict=True):
+    for ours, theirs, whole in zip(*gradients, plain(tiny_model, 80), strict=True):
         torch.testing.assert_close(ours + theirs, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_ranks_that_wait_for_each_other_within_a_pass_end_with_the_setting(model):
-    policy = Small.load(model, torch.float32)
+def test_ranks_that_wait_for_each_other_within_a_pass_end_with_the_setting(tiny_model):
+    policy = Small.load(tiny_model, torch.float32)
     policy.room = 20
     policy.peers = SimpleNamespace(rank=0, size=1, in_step=True, gather=lambda mine: [mine])
     for batching, setting in (
@@ -285,8 +280,8 @@ def test_every_backends_message_is_known(message):
 # ---- the engine ----
 
 
-def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(model, monkeypatch, capsys):
-    engine, sizes = TransformersEngine(model, 64, dtype="float32"), []
+def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(tiny_model, monkeypatch, capsys):
+    engine, sizes = TransformersEngine(tiny_model, 64, dtype="float32"), []
     generate = engine._model.generate
 
     def limited(input_ids, **settings):
@@ -299,13 +294,13 @@ def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(model, monkey
     prompts = [[5, 6, 7 + i] for i in range(6)]
     samples = engine.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and engine.out_of_memory == 2
-    again = TransformersEngine(model, 64, dtype="float32")
+    again = TransformersEngine(tiny_model, 64, dtype="float32")
     again.restore(engine.state())
     monkeypatch.setattr(again._model, "generate", limited)
     sizes.clear()
     again.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
     assert sizes == [1] * 6 and again.out_of_memory == 2
-    alone = TransformersEngine(model, 64, dtype="float32").generate(
+    alone = TransformersEngine(tiny_model, 64, dtype="float32").generate(
         prompts, 1, Sampling(temperature=0.0, max_new_tokens=4)
     )
     for ours, theirs in zip(samples, alone, strict=True):
@@ -313,8 +308,8 @@ def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(model, monkey
     assert "goes on with 3" in capsys.readouterr().err
 
 
-def test_a_group_that_the_engine_has_no_room_for_is_an_error_with_its_numbers(model, monkeypatch):
-    engine = TransformersEngine(model, 64)
+def test_a_group_that_the_engine_has_no_room_for_is_an_error_with_its_numbers(tiny_model, monkeypatch):
+    engine = TransformersEngine(tiny_model, 64)
 
     def none(**_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
