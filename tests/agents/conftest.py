@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 from transformers import AutoTokenizer
 
 from grpo_rl.agents.recorder import Session
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.testing import save_tiny_model
 
 MAX_MODEL_LEN = 400
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs tests that are coroutines."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class Parser:
@@ -47,8 +56,8 @@ class Played:
 
 
 @pytest.fixture(scope="package")
-def tokenizer(tmp_path_factory):
-    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     # A template that takes tools and writes none: tests stay short.
     tokenizer.chat_template = "{% if tools %}{% endif %}" + tokenizer.chat_template
     return tokenizer

@@ -56,25 +56,21 @@ class Served:
                 return got.status, await got.json()
 
 
-def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, 'so!{"a": 1}', "two", "three", "four") as served:
-            first = await served.chat(user("p"), tools=TOOLS, logprobs=True, seed=3)
-            (choice,) = first.choices
-            assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == 12
-            (call,) = choice.message.tool_calls
-            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
-            assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 12)
-            result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-            # The message goes back as the client's own object.
-            second = await served.chat(user("p"), choice.message, result, tools=TOOLS, n=2, max_tokens=3)
-            assert [one.message.content for one in second.choices] == ["two", "thr"]
-            assert [one.finish_reason for one in second.choices] == ["length", "length"]
-            assert [model.id async for model in served.client.models.list()] == ["tiny"]
-            assert (await served.client.models.retrieve("tiny")).id == "tiny"
-            return served
-
-    served = asyncio.run(agent())
+async def test_an_agent_of_openais_client_is_recorded_token_by_token(play, tokenizer):
+    async with Served(play, tokenizer, 'so!{"a": 1}', "two", "three", "four") as served:
+        first = await served.chat(user("p"), tools=TOOLS, logprobs=True, seed=3)
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == 12
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 12)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+        # The message goes back as the client's own object.
+        second = await served.chat(user("p"), choice.message, result, tools=TOOLS, n=2, max_tokens=3)
+        assert [one.message.content for one in second.choices] == ["two", "thr"]
+        assert [one.finish_reason for one in second.choices] == ["length", "length"]
+        assert [model.id async for model in served.client.models.list()] == ["tiny"]
+        assert (await served.client.models.retrieve("tiny")).id == "tiny"
     sequences = served.played.session.sequences()
     assert [text_of(tokenizer, one) for one in sequences] == [
         'p<end>>so!{"a": 1}<end>2<end>>two', 'p<end>>so!{"a": 1}<end>2<end>>thr',
@@ -141,24 +137,20 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
     assert [i for one in found for i, own in one if own] == [i for ids in said for i in ids]
 
 
-def test_a_stream_says_the_same(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, "one", '!{"a": 1}', "two") as served:
-            options = {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
-            chunks = [chunk async for chunk in await served.chat(user("p"), n=2, **options)]
-            assert chunks[-1].usage.completion_tokens == 14 and all(chunk.usage is None for chunk in chunks[:-1])
-            said = "".join(c.choices[0].delta.content or "" for c in chunks[:-1] if c.choices[0].index == 0)
-            (call,) = next(c.choices[0].delta.tool_calls for c in chunks[:-1] if c.choices[0].delta.tool_calls)
-            assert (said, call.index, call.function.arguments) == ("one", 0, '{"a": 1}')
-            ends = {c.choices[0].index: c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason}
-            assert ends == {0: "stop", 1: "tool_calls"}
-            async with served.client.chat.completions.stream(
-                model="tiny", messages=[user("p"), {"role": "assistant", "content": "one"}, user("q")], tools=TOOLS
-            ) as stream:
-                assert (await stream.get_final_completion()).choices[0].message.content == "two"
-            return served
-
-    served = asyncio.run(agent())
+async def test_a_stream_says_the_same(play, tokenizer):
+    async with Served(play, tokenizer, "one", '!{"a": 1}', "two") as served:
+        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
+        chunks = [chunk async for chunk in await served.chat(user("p"), n=2, **options)]
+        assert chunks[-1].usage.completion_tokens == 14 and all(chunk.usage is None for chunk in chunks[:-1])
+        said = "".join(c.choices[0].delta.content or "" for c in chunks[:-1] if c.choices[0].index == 0)
+        (call,) = next(c.choices[0].delta.tool_calls for c in chunks[:-1] if c.choices[0].delta.tool_calls)
+        assert (said, call.index, call.function.arguments) == ("one", 0, '{"a": 1}')
+        ends = {c.choices[0].index: c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason}
+        assert ends == {0: "stop", 1: "tool_calls"}
+        async with served.client.chat.completions.stream(
+            model="tiny", messages=[user("p"), {"role": "assistant", "content": "one"}, user("q")], tools=TOOLS
+        ) as stream:
+            assert (await stream.get_final_completion()).choices[0].message.content == "two"
     assert served.played.session.counts["extended"] == 1 and len(served.played.session.sequences()) == 2
 
 
@@ -173,95 +165,78 @@ def slow(session, seconds):
     session._sample = late
 
 
-def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(
+async def test_a_stream_keeps_clients_that_give_up_on_silence_and_tells_what_goes_wrong_meanwhile(
     play, tokenizer, monkeypatch
 ):
     monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0.05)
-
-    async def agent():
-        async with Served(play, tokenizer, "one", "two") as served:
-            slow(served.played.session, 0.6)
-            impatient = served.client.with_options(timeout=openai.Timeout(5.0, read=0.4))
-            call = {"model": "tiny", "messages": [user("p")]}
-            with pytest.raises(openai.APITimeoutError):
-                await impatient.chat.completions.create(**call)
-            stream = await impatient.chat.completions.create(**call, stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "one"
-            stream = await impatient.chat.completions.create(**call, stream=True)  # the first comment has come
-            served.played.session.ended = True
-            with pytest.raises(openai.APIError, match="the session ended while this call was sampled"):
-                [chunk async for chunk in stream]
-            # What is refused before the first comment has its status.
-            with pytest.raises(openai.PermissionDeniedError, match="this session has ended"):
-                await impatient.chat.completions.create(**call, stream=True)
-            assert len(served.played.session.responses) == 1
-
-    asyncio.run(agent())
+    async with Served(play, tokenizer, "one", "two") as served:
+        slow(served.played.session, 0.6)
+        impatient = served.client.with_options(timeout=openai.Timeout(5.0, read=0.4))
+        call = {"model": "tiny", "messages": [user("p")]}
+        with pytest.raises(openai.APITimeoutError):
+            await impatient.chat.completions.create(**call)
+        stream = await impatient.chat.completions.create(**call, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "one"
+        stream = await impatient.chat.completions.create(**call, stream=True)  # the first comment has come
+        served.played.session.ended = True
+        with pytest.raises(openai.APIError, match="the session ended while this call was sampled"):
+            [chunk async for chunk in stream]
+        # What is refused before the first comment has its status.
+        with pytest.raises(openai.PermissionDeniedError, match="this session has ended"):
+            await impatient.chat.completions.create(**call, stream=True)
+        assert len(served.played.session.responses) == 1
 
 
-def test_a_reward_is_sent_by_a_call_and_an_ended_session_takes_none(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, "a") as served:
-            assert await served.raw("/reward", b'{"reward": 1}') == (200, {"reward": 1})
-            assert (await served.raw("/reward", b'{"reward": 0.5}'))[0] == 200
-            for wrong in (b"", b'"reward": true', b'"reward": NaN', b'"reward": "1"', b'"reward": 1' + b"0" * 400):
-                status, told = await served.raw("/reward", b"{" + wrong + b"}")
-                assert status == 400 and told["error"]["param"] == "reward"
-            served.server.end(served.key)
-            assert served.played.session.reward == 0.5 and served.played.session.ended
-            assert (await served.raw("/reward", b'{"reward": 1}'))[0] == 401
-            with pytest.raises(openai.AuthenticationError, match="no session has this key"):
-                await served.chat(user("p"))
-
-    asyncio.run(agent())
-
-
-def test_errors_are_openais(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=10)}, max_model_len=9) as served:
-            with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: colour"):
-                await served.chat(user("p"), extra_body={"colour": "red"})
-            with pytest.raises(openai.BadRequestError, match="content") as refused:
-                await served.chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
-            assert refused.value.param == "messages"
-            with pytest.raises(openai.APIStatusError) as refused:
-                await served.chat(user("p" * (1 << 20)))
-            assert refused.value.status_code == 413
-            with pytest.raises(openai.BadRequestError) as refused:
-                await served.chat(user("p" * 500))
-            assert refused.value.code == "context_length_exceeded"
-            with pytest.raises(openai.NotFoundError, match="does not exist; tiny does"):
-                await served.client.models.retrieve("gpt-4o")
-            with pytest.raises(openai.NotFoundError):
-                await served.client.embeddings.create(model="tiny", input="p")
-            assert not served.played.seen
-            lone = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
-            spelt = (
-                lone.encode(),
-                lone.encode("utf-16"),
-                lone.replace("\\ud800", "\ud800").encode("utf-8", "surrogatepass"),
-            )
-            for body in (b"{", b"[]", b"3", *spelt, b"[" * 1900):
-                status, told = await served.raw("/chat/completions", body)
-                assert status == 400 and told["error"]["type"] == "invalid_request_error"
+async def test_a_reward_is_sent_by_a_call_and_an_ended_session_takes_none(play, tokenizer):
+    async with Served(play, tokenizer, "a") as served:
+        assert await served.raw("/reward", b'{"reward": 1}') == (200, {"reward": 1})
+        assert (await served.raw("/reward", b'{"reward": 0.5}'))[0] == 200
+        for wrong in (b"", b'"reward": true', b'"reward": NaN', b'"reward": "1"', b'"reward": 1' + b"0" * 400):
+            status, told = await served.raw("/reward", b"{" + wrong + b"}")
+            assert status == 400 and told["error"]["param"] == "reward"
+        served.server.end(served.key)
+        assert served.played.session.reward == 0.5 and served.played.session.ended
+        assert (await served.raw("/reward", b'{"reward": 1}'))[0] == 401
+        with pytest.raises(openai.AuthenticationError, match="no session has this key"):
             await served.chat(user("p"))
-            with pytest.raises(openai.PermissionDeniedError, match="all of its 10 calls") as refused:
-                await served.chat(user("p"))
-            assert refused.value.code == "session_limit"
-            assert (await served.raw("/models", key="x"))[0] == 401
-
-    asyncio.run(agent())
 
 
-def test_the_server_listens_on_loopback(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, "a") as served:
-            ((name, port),) = (socket.getsockname() for socket in served.server._listening.sockets)
-            assert name == "127.0.0.1"
-            with pytest.raises(ValueError, match="can't be used"):
-                await ChatServer("other", tokenizer, SAMPLING).start(port=port)
+async def test_errors_are_openais(play, tokenizer):
+    async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=10)}, max_model_len=9) as served:
+        with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: colour"):
+            await served.chat(user("p"), extra_body={"colour": "red"})
+        with pytest.raises(openai.BadRequestError, match="content") as refused:
+            await served.chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+        assert refused.value.param == "messages"
+        with pytest.raises(openai.APIStatusError) as refused:
+            await served.chat(user("p" * (1 << 20)))
+        assert refused.value.status_code == 413
+        with pytest.raises(openai.BadRequestError) as refused:
+            await served.chat(user("p" * 500))
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError, match="does not exist; tiny does"):
+            await served.client.models.retrieve("gpt-4o")
+        with pytest.raises(openai.NotFoundError):
+            await served.client.embeddings.create(model="tiny", input="p")
+        assert not served.played.seen
+        lone = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        raw = lone.replace("\\ud800", "\ud800").encode("utf-8", "surrogatepass")
+        for body in (b"{", b"[]", b"3", lone.encode(), lone.encode("utf-16"), raw, b"[" * 1900):
+            status, told = await served.raw("/chat/completions", body)
+            assert status == 400 and told["error"]["type"] == "invalid_request_error"
+        await served.chat(user("p"))
+        with pytest.raises(openai.PermissionDeniedError, match="all of its 10 calls") as refused:
+            await served.chat(user("p"))
+        assert refused.value.code == "session_limit"
+        assert (await served.raw("/models", key="x"))[0] == 401
 
-    asyncio.run(agent())
+
+async def test_the_server_listens_on_loopback(play, tokenizer):
+    async with Served(play, tokenizer, "a") as served:
+        ((name, port),) = (socket.getsockname() for socket in served.server._listening.sockets)
+        assert name == "127.0.0.1"
+        with pytest.raises(ValueError, match="can't be used"):
+            await ChatServer("other", tokenizer, SAMPLING).start(port=port)
 
 
 async def raw_connection(served, sent=b""):
@@ -308,23 +283,21 @@ def test_connections_beyond_the_most_are_closed_and_reported_in_one_line(play, t
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_session_that_opens_too_many_connections_is_refused_and_others_are_answered(play, tokenizer, monkeypatch):
+async def test_a_session_that_opens_too_many_connections_is_refused_and_others_are_answered(
+    play, tokenizer, monkeypatch
+):
     monkeypatch.setattr(server_module, "MOST_OF_SESSION", 2)
-
-    async def agent():
-        async with Served(play, tokenizer, "a") as served:
-            opened = [await raw_connection(served, head(served)) for _ in range(2)]
-            assert [(await reader.readline()).split()[1] for reader, _ in opened] == [b"200", b"200"]
-            third, writer = await raw_connection(served, head(served))
-            told = await read_to_the_end(third)  # it is closed
-            assert told.split()[1] == b"429" and b"rate_limit_exceeded" in told
-            opened[0][1].write(head(served))
-            rest = [await opened[0][0].readline() for _ in range(6)]  # of the first response, and the second
-            assert rest[-1].endswith(b"HTTP/1.1 200 OK\r\n")
-            assert (await served.raw("/models", key=served.server.open(play("b").session)))[0] == 200
-            writer.close()
-
-    asyncio.run(agent())
+    async with Served(play, tokenizer, "a") as served:
+        opened = [await raw_connection(served, head(served)) for _ in range(2)]
+        assert [(await reader.readline()).split()[1] for reader, _ in opened] == [b"200", b"200"]
+        third, writer = await raw_connection(served, head(served))
+        told = await read_to_the_end(third)  # it is closed
+        assert told.split()[1] == b"429" and b"rate_limit_exceeded" in told
+        opened[0][1].write(head(served))
+        rest = [await opened[0][0].readline() for _ in range(6)]  # of the first response, and the second
+        assert rest[-1].endswith(b"HTTP/1.1 200 OK\r\n")
+        assert (await served.raw("/models", key=served.server.open(play("b").session)))[0] == 200
+        writer.close()
 
 
 def test_half_a_head_and_half_a_body_are_given_up(play, tokenizer, monkeypatch, caplog):
@@ -344,49 +317,42 @@ def test_half_a_head_and_half_a_body_are_given_up(play, tokenizer, monkeypatch, 
     assert caplog.records == []
 
 
-def test_a_long_text_delays_no_other_call(play, tokenizer, monkeypatch):
+async def test_a_long_text_delays_no_other_call(play, tokenizer, monkeypatch):
     go_on = threading.Event()
     encode = recorder.encode_prompts
     monkeypatch.setattr(recorder, "encode_prompts", lambda *given: (go_on.wait(30.0), encode(*given))[1])
-
-    async def agent():
-        async with Served(play, tokenizer, "a", max_model_len=MAX_MODEL_LEN) as served:
-            with pytest.raises(openai.APIStatusError) as refused:  # of 400 tokens no text has a megabyte
-                await served.chat(user("p" * (1 << 20)))
-            assert (refused.value.status_code, refused.value.code) == (413, "context_length_exceeded")
-            call = asyncio.ensure_future(served.chat(user("p")))
-            assert (await served.raw("/models"))[0] == 200 and not call.done()
-            go_on.set()
-            assert (await call).choices[0].message.content == "a"
-
-    asyncio.run(agent())
+    async with Served(play, tokenizer, "a", max_model_len=MAX_MODEL_LEN) as served:
+        with pytest.raises(openai.APIStatusError) as refused:  # of 400 tokens no text has a megabyte
+            await served.chat(user("p" * (1 << 20)))
+        assert (refused.value.status_code, refused.value.code) == (413, "context_length_exceeded")
+        call = asyncio.ensure_future(served.chat(user("p")))
+        assert (await served.raw("/models"))[0] == 200 and not call.done()
+        go_on.set()
+        assert (await call).choices[0].message.content == "a"
 
 
-def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
-    async def agent():
-        async with Served(play, tokenizer, "a", "b") as served:
-            session, began = served.played.session, asyncio.Event()
-            sample, ended = session._sample, []
+async def test_a_call_whose_client_is_gone_is_not_recorded(play, tokenizer):
+    async with Served(play, tokenizer, "a", "b") as served:
+        session, began = served.played.session, asyncio.Event()
+        sample, ended = session._sample, []
 
-            async def hangs(prompt, sampling):
-                began.set()
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    ended.append(True)
+        async def hangs(prompt, sampling):
+            began.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(True)
 
-            session._sample = hangs
-            call = asyncio.ensure_future(served.chat(user("p")))
-            await began.wait()
-            call.cancel()
-            await asyncio.wait({call})
-            while not ended:
-                await asyncio.sleep(0.01)
-            session._sample = sample
-            await served.chat(user("p"))
-            assert len(session.responses) == 1 and session.counts["branches"] == 0
-
-    asyncio.run(agent())
+        session._sample = hangs
+        call = asyncio.ensure_future(served.chat(user("p")))
+        await began.wait()
+        call.cancel()
+        await asyncio.wait({call})
+        while not ended:
+            await asyncio.sleep(0.01)
+        session._sample = sample
+        await served.chat(user("p"))
+        assert len(session.responses) == 1 and session.counts["branches"] == 0
 
 
 def read(is_trained=True, **fields):

@@ -14,7 +14,7 @@ from grpo_rl.assembly.environment import make_env
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script, save_tiny_model
+from grpo_rl.testing import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
@@ -56,8 +56,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 WRONG = [

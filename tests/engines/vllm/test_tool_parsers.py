@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from grpo_rl.engines.vllm.tool_parsers import tool_parser
-from grpo_rl.testing import save_tiny_model
 
 # isort: split
 from transformers import AutoTokenizer
@@ -18,8 +17,8 @@ SPECIAL = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[AR
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     return tokenizer
 
