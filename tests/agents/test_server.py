@@ -85,7 +85,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend_the_call(family):
+async def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend_the_call(family):
     parsers = pytest.importorskip("grpo_rl.engines.vllm.tool_parsers")
     tokenizer, dice = tokenizer_of(family), random.Random(family)
     wanted = [("multiply", {"a": 3, "b": 4}), ("page", {"name": "here  and  there"})]
@@ -102,22 +102,19 @@ def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_extend
     def make_parser(tokenizer, tools):
         return parsers.tool_parser(FAMILIES[family][3], tokenizer, tools)
 
-    async def agent():
-        how = {"session": {"make_parser": make_parser}, "sampling": Sampling(max_new_tokens=500)}
-        async with Served(play, tokenizer, **how) as served:
-            messages = [{"role": "system", "content": "Call."}, user("12?")]
-            first = (await served.chat(*messages, tools=FUNCTIONS)).choices[0]
-            calls = first.message.tool_calls
-            assert first.finish_reason == "tool_calls"
-            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == wanted
-            results = [{"role": "tool", "tool_call_id": call.id, "content": f"so {i}"} for i, call in enumerate(calls)]
-            messages += [first.message, *results]
-            second = (await served.chat(*messages, tools=FUNCTIONS)).choices[0].message
-            assert second.content == "There is a 12." and not second.tool_calls
-            await served.chat(*messages, second, user("bye"), tools=FUNCTIONS)
-            return served.played, [call.model_dump() for call in calls], results
-
-    played, calls, results = asyncio.run(agent())
+    how = {"session": {"make_parser": make_parser}, "sampling": Sampling(max_new_tokens=500)}
+    async with Served(play, tokenizer, **how) as served:
+        messages = [{"role": "system", "content": "Call."}, user("12?")]
+        first = (await served.chat(*messages, tools=FUNCTIONS)).choices[0]
+        calls = first.message.tool_calls
+        assert first.finish_reason == "tool_calls"
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == wanted
+        results = [{"role": "tool", "tool_call_id": call.id, "content": f"so {i}"} for i, call in enumerate(calls)]
+        messages += [first.message, *results]
+        second = (await served.chat(*messages, tools=FUNCTIONS)).choices[0].message
+        assert second.content == "There is a 12." and not second.tool_calls
+        await served.chat(*messages, second, user("bye"), tools=FUNCTIONS)
+        played, calls = served.played, [call.model_dump() for call in calls]
     session, (first, second, third) = played.session, played.seen
     assert second[0][: len(first[0] + first[1])] == first[0] + first[1]
     # Qwen3's takes thoughts out of earlier turns once the user speaks again, so that no such call can extend another.

@@ -86,16 +86,10 @@ def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
         run([(2, "?")])
 
 
-class Counting(Task):
+class Counting(Doubling):
     """Right responses state the row's answer; the token is the answer."""
 
-    reward_parts = ("correct", "format")
     correct_part = "correct"
-    rows = ({"question": "unused", "answer": ""},)
-    prompt = Doubling.prompt
-
-    def score(self, row, response):
-        return Reward({"correct": 2.0 * (response == row["answer"]), "format": 0.5})
 
     def final_answers(self, responses):
         return [None if response == "0" else response for response in responses]
