@@ -1,10 +1,13 @@
-"""The script with vLLM on a GPU, and a tiny model: adapters, a quantised base, an engine that sleeps, resuming."""
+"""The scripts with vLLM on a GPU, and a tiny model: adapters, a quantised base, an engine that sleeps, resuming."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from grpo_rl.training.optimizer import PolicyOptimizer
 
 pytestmark = pytest.mark.gpu
 
-run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
+SOTA = Path(__file__).parents[2] / "sota"
+run = functools.partial(run_script, SOTA / "grpo.py")
 LORA = ["train_model.lora.rank=8", "train_model.lora.targets=[q_proj,up_proj,down_proj]"]
 KINDS = {
     "whole": [],
@@ -53,6 +57,23 @@ def test_every_kind_of_run_trains_on_what_its_engine_samples(tiny, tmp_path, kin
     assert any(row["grad_norm"] > 0 for row in steps)
     # Sampler and trainer compute the same policy: bf16 alone tells them apart.
     assert steps[0]["mismatch/mean"] < 0.1
+
+
+@pytest.mark.parametrize("transfer", ["null", "shared_memory"])
+def test_the_async_script_trains_and_samples_at_the_same_time(tiny, tmp_path, transfer):
+    pytest.importorskip("ray")
+    words = ["inference_model.gpu_memory_utilization=0.3", f"inference_model.transfer={transfer}", "optimizer.lr=1e-2"]
+    words += ["train.optim_batch_size=16", "train.total_dialog_turns=96", f"hydra.run.dir={tmp_path}/run"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]}
+    command = [sys.executable, SOTA / "grpo_async.py", *tiny, *words]
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said[-3000:]
+    assert "of its memory 30% are the engine's and 65% the trainer's" in " ".join(said.split())
+    rows = [row for row in read_metrics(tmp_path / "run") if "groups/started" in row]
+    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert all(row["mismatch/mean"] < 0.02 for row in rows if "mismatch/mean" in row)
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_versions_and_weights(tiny, tmp_path):
