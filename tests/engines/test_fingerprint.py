@@ -48,14 +48,13 @@ def test_the_sums_are_exact_at_the_largest_words_and_the_longest_row():
     words = torch.full((1, 1 << 18), 32767, dtype=torch.int16)
     less = words.clone()
     less[0, -1] -= 1
-    by_hand = sum  # Python's integers are exact
     from grpo_rl.engines.fingerprint import _JOIN, _multipliers
 
     a, b = _multipliers(0, 1, 0, 1 << 18, torch.device("cpu"))
     columns = [[int(x) for x in b[i]] for i in (0, 1)]
     for tensor in (words, less):
         values = tensor[0].tolist()
-        sums = [by_hand(v * m for v, m in zip(values, column, strict=True)) for column in columns]
+        sums = [sum(v * m for v, m in zip(values, column, strict=True)) for column in columns]  # Python's are exact
         assert fingerprint(tensor) == (sums[0] + sums[1] * _JOIN) * int(a[0]) % 2**64
 
 
@@ -64,14 +63,15 @@ def test_the_sign_of_zero_does_not_count():
 
 
 SCRIPT = """if True:
+    import sys
     import torch
     from grpo_rl.engines.fingerprint import fingerprint
     from grpo_rl.engines.fingerprint_triton import TritonBatch, works_on
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = sys.argv[1]
     assert works_on(device)
     torch.manual_seed(0)
-    shapes = [(70, 600), (33,), (5, 3, 7), (40, 1100), (0, 4)]
+    shapes = [(70, 600), (33,), (5, 3, 7), (40, 1100), (0, 4), (1,), *[(1000, 257), (2, 4096)] * (device == "cuda")]
     pieces = [(torch.randn(shape).to(dtype), i, 2 * i)
               for i, shape in enumerate(shapes) for dtype in (torch.float32, torch.bfloat16)]
     pieces[0][0][3, 3] = pieces[7][0][2, 5] = -0.0
@@ -85,10 +85,11 @@ SCRIPT = """if True:
 
 
 @pytest.mark.nightly
-def test_a_batch_of_fingerprints_by_triton_equals_single_ones():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_batch_of_fingerprints_by_triton_equals_single_ones(device):
     pytest.importorskip("triton", reason="Triton has no build for this platform")
-    env = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=env)
+    env = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    subprocess.run([sys.executable, "-c", SCRIPT, device], check=True, env=env)
 
 
 def test_where_a_kernel_cannot_be_launched_fingerprints_are_computed_one_at_a_time(monkeypatch, caplog):
