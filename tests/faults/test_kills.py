@@ -22,19 +22,15 @@ NEEDS_LINUX = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc
 
 
 @NEEDS_LINUX
-@pytest.mark.parametrize(("kills", "modes"), [(6, ["sync"]), (20, ["sync", "async"])])
-def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(
-    tmp_path, script, kills, modes
-):
-    command = [sys.executable, str(FOLDER / "kills.py"), "--kills", str(kills), "--jobs", "1", "--keep", str(tmp_path)]
-    done = subprocess.run([*command, "--modes", *modes], capture_output=True, text=True)
+def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(tmp_path, script):
+    command = [sys.executable, str(FOLDER / "kills.py"), "--kills", "20", "--jobs", "1", "--keep", str(tmp_path)]
+    done = subprocess.run([*command, "--modes", "sync", "async"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.endswith(": 0 faults") and int(last.split()[0]) >= kills
+    assert last.endswith(": 0 faults") and int(last.split()[0]) >= 20
     # Threads shift the numbers of points, so a kind that was aimed at may be another.
     kinds = {line.split(" | ")[1] for line in done.stdout.splitlines() if line.startswith("| sync | ")}
-    assert kinds <= set(script("kill_points").KINDS)
-    assert len(kinds) >= 3 or kills < 20
+    assert kinds <= set(script("kill_points").KINDS) and len(kinds) >= 3
 
     outcome, whole, other = script("outcome"), tmp_path / "whole sync", tmp_path / "other"
     shutil.copytree(whole, other)
