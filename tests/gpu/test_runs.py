@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import shutil
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.testing import random_group, run_script
+from grpo_rl.testing import run_script
 from grpo_rl.training.checkpoint import PATTERN, load
-from grpo_rl.training.optimizer import PolicyOptimizer
 
 pytestmark = pytest.mark.gpu
 
@@ -96,31 +94,3 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_versions_and_weights(tiny, tmp
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-
-def test_a_restored_optimizer_takes_the_very_step_that_the_first_one_takes():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from grpo_rl.policies.policy import TrainPolicy
-
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
-
-    def made() -> tuple[TrainPolicy, PolicyOptimizer]:
-        torch.manual_seed(0)
-        policy = TrainPolicy(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).to("cuda").bfloat16())
-        return policy, PolicyOptimizer(policy.model, lr=1e-3)
-
-    def give(policy: TrainPolicy, gradients: list[torch.Tensor]) -> None:
-        for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
-            (parameter * gradient).sum().backward()
-
-    (policy, optimizer), (other, restored) = made(), made()
-    policy.score([random_group(vocab=64)])[0].sum().backward()
-    optimizer.step()
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as a checkpoint's are: no tensor is shared
-    gradients = [torch.randn_like(parameter) for parameter in policy.model.parameters()]
-    for p, o in ((policy, optimizer), (other, restored)):
-        give(p, gradients)
-        assert o.step().grad_norm > 0
-    for mine, theirs in zip(policy.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)

@@ -1,10 +1,12 @@
-"""The optimizer step against torch's own AdamW in fp32, and what happens when a gradient is not finite."""
+"""The optimizer step against torch's own AdamW in fp32, sums of gradients, and gradients that are not finite."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from grpo_rl.training import gradients
+from grpo_rl.training.gradients import GradientQueue
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer, lr_factor
 
 
@@ -61,6 +63,45 @@ def test_micro_batches_are_summed_in_fp32():
     for x in (256.0, 1.0):  # 257 is no bf16 number
         model(torch.full((1, 1), x, dtype=torch.bfloat16)).sum().backward()
     assert stepper.step().grad_norm == 257.0
+
+
+def test_queued_gradients_are_the_sums_in_fp32(monkeypatch):
+    monkeypatch.setattr(gradients, "HELD_BYTES", 300)
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, 5).bfloat16()) for n in (3, 40, 7)]
+    masters = [param.detach().float().clone() for param in params]
+    queue = GradientQueue()
+    for param, master in zip(params, masters, strict=True):
+        param.register_post_accumulate_grad_hook(queue.hook(master))
+    expected = [torch.zeros_like(master) for master in masters]
+    for _ in range(3):
+        factors = [torch.randn(param.shape).bfloat16() for param in params]
+        sum((param * factor).sum().float() for param, factor in zip(params, factors, strict=True)).backward()
+        assert all(param.grad is None for param in params)
+        for total, factor in zip(expected, factors, strict=True):
+            total += factor.float()
+    queue.flush()
+    for master, total in zip(masters, expected, strict=True):
+        assert torch.equal(master.grad, total)
+    params[0].sum().backward()
+    queue.clear()
+    queue.flush()
+    assert torch.equal(masters[0].grad, expected[0]), "what was cleared is not added"
+
+
+def test_a_gradient_in_fp32_is_the_masters_at_once_and_no_copy():
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    master, queue = param.detach().float().clone(), GradientQueue()
+    take = queue.hook(master)
+    first = param.grad = torch.full((4,), 1 / 3)
+    take(param)
+    assert master.grad is first and param.grad is None
+    param.grad = torch.full((4,), 1 / 5)
+    take(param)
+    assert torch.equal(master.grad, torch.full((4,), 1 / 3) + torch.full((4,), 1 / 5))
+    queue.flush()
+    assert master.grad is first, "nothing waited"
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
@@ -152,14 +193,15 @@ def test_a_gradient_whose_square_overflows_does_not_poison_the_moments():
     assert moments and all(x.isfinite().all() for x in moments)
 
 
-def test_a_restored_optimizer_goes_on_bit_for_bit():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_restored_optimizer_goes_on_bit_for_bit(device):
     def run(steps, state=None):
-        model = linear(torch.bfloat16)
+        model = linear(torch.bfloat16).to(device)
         stepper = PolicyOptimizer(model, lr=1e-2, warmup_steps=3, total_steps=6, schedule="cosine")
         if state:
             stepper.load_state_dict(state)
         for step in range(stepper.steps, steps):
-            model(torch.full((2, 3), step + 1.0, dtype=torch.bfloat16)).square().sum().backward()
+            model(torch.full((2, 3), step + 1.0, dtype=torch.bfloat16, device=device)).square().sum().backward()
             stepper.step()
         return model, stepper
 

@@ -60,7 +60,7 @@ class Small(TrainPolicy):
         return (Breaks.apply(log_prob) if tokens > self.room_back else log_prob), entropy
 
 
-def trained(model, max_tokens, dtype=torch.float32, groups=GROUPS, count=None, **room):
+def trained(model, max_tokens, dtype=torch.float32, count=None, **room):
     """The gradients of a step by WithinMemory, what it said, and what it trains with afterwards."""
     policy = Small.load(model, dtype)
     for name, tokens in room.items():
@@ -72,7 +72,7 @@ def trained(model, max_tokens, dtype=torch.float32, groups=GROUPS, count=None, *
         said.append(why)
         summed.clear()
 
-    for micro_batch in within.micro_batches(groups, began_again):
+    for micro_batch in within.micro_batches(GROUPS, began_again):
         with micro_batch as tokens:
             losses = loss(tokens)
             losses["loss"].backward()
