@@ -19,7 +19,6 @@ from transformers import (
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.fingerprint import digest
-from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
@@ -124,17 +123,6 @@ def saved(request, tmp_path_factory):
         engine.engine.close()
 
 
-def push(engine, folder, version, bucket_bytes=1 << 14):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    with closing(SharedMemoryTransport([engine], bucket_bytes)) as transport:
-        names = CheckpointNames(model)
-        weights = {n: part for name, p in model.named_parameters() for n, part in names.views(name, p.detach())}
-        held = transport.send(weights.items(), version)["engine 0"]
-        assert held.version == version
-        wrong = [n for n, part in weights.items() if held.fingerprints[n] != transport.fingerprint(n, part)]
-        assert not wrong
-
-
 @pytest.mark.cases(1)
 @pytest.mark.slow
 def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
@@ -144,7 +132,10 @@ def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
         first = engine.answers()
         assert first != second
         for version, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
-            push(engine, folders[came], version, bucket_bytes=1 << (17 - 3 * version))  # the smallest cut tensors
+            model = AutoModelForCausalLM.from_pretrained(folders[came], dtype=torch.bfloat16)
+            bucket_bytes = 1 << (17 - 3 * version)  # the smallest cut tensors
+            with closing(SharedMemoryTransport([engine], bucket_bytes)) as transport:
+                assert WeightSync(model, transport, version - 1).push() == version
             assert engine.answers() == expected
     finally:
         engine.engine.close()
