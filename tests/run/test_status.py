@@ -18,13 +18,12 @@ from grpo_rl.run import claim
 from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
-import sys
+import sys, time
 from pathlib import Path
 from grpo_rl.run.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("ready", flush=True)
-sys.stdin.readline()
-lock.close()
+time.sleep(600)
 """
 
 
@@ -40,13 +39,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def live(run):
-    child = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(run)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    child = subprocess.Popen([sys.executable, "-c", RUN, str(run)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
     yield child
     child.kill()

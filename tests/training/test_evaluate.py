@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
 from grpo_rl.intervals import paired_gain
 from grpo_rl.training.evaluate import evaluate, majority, pass_at_k, row_scores, score_names
@@ -99,19 +100,17 @@ class Counting(Doubling):
         return [None if response == "0" else response for response in responses]
 
 
-class Scripted:
+class Scripted(ScriptedEngine):
     """An engine that responds to prompt [x] with the responses listed under x, and draws a number where it samples."""
 
-    max_model_len = 1000
-
     def __init__(self, responses):
-        self.responses, self.drawn = responses, []
+        super().__init__(lambda prompt, g: [responses[prompt[0]][g]])
+        self.drawn = []
 
     def generate(self, prompts, n, sampling):
         if sampling.temperature:
             self.drawn.append(float(torch.rand(())))
-        groups = [self.responses[prompt[0]][:n] for prompt in prompts]
-        return [Samples.from_lists([[i] for i in ids], [[0.0]] * n, [False] * n, version=0) for ids in groups]
+        return super().generate(prompts, n, sampling)
 
 
 def sampled(responses, samples, seed=0):
