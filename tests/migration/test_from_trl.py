@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
