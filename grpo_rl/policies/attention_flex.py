@@ -67,26 +67,27 @@ def flex_shared_prefix(
     query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
     plain = query.device.type == "cpu" or why_uncompiled(query.device)
     attend = flex_attention if plain else compiled()
-    mask = block_mask(layout.nodes, padded, window, query.device)
-    return _attended(attend, query, key, value, mask, scale, softcap, sinks)[:, :, :tokens]
-
-
-@no_type_check  # traced: the tests' run-time type checks can't be
-def _attended(attend, query, key, value, mask, scale, softcap, sinks):
-    """The output of FlexAttention, by ``attend``, where each head's sink has taken its share of the softmax."""
     out = attend(
         query,
         key,
         value,
         score_mod=None if softcap is None else _soft_cap(softcap),
-        block_mask=mask,
+        block_mask=block_mask(layout.nodes, padded, window, query.device),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    if sinks is None:
-        return out
-    out, aux = out
+    return (out if sinks is None else with_sinks(*out, sinks=sinks))[:, :, :tokens]
+
+
+@no_type_check  # traced: the tests' run-time type checks can't be
+def with_sinks(out, aux, sinks):
+    """Attention's output where each head's sink has taken its share of the softmax.
+
+    Args:
+        out: [1, H, T, E] without sinks.
+        aux: what comes with it; its ``lse`` is the log-sum-exp of the scores, [1, H, T].
+    """
     return (out * (aux.lse - sinks[:, None]).sigmoid()[..., None]).to(out.dtype)
 
 
@@ -150,7 +151,23 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
     blocks = tables.kv_count.shape[2]
     # Whole blocks, by construction: the kernel needs no bounds.
     torch._check(query.shape[2] == blocks * BLOCK)
-    return _attended(flex_attention, query, key, value, _mask_of(tables, query.shape[2]), scale, softcap, sinks)
+    until, position, earliest = tables.reach.unbind()
+
+    def sees(batch, head, q, k):
+        return (k <= q) & (q < until[k]) & (position[k] >= earliest[q])
+
+    mask = BlockMask((query.shape[2], query.shape[2]), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+    out = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _soft_cap(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    return out if sinks is None else with_sinks(*out, sinks)
 
 
 @functools.cache
@@ -167,14 +184,11 @@ def block_mask(nodes: tuple[Node, ...], tokens: int, window: int | None, device:
         nodes: of a layout.
         tokens: including padding after the last node; a padding token sees only itself.
     """
-    return _mask_of(block_tables(nodes, tokens, window, device), tokens)
+    tables = block_tables(nodes, tokens, window, device)
+    until, position, earliest = tables.reach
 
-
-@no_type_check  # traced: the tests' run-time type checks can't be
-def _mask_of(tables: BlockTables, tokens):
-    until, position, earliest = tables.reach.unbind()
-
-    def sees(batch, head, q, k):
+    @no_type_check  # traced: the tests' run-time type checks can't be
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < until[k]) & (position[k] >= earliest[q])
 
     return BlockMask((tokens, tokens), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
