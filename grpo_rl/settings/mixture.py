@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import Bounds, read_bounds
@@ -40,12 +40,13 @@ class Draws(Section):
     scale: float = setting(1.0, "factor of its rewards", more_than=0)
 
 
-Curriculum: type[Section] = type(
-    "Curriculum",
-    (Section,),
-    {"__annotations__": get_type_hints(Bounds)} | {part.name: setting(part.default, "") for part in fields(Bounds)},
-)
-"""The settings of ``env.curriculum``: the fields of `grpo_rl.envs.curriculum.Bounds`, by their names and types."""
+class Curriculum(Section):
+    """The settings of ``env.curriculum``; see `grpo_rl.envs.curriculum.Bounds`."""
+
+    low: float = setting(Bounds.low, "pass rate below which a row is too hard")
+    high: float = setting(Bounds.high, "pass rate above which a row is too easy")
+    rest: int = setting(Bounds.rest, "epochs in which such a row is left out")
+    passing: float | None = setting(Bounds.passing, "reward from which on a response passes")
 
 
 @dataclass(frozen=True)
