@@ -15,7 +15,7 @@ _NUMBERS = {"Fraction": "fractions", "Decimal": "decimal"}
 """Numbers of the standard library, by name, and their modules, which take time to import."""
 _LONGEST = 10**6
 _ENDS = (StopIteration, StopAsyncIteration)
-"""Exceptions that end a loop, `map` or `zip` of a test like its last value: a test that compares none would pass."""
+"""Exceptions that a loop, `map` or `zip` takes for its end: a test whose loop they end compares nothing, and passes."""
 
 
 def restrict(limits):

@@ -343,7 +343,7 @@ def with_mcp(
             of |= {schema["name"]: server for schema in found}
         other.tools = (*task.tools, *schemas)
         tool_schemas(other.tools)
-    except ValueError:
+    except BaseException:
         for server in servers:
             server.close()
         raise

@@ -22,8 +22,8 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """The JSON schema of each tool, as OpenAI writes it; a function's is made of its types and its docstring.
 
     Raises:
-        ValueError: a function lacks a type or a description, a schema has no name or is none of an object, or two tools
-            have the same name.
+        ValueError: a function lacks a type or a description, a schema has no name, or its parameters are not
+            those of an object, or two tools have the same name.
 
     >>> def add(a: int, b: int) -> int:
     ...     \"\"\"Adds two numbers.
@@ -52,7 +52,7 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
             or not all(isinstance(key, str) for key in required)
             or not isinstance(parameters.get("properties") or {}, Mapping)
         ):
-            raise ValueError(f"the parameters of the tool {function['name']} are no JSON schema of an object")
+            raise ValueError(f"the parameters of the tool {function['name']!r:.80} are no JSON schema of an object")
         schemas.append(schema)
     names = [schema["function"]["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):

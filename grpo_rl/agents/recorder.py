@@ -176,7 +176,7 @@ class Session:
         self.ended = False
         """No further call is taken, and responses that are under way are not recorded."""
         self.reward: float | None = None
-        """The last reward that its agent has sent."""
+        """The last reward that its agent sent or returned; None: none."""
         self._by_history: dict[bytes, Response] = {}
         self._parsers: dict[bytes, ToolParser] = {}
         self._asked: set[bytes] = set()

@@ -72,7 +72,7 @@ def read_json(body: bytes) -> Any:
     """The JSON of a body.
 
     Raises:
-        RequestError: it is not JSON, or has lone surrogates, which no tokenizer takes.
+        RequestError: it is not UTF-8 or not JSON, or has lone surrogates, which no tokenizer takes.
     """
     try:
         # As UTF-8 alone: of bytes `json` also takes lone surrogates, and UTF-16.

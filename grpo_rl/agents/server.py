@@ -145,7 +145,7 @@ class ChatServer:
         """Ends a session: its key opens nothing any more."""
         self._sessions.pop(key).ended = True
 
-    def _session(self, request: web.Request) -> tuple[str, Session]:
+    def _session(self, request: web.Request) -> Session:
         if self._stranger and not names_this_machine(request.host):  # any key opens a session
             raise RequestError("this model is served on this machine alone", None, "invalid_host", 403)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -170,7 +170,7 @@ class ChatServer:
                 "rate_limit_exceeded",
                 429,
             )
-        return key, session
+        return session
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -184,7 +184,7 @@ class ChatServer:
         return web.json_response(model)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        _, session = self._session(request)
+        session = self._session(request)
         body = await _read(request, read_json)
         reward = body.get("reward") if isinstance(body, dict) else None
         number = finite(reward)
@@ -196,7 +196,7 @@ class ChatServer:
         return web.json_response({"reward": reward})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        _, session = self._session(request)
+        session = self._session(request)
         session.check_open()
         try:
             asked = await _read(request, self._asked)

@@ -1,4 +1,4 @@
-"""Agents: what plays the sessions of ``env.dataset=agent``; imported by runs of that task alone."""
+"""Agents: the agent of ``env.dataset=agent`` and the parts that play its sessions; imported by runs of that task alone."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Agents:
         self.held_out = HeldOutSessions(self._settings)
 
     def groups(self, env: LLMEnv) -> AgentGroups:
-        """Plays the groups of a run that samples during training."""
+        """The source of groups of a run that samples during training."""
         return AgentGroups(env, self._settings, self._sampling, self._max_model_len)
 
     def stepped_groups(self, env: LLMEnv, engine: Sampler) -> SteppedGroups:
-        """Plays the groups of a run that samples and trains in turns."""
+        """The source of groups of a run that samples and trains in turns."""
         return SteppedGroups(self.groups(env), engine)
 
     def close(self) -> None:

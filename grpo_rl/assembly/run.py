@@ -152,9 +152,18 @@ def build_run(
             needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
-        wanted, earlier = (settings.evaluate, others, settings.train.seed), (folder.eval_before, folder.eval_after)
-        sessions = agents.held_out if agents else None
-        held_out = HeldOut(transformed, rows, sampling, *wanted, *earlier, best, sessions)
+        held_out = HeldOut(
+            transformed,
+            rows,
+            sampling,
+            settings.evaluate,
+            others,
+            settings.train.seed,
+            before=folder.eval_before,
+            last=folder.eval_after,
+            best=best,
+            sessions=agents.held_out if agents else None,
+        )
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
@@ -199,7 +208,7 @@ def begin(
 
 
 def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:
-    """The options of a run in the settings' mode; its origin, where it resumes, is built on that of its first start."""
+    """The options of a run in the settings' mode; a resumed run keeps the origin of its first start."""
     before = folder.restored[1].get("origin") if folder.restored else None
     return RunOptions(
         train,

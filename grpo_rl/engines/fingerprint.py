@@ -70,7 +70,7 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
 
 
 def batch_on(device: torch.device | str) -> TritonBatch | None:
-    """The function that computes fingerprints on the device in few kernels; None where only one at a time can be.
+    """A batch of fingerprints, computed on the device in few kernels; None where only one at a time can be.
 
     Triton may be there and fail: it builds its launchers with a C compiler and Python's headers.
 

@@ -83,17 +83,18 @@ class Endpoint:
             choice = answer["choices"][0]
             tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
             text = choice["message"].get("content") or ""  # a model that only reasons up to the limit has none
-            if not isinstance(text, str) or not isinstance(tokens, int):
+            if not isinstance(text, str) or not isinstance(tokens, int | float) or not float(tokens).is_integer():
                 raise TypeError("a text as content, or a whole number of completion_tokens")
-            return Reply(text, tokens, choice.get("finish_reason") == "length")
+            return Reply(text, int(tokens), choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.url} is no chat endpoint: its response lacks {error}") from error
 
     def _only_model(self) -> str:
         try:
             names = [model["id"] for model in self._client.ask("/models")["data"]]
+            listed = ", ".join(names)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.url}/models lists no models; set served=NAME") from error
         if len(names) != 1:
-            raise ValueError(f"{self.url} serves {', '.join(names) or 'no model'}; choose one with served=NAME")
+            raise ValueError(f"{self.url} serves {listed or 'no model'}; choose one with served=NAME")
         return names[0]

@@ -82,7 +82,7 @@ def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
     The factor is 1 for most models. With a soft cap c the product x becomes $c\tanh(x / c)$; no model has both.
 
     Raises:
-        ValueError: its logits are neither, or the class can't be run like this.
+        ValueError: its logits are neither, or a copy of the model without weights can't be run.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)

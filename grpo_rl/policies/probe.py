@@ -104,7 +104,8 @@ def trunk(model: PreTrainedModel) -> torch.nn.Module:
     """The part of a model that makes its last hidden states; some classes do not name it as their base model."""
     if model.base_model is not model:
         return model.base_model
-    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    parts = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return parts[0]
 
 
 def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:

@@ -48,7 +48,7 @@ class HeldOut:
     Args:
         rows: held-out rows; an empty list turns evaluation off.
         sampling: of training, whose lengths and ends of responses are kept.
-        wanted: the settings of ``evaluate``; its own rows and tasks come as ``rows`` and ``tasks``.
+        wanted: the settings of ``evaluate``; the rows and tasks that it names are given as ``rows`` and ``tasks``.
         tasks: the other tasks, with their rows.
         seed: of sampled responses, the same in every evaluation.
         before: rewards of the evaluation before training, if the resumed run has it.

@@ -156,7 +156,7 @@ def _holder(descriptor: int) -> dict[str, object]:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """The JSON object that a text is; empty where it is anything else, as a torn file or another program's."""
+    """The JSON object in a text; empty where the text is anything else, such as a torn file or another program's."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

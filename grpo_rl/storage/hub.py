@@ -1,4 +1,4 @@
-"""A check of seconds that the Hugging Face hub can be reached: its client takes a minute without a network."""
+"""Checks within seconds that the Hugging Face hub can be reached: its client takes a minute without a network."""
 
 from __future__ import annotations
 

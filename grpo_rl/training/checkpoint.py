@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import sys
@@ -175,7 +176,7 @@ def set_aside_later(folder: Path, step: int) -> None:
     A run resumed at ``step`` diverges from them, so they must be neither found nor counted.
     """
     for path in checkpoints(folder):
-        if step_of(path) > step:
+        if _order(path) > _order(folder / PATTERN.format(step=step)):
             set_aside(path)
     for partial in folder.glob("checkpoint_*.partial"):
         partial.unlink()
@@ -184,7 +185,12 @@ def set_aside_later(folder: Path, step: int) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("checkpoint_*.pt"), key=step_of)
+    return sorted(folder.glob("checkpoint_*.pt"), key=_order)
+
+
+def _order(path: Path) -> tuple[float, str]:
+    """A copy under a name without a step comes last, so that no newer checkpoint has it removed."""
+    return (step if (step := step_of(path)) >= 0 else math.inf), path.name
 
 
 def load(path: Path, ranks: Ranks | None = None) -> dict:

@@ -114,7 +114,7 @@ class Sessions(Protocol):
         """The judged sessions about each row."""
 
     def for_now(self) -> AbstractContextManager[None]:
-        """Frees at its end what evaluations inside it have started."""
+        """A context at whose end the processes that evaluations inside it started are ended."""
 
 
 def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ from grpo_rl.training.evaluate import Evaluation, Sessions, judged
 
 
 class HeldOutSessions(Sessions):
-    """Plays sessions about held-out rows, those about one row side by side.
+    """Plays sessions about all held-out rows at the same time; the results of one row are next to each other.
 
     They have an endpoint and a guard of their own: nothing of them is counted or trained on with the sessions of
     training. Their problems are logged once, where those of scorers are.
@@ -53,6 +53,7 @@ class HeldOutSessions(Sessions):
         results: list[Reward | Failure] = []
         for (where, row), own in zip(named, by_row, strict=True):
             results += sessions.judge(row, where, own)
+        assert len(results) == len(rows) * samples
         for kind, text in sessions.told().items():
             guard.tell_once(kind, text)
         played = [one for own in by_row for one in own]

@@ -178,7 +178,8 @@ class Memory:
 
     def settle(self) -> None:
         """Returns when all that was written can be read."""
-        if self._bytes.device.type == "cuda":  # another process does not wait for this one's stream
+        # Copies into the host's memory are over when they return; another process does not wait for this one's stream.
+        if self._bytes.device.type == "cuda":
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
     def close(self) -> None:

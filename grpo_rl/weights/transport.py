@@ -156,7 +156,7 @@ class PushProofs:
     """The numbers by which engines prove what they hold of one push; on a GPU computed later, many at a time."""
 
     def __init__(self) -> None:
-        self._batch_on = functools.cache(batch_on)
+        self._batch_on = functools.cache(batch_on)  # one batch a device and push, which it computes together
 
     def number(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
         """The tensor's fingerprint, or the digest of its bytes.

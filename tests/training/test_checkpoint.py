@@ -84,12 +84,12 @@ def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_beyond_a_million(tmp_path):
-    paths = [tmp_path / f"checkpoint_{step:06d}.pt" for step in (999_999, 1_000_000)]
+    paths = [tmp_path / f"checkpoint_{name}.pt" for name in ("000010", "000010_copy", "999999", "1000000", "best")]
     for path in paths:
         path.touch()
     assert checkpoint.checkpoints(tmp_path) == paths
     checkpoint.set_aside_later(tmp_path, 999_999)
-    assert checkpoint.checkpoints(tmp_path) == paths[:1]
+    assert checkpoint.checkpoints(tmp_path) == paths[:3]
 
 
 def test_auto_takes_the_newest_run_of_this_config_that_is_not_live_even_if_its_checkpoint_is_torn(tmp_path):

@@ -162,7 +162,7 @@ def test_no_refusal_of_an_entry_repeats_its_secrets(entry):
 @pytest.mark.parametrize("wrong", [{"required": [["a"]]}, {"required": "a"}, {"properties": ["a"]}, ["a"]])
 def test_a_schema_that_describes_no_object_is_refused_before_a_call_reads_it(task, monkeypatch, wrong):
     monkeypatch.setattr(Server, "schemas", lambda self: [{"name": "add", "parameters": wrong}])
-    with pytest.raises(ValueError, match="the parameters of the tool add are no JSON schema"):
+    with pytest.raises(ValueError, match="the parameters of the tool 'add' are no JSON schema"):
         with_mcp(task, [COMMAND])
 
 
