@@ -1,4 +1,4 @@
-"""Agents: the agent of ``env.dataset=agent`` and the parts that play its sessions; imported by runs of that task alone."""
+"""Agents: the agent of ``env.dataset=agent`` and the parts that play its sessions; only its runs import it."""
 
 from __future__ import annotations
 
