@@ -199,7 +199,7 @@ async def test_a_reward_is_sent_by_a_call_and_an_ended_session_takes_none(play, 
 
 
 async def test_errors_are_openais(play, tokenizer):
-    async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=10)}, max_model_len=9) as served:
+    async with Served(play, tokenizer, *"abcd", session={"limits": Limits(calls=12)}, max_model_len=9) as served:
         with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: colour"):
             await served.chat(user("p"), extra_body={"colour": "red"})
         with pytest.raises(openai.BadRequestError, match="content") as refused:
@@ -222,7 +222,7 @@ async def test_errors_are_openais(play, tokenizer):
             status, told = await served.raw("/chat/completions", body)
             assert status == 400 and told["error"]["type"] == "invalid_request_error"
         await served.chat(user("p"))
-        with pytest.raises(openai.PermissionDeniedError, match="all of its 10 calls") as refused:
+        with pytest.raises(openai.PermissionDeniedError, match="all of its 12 calls") as refused:
             await served.chat(user("p"))
         assert refused.value.code == "session_limit"
         assert (await served.raw("/models", key="x"))[0] == 401
