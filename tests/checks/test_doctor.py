@@ -126,6 +126,11 @@ def test_what_a_run_can_not_have_is_one_line(look, tmp_path, word, folder, about
     assert (lines["memory"][0] == "SKIP") == (about == "devices")
 
 
+def test_a_list_of_devices_that_contradicts_their_number_is_refused_as_by_a_run(look):
+    lines = look("train_model.devices=[0]", "train_model.num_devices=2", only=["devices"])
+    assert "train_model.devices=[0] with train_model.num_devices=2" in to_fix(lines)["devices"]
+
+
 def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other(look, tmp_path):
     run, file = tmp_path / "run", tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
     file.parent.mkdir(parents=True)

@@ -160,6 +160,8 @@ def test_questions_are_read_with_the_titles_of_their_facts(file):
     assert load_rows(file("hub.json", [as_the_hub_has_it])) == [expected]
     bare = {"question": "?", "answer": "no"}
     assert load_rows(file("bare.json", [bare])) == [{**bare, "documents": []}]
+    with pytest.raises(ValueError, match=r"row 0 has no answer; its columns are \['question'\]"):
+        load_rows(file("unanswered.json", [{"question": "?"}]))
 
 
 def test_held_out_rows_are_the_same_each_time_and_never_trained_on(file):

@@ -68,7 +68,7 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
 
 
 @pytest.mark.nightly
-def test_the_weight_of_a_kl_in_the_reward_moves(tiny, tmp_path):
+def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path):
     settings = [
         *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
         "ref_model.refresh_steps=1",
@@ -76,6 +76,10 @@ def test_the_weight_of_a_kl_in_the_reward_moves(tiny, tmp_path):
     rows = run(settings, tmp_path / "whole")
     assert [row["reference/refreshes"] for row in rows] == [1, 2, 3, 4]
     assert len({row["kl/coef"] for row in rows}) == 4
+    (tmp_path / "copied.pt").write_bytes((tmp_path / "whole/checkpoints/checkpoint_000002.pt").read_bytes())
+    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed")
+    for ours, theirs in zip(resumed, rows[2:], strict=True):
+        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
     # The penalty is subtracted: another weight in the second step gives other advantages, and so another gradient. The
     # reference stays: one that was renewed in the step before is the policy, and at a KL of 0 no weight matters.
     short = [*settings, "ref_model.refresh=never", "train.total_dialog_turns=32"]
