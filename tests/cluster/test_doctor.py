@@ -66,9 +66,9 @@ def test_a_node_that_fails_and_one_whose_clock_differs_are_named_and_the_others_
     alive = [Node(name, "10.0.0.1", name, {}) for name in "abc"]
     fine = ({package: "1" for package in nodes.PACKAGES}, True, [Finding("OK", "open files", "enough")])
     clocks = [1e9 + 0.1, 1e9 - 7.5, TimeoutError("no answer within 5 s")]
-    answers = iter([[OSError("no such disk"), fine, fine], clocks, [OSError("gone")]])
+    answers, asked = iter([[OSError("no such disk"), fine, fine], clocks, [OSError("gone")]]), []
     monkeypatch.setattr(nodes.time, "time", lambda: 1e9)
-    monkeypatch.setattr(nodes, "on_nodes", lambda *_: next(answers))
+    monkeypatch.setattr(nodes, "on_nodes", lambda _, function, *__: asked.append(function) or next(answers))
     found = nodes.node_findings(alive, Case(None, tmp_path), None, 5.0)
     assert [(f.kind, f.about, f.text) for f in found] == [
         ("FIX", "node", "a: OSError: no such disk"),
@@ -79,6 +79,7 @@ def test_a_node_that_fails_and_one_whose_clock_differs_are_named_and_the_others_
         ("FIX", "clock", "c: no answer within 5 s"),
         ("FIX", "collectives", "a: gone"),
     ]
+    assert asked == [nodes._look, nodes.time.time, nodes.free_port]
 
 
 @pytest.mark.nightly

@@ -42,7 +42,9 @@ def make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:
         metrics.log(step, dict.fromkeys(NAMES["step"], 0.5) | moving | still)
         if evaluated and step % 10 == 0:
             metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5))
-        completions.log(step, [response(4 * step + g, 2.0) for g in range(4) for _ in range(2)])
+        parts = {"reward_correct": 1.5, "reward_format": 0.5}
+        responses = [response(4 * step + g, 2.0, truncated=g % 2 == 0, **parts) for g in range(4) for _ in range(2)]
+        completions.log(step, responses)
     if evaluated:
         summary = {"eval_before": 0.412, "eval_after": 1.508, "eval_gain": 1.096, "eval_gain_ci95": [0.957, 1.229]}
         summary |= {"finished": True, "steps": steps, "seconds": 541.7}

@@ -46,7 +46,7 @@ def indices(group):
 def test_gpus_are_divided_in_the_order_of_roles(cfg, mode, visible, train, ref, inference, replicas):
     plan = allocate(cfg, mode, visible=visible)
     assert (indices(plan.train), indices(plan.ref), indices(plan.inference)) == ([*train], [*ref], [*inference])
-    assert plan.replicas == replicas and plan.colocated == (train == inference)
+    assert plan.replicas == replicas and plan.colocated == ([*train] == [*inference])
 
 
 def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_says_how_its_memory_is_divided():

@@ -243,19 +243,20 @@ def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, w
         before = file.read_bytes()
         at = draw.randrange(len(before))
         end = min(len(before), at + draw.choice([1, 16, 512, 4096]))
-        damaged = draw.choice([
-            before[:at],
-            before[:at] + bytes(end - at) + before[end:],
-            before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :],
-            before[:at] + draw.randbytes(1) + before[at + 1 :],
-            before[:at] + bytes(len(before) - at),  # as a file system leaves a file whose last blocks were lost
-            before + draw.randbytes(draw.randrange(1, 100)),
+        kind, damaged = draw.choice([
+            ("torn", before[:at]),
+            ("zeroed", before[:at] + bytes(end - at) + before[end:]),
+            ("bit", before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]),
+            ("byte", before[:at] + draw.randbytes(1) + before[at + 1 :]),
+            # As a file system leaves a file whose last blocks were lost.
+            ("zeros at the end", before[:at] + bytes(len(before) - at)),
+            ("longer", before + draw.randbytes(draw.randrange(1, 100))),
         ])  # fmt: skip
         file.write_bytes(damaged if damaged != before else before[:at] + bytes([before[at] ^ 255]) + before[at + 1 :])
         with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one next to it is .*_000001.pt"):
             checkpoint.load(newest)
         path, state = checkpoint.restore(folder)
-        assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, at)
+        assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, kind, at)
         assert "passed over" in capsys.readouterr().err
         shutil.rmtree(folder)
 
