@@ -41,14 +41,17 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def written_module(tmp_path, monkeypatch):
     """Writes a module of the user's own, where Python finds it, and gives its name."""
+    names = []
 
     def write(name, source):
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's of that name
+        names.append(name)
         return name
 
-    return write
+    yield write
+    for name in names:  # another test may write a module of that name
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from grpo_rl.run import claim
 from grpo_rl.run.lock import LOCK, FolderLock
 
 RUN = """
-import sys, time
+import sys
 from pathlib import Path
 from grpo_rl.run.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("ready", flush=True)
-time.sleep(600)
+sys.stdin.readline()
 """
 
 
@@ -39,7 +39,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def live(run):
-    child = subprocess.Popen([sys.executable, "-c", RUN, str(run)], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the child ends with this process
+    child = subprocess.Popen([sys.executable, "-c", RUN, str(run)], **pipes, text=True)
     assert child.stdout.readline() == "ready\n"
     yield child
     child.kill()

@@ -167,10 +167,13 @@ def test_a_schema_that_describes_no_object_is_refused_before_a_call_reads_it(tas
 
 
 def test_a_wrong_entry_leaves_no_thread_of_the_entries_before_it(task):
-    before = threading.active_count()
+    def of_servers():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("MCP ")}
+
+    before = of_servers()
     with pytest.raises(ValueError, match="no-such-program"):
         with_mcp(task, [COMMAND, "no-such-program"])
-    assert threading.active_count() == before
+    assert not of_servers() - before
 
 
 def test_a_function_of_the_task_and_one_of_a_server_are_called_in_one_message():
