@@ -26,7 +26,8 @@ def test_means_are_over_tokens_and_losses_over_optimizer_steps():
     record.add(*micro_batch([-1.0] * 3, [True] * 3, tokens=3.0, entropy=1.0, loss_objective=2.0))
     record.complete()
     record.add_result(StepResult(grad_norm=2.0, lr=0.1, skipped=False))
-    record.add(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, entropy=4.0, loss_objective=3.0))
+    # Six tokens, of which a tool wrote two.
+    record.add(*micro_batch([-1.0] * 6, [True] * 4 + [False] * 2, tokens=4.0, entropy=4.0, loss_objective=3.0))
     record.complete()
     record.add_result(StepResult(grad_norm=4.0, lr=0.2, skipped=False))
     metrics = record.metrics(sampled_tokens=0, step_s=1.0)

@@ -8,14 +8,18 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.run.best import BestTracker
+from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.summary import best_kept
+from grpo_rl.settings.sections import Evaluate
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -37,6 +41,15 @@ def settings(tiny_run):
 @pytest.fixture(scope="module")
 def finished(settings, tmp_path_factory):
     return run(settings, tmp_path_factory.mktemp("evaluated") / "run")
+
+
+def test_the_gain_is_what_rows_earn_after_training_over_what_they_earned_before():
+    env = SimpleNamespace(by_task=lambda rows: {})
+    before, after = [0.0, 0.0, 1.0, math.nan], [1.0, 1.0, 1.0, 0.0]  # the last was judged once alone
+    held_out = HeldOut(env, [{}] * 4, Sampling(), Evaluate(), before=before, last=(7, after))
+    summary = held_out.summary(7)
+    assert (summary["eval_before"], summary["eval_after"]) == pytest.approx((1 / 3, 3 / 4))
+    assert summary["eval_gain"] == pytest.approx(2 / 3) and summary["eval_gain_ci95"][0] < 2 / 3
 
 
 def test_other_tasks_and_sampled_responses_are_logged_at_every_evaluation(finished):

@@ -54,6 +54,17 @@ def finished(tiny, tmp_path_factory):
     return run(tiny, tmp_path_factory.mktemp("whole") / "run")
 
 
+def test_the_script_scores_at_the_samplings_temperature_and_clips_the_whole_steps_gradient(tiny, tmp_path):
+    own = ["sampling.temperature=0.5", "train.optim_batch_size=16", "train.total_dialog_turns=16", "evaluate.rows=0"]
+    first, clipped = (
+        read_metrics(run([*tiny, *own, f"optimizer.clip_grad_norm={most}"], tmp_path / str(most)))[0]
+        for most in (100.0, 1e-4)
+    )
+    # The norm before clipping: were each of several micro-batches clipped, it would be another.
+    assert first["train/micro_batches"] > 1 and first["grad_norm"] == clipped["grad_norm"] > 1e-3
+    assert first["mismatch/mean"] < 0.02
+
+
 def test_a_run_leaves_all_its_files(finished):
     assert not (finished / "waits.txt").exists(), "nothing was late"
     metrics = read_metrics(finished)
