@@ -195,7 +195,7 @@ def test_free_memory_is_the_machines_or_the_containers(tmp_path, monkeypatch, li
 TWO = ["train_model.num_devices=2", "train_model.parallel=ddp", "inference_model.engine=vllm"]
 
 
-@pytest.mark.nightly
+@pytest.mark.alone  # its processes have 30 s to start and meet
 def test_as_many_processes_as_train_sum_a_tensor_and_one_that_fails_is_named_first(look, monkeypatch, tmp_path):
     pytest.importorskip("ray")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
