@@ -36,7 +36,7 @@ help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, doctests and the tests of user-visible behaviour (7 minutes on 2 CPU cores with AVX-512)"
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a quarter)"
-	@echo "make test-all    install, then everything, nightly and before a release (40 minutes)"
+	@echo "make test-all    install, then everything, nightly and before a release (40 to 65 minutes)"
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-faults   install, then 250 kills of runs and 1,000 damaged copies of runs; KILLS=1000 for more"
 	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"

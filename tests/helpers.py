@@ -1,4 +1,4 @@
-"""What tests of several folders share: forked groups, models in fp64, and the files that a killed process leaves."""
+"""Helpers of tests of several folders: forked groups, models in fp64, and the files that a killed process leaves."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def played(family, conversations, max_turns=6):
 
 
 def conversation(rollout):
-    """What is trained on of a rollout, and where its turns begin."""
+    """A rollout as it is trained on, and where its turns begin."""
     made = Trajectory.of_rollout(rollout)
     starts = [len(turn[keys.TOKENS_PROMPT]) - len(rollout[0][keys.TOKENS_PROMPT]) for turn in rollout]
     return SimpleNamespace(

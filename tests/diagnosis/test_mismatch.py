@@ -327,7 +327,7 @@ def test_a_log_probability_that_is_not_finite_is_no_mismatch_and_hides_none_that
         return [replace(g, log_probs=x) for g, x in zip(groups, log_probs, strict=True)]
 
     training._fault = broken
-    for _ in range(3):  # the optimizer's guard is told, not this one
+    for _ in range(3):  # the optimizer's guard reports it, not this one
         assert not {f"mismatch/{name.split(',')[0]}" for name in [*FAULTS, "unexplained"]} & training.step().keys()
         assert training.warning is None
     if bound:

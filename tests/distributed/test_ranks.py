@@ -218,8 +218,8 @@ def all_resumed(folder: Path, written_by: int, of_mode: dict[str, Ranks]) -> dic
 
 
 def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, str]:
-    """One part of the newest of two checkpoints is damaged: which one a rank gets, its first number there, and what
-    it is told when it names the newest."""
+    """One part of the newest of two checkpoints is damaged: which one a rank gets, its first number there, and
+    the error when it names the newest."""
     torn = folder / "torn"
     if ranks.rank == 0:
         for step in (2, SAVED_AT):
@@ -242,7 +242,7 @@ def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, 
 
 
 def full_disk_of_one_rank(folder: Path, parts: tuple, ranks: Ranks) -> tuple[str, list[str]]:
-    """The last rank's disk is full: what each rank is told, and what is left in the folder."""
+    """The last rank's disk is full: the error of each rank, and what is left in the folder."""
     write = checkpoint_file.write
 
     def full(path: Path, state: Mapping) -> str:

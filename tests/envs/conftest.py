@@ -1,4 +1,4 @@
-"""What the tasks' tests share: a tokenizer that needs no file, modules and a search index of their own."""
+"""Fixtures of the tasks' tests: a tokenizer that needs no file, modules and a search index of their own."""
 
 from __future__ import annotations
 

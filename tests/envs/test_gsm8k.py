@@ -78,7 +78,7 @@ def test_texts_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
 
 
 def test_a_number_in_an_example_is_its_text():
-    """As YAML reads `answer: 2`; a chat template fails at a content that is no text."""
+    """YAML reads `answer: 2` as a number; a chat template fails at a content that is no text."""
     numbers = {"question": 1, "problem": 1, "answer": 2, "solution": 2, "response": 2, "call": 2}
     for make in (GSM8K, Math, Calculator, Countdown):
         task = make([], examples=[{**numbers, "numbers": [1, 1], "target": 2}])

@@ -139,5 +139,5 @@ def differences(folder: Path, whole: Path, exact: bool = True) -> list[str]:
 
 
 def compared(folder: Path, whole: Path, exact: bool = True) -> list[str]:
-    """What a finished run has lost, has twice and has different from the undisturbed one."""
+    """The entries that a finished run lost, has twice, or has different from the undisturbed one."""
     return [*counted(folder), *differences(folder, whole, exact)]

@@ -34,7 +34,7 @@ def check_work_on_cpu(engine):
 
 
 class Proxy:
-    """As Flask's outside of a request, which MLflow's server imports: vLLM would not start beside it."""
+    """Fails like Flask's outside of a request, which MLflow's server imports: vLLM would not start beside it."""
 
     __module__ = "werkzeug.local"
 
