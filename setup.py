@@ -104,6 +104,7 @@ setup(
         "packaging>=25,<27",
         "psutil>=7,<8",
         "pyarrow>=21,<27",
+        "pydantic>=2.12,<3",
         "pyyaml>=6,<7",
         "rich>=14,<16",
         "safetensors>=0.8,<1",

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
+from grpo_rl.envs.declared import means
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec, task_spec
@@ -53,15 +54,36 @@ class Told(Task):
 def make_agent_task(
     rows: Sequence[dict],
     *,
-    command: str | None = None,
-    agent: str | None = None,
-    scorer: str | None = None,
-    scorer_settings: Mapping[str, Any] = MappingProxyType({}),
-    pass_environment: Sequence[str] = (),
-    deadline_s: float = 300,
-    max_calls: int = 100,
-    max_session_tokens: int = 100_000,
-    max_sessions: int = 256,
+    command: Annotated[
+        str | None, means("a program and its arguments, started for each session; no shell runs it")
+    ] = None,
+    agent: Annotated[
+        str | None,
+        means(
+            "instead of command: package.module:function, called with a client's settings and the row, in processes of "
+            "its own"
+        ),
+    ] = None,
+    scorer: Annotated[
+        str | None,
+        means(
+            "task that gives the rows and scores an agent's final message, one of env.dataset's; null: rows are those "
+            "of env.path, and the agent sends its reward"
+        ),
+    ] = None,
+    scorer_settings: Annotated[
+        Mapping[str, Any], means("settings of the scorer that differ from its own")
+    ] = MappingProxyType({}),
+    pass_environment: Annotated[
+        Sequence[str], means("variables of the environment that an agent inherits though they look like secrets")
+    ] = (),
+    deadline_s: Annotated[float, means("seconds of one session; an agent that takes longer is killed", gt=0)] = 300,
+    max_calls: Annotated[int, means("calls of the policy in one session", ge=1)] = 100,
+    max_session_tokens: Annotated[int, means("tokens sampled in all calls of one session", ge=1)] = 100_000,
+    max_sessions: Annotated[
+        int,
+        means("sessions at the same time, each with a process of its own; further ones wait", ge=1),
+    ] = 256,
 ) -> Task:
     """The scorer's task of these rows, or :class:`Told`. The other settings are of the sessions.
 

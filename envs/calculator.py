@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
 from grpo_rl.envs import gsm8k
+from grpo_rl.envs.declared import means, weight
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.arithmetic import calculate, has_operation
 from grpo_rl.envs.tools.calls import Tool
-from grpo_rl.envs.tools.task import ToolTask
+from grpo_rl.envs.tools.task import Form, ToolRole, ToolTask, form_of
 
 ARITHMETIC = "arithmetic"
 """The generated problems, as a name that ``env.path`` takes."""
@@ -55,7 +56,6 @@ class Calculator(ToolTask):
 
     Rows have ``question`` and ``answer``; the gold number is what follows ``####`` in the answer. ``tool_use`` is paid
     where an expression with an operation was calculated, and a later message of the policy has its result, as a number.
-    Settings: `grpo_rl.settings.tasks.Calculator`.
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a key, or a row's answer has no number.
@@ -68,13 +68,18 @@ class Calculator(ToolTask):
         self,
         rows: Sequence[dict],
         *,
-        correctness: float = 2.0,
-        tool_use: float = 0.5,
-        answer_format: float = 0.5,
-        form: str = "line",
-        tool_role: str = "tool",
-        system_prompt: str | None = SYSTEM_PROMPT,
-        examples: Sequence[Mapping[str, str]] = EXAMPLES,
+        correctness: Annotated[float, weight("the final number equals the gold number")] = 2.0,
+        tool_use: Annotated[float, weight("a result was calculated and used")] = 0.5,
+        answer_format: Annotated[float, weight("the last message ends on <answer>NUMBER</answer>")] = 0.5,
+        form: Annotated[Form, form_of("calls", "Calculator: 3*(4+5)")] = "line",
+        tool_role: ToolRole = "tool",
+        system_prompt: Annotated[
+            str | None, means("system message, in which {call} becomes a call in that form; null: none")
+        ] = SYSTEM_PROMPT,
+        examples: Annotated[
+            Sequence[Mapping[str, Any]],
+            means("turns before the problem; a small model that sees none, or one, calls nothing"),
+        ] = EXAMPLES,
     ) -> None:
         weights = {"correctness": correctness, "tool_use": tool_use, "answer_format": answer_format}
         solved = [{**example, "result": calculate(str(example.get("call")))} for example in examples or ()]

@@ -9,8 +9,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.generated.programs import generated_rows
 from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, program_of, read_tests
 from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
@@ -49,7 +51,6 @@ class Code(GroupTask):
 
     Rows have ``question``, a text or chat messages, and tests (`grpo_rl.envs.grading.program_tests.read_tests`). A test
     of printed output has ``time_s`` alone, all other tests of a row have it together.
-    Settings: `grpo_rl.settings.tasks.Code`.
 
     Raises:
         ValueError: there is no sandbox, or a weight is not a finite number.
@@ -62,14 +63,22 @@ class Code(GroupTask):
         self,
         rows: Sequence[dict],
         *,
-        tests: float = 0.5,
-        all_passed: float = 1.0,
-        answer_format: float = 0.1,
-        sandbox: Kind = "bubblewrap",
-        time_s: float = 5.0,
-        memory_mib: int = 1024,
-        max_tests: int | None = 20,
-        system_prompt: str | None = SYSTEM_PROMPT,
+        tests: Annotated[float, weight("the share of tests that are passed")] = 0.5,
+        all_passed: Annotated[float, weight("all tests are passed")] = 1.0,
+        answer_format: Annotated[float, weight("there is a fenced block")] = 0.1,
+        sandbox: Annotated[
+            Kind,
+            means(
+                "where programs run: bubblewrap | i_accept_no_sandbox: they can read, change and delete every file "
+                "that you can, and forge their verdicts"
+            ),
+        ] = "bubblewrap",
+        time_s: Annotated[float, means("CPU seconds for one run of a program, in whole ones", ge=0.1)] = 5.0,
+        memory_mib: Annotated[int, means("memory of a program", ge=64)] = 1024,
+        max_tests: Annotated[
+            int | None, means("tests of a row that are run, at equal distances; null: all", ge=1)
+        ] = 20,
+        system_prompt: SystemPrompt = SYSTEM_PROMPT,
     ) -> None:
         self._weights = {"tests": tests, "all_passed": all_passed, "answer_format": answer_format}
         check_weights(self._weights)

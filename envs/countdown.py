@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.generated.puzzles import Puzzles
 from grpo_rl.envs.grading.expressions import check, evaluated
 from grpo_rl.envs.grading.tags import last_answer
@@ -48,7 +49,6 @@ class Countdown(Task):
     What is judged is the inside of the last ``<answer>…</answer>``, as in https://github.com/Jiayi-Pan/TinyZero.
 
     Rows have ``numbers`` and ``target``, and ``solution`` for logs where there is one.
-    Settings: `grpo_rl.settings.tasks.Countdown`.
 
     Raises:
         ValueError: a weight is not a finite number, or an example lacks a column.
@@ -61,11 +61,19 @@ class Countdown(Task):
         self,
         rows: Sequence[dict],
         *,
-        correctness: float = 1.0,
-        answer_format: float = 0.1,
-        use_all: bool = False,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        examples: Sequence[Mapping[str, Any]] = EXAMPLES,
+        correctness: Annotated[float, weight("the expression reaches the target by the rules")] = 1.0,
+        answer_format: Annotated[float, weight("there is an expression that has a value")] = 0.1,
+        use_all: Annotated[
+            bool, means("true: each number has to be used once; false: at most once", of_reward=True)
+        ] = False,
+        system_prompt: SystemPrompt = SYSTEM_PROMPT,
+        examples: Annotated[
+            Sequence[Mapping[str, Any]],
+            means(
+                "turns before the puzzle: {numbers, target, response}; a small model that sees none writes no "
+                "expression"
+            ),
+        ] = EXAMPLES,
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)
@@ -111,7 +119,7 @@ class Countdown(Task):
 
 
 def load_rows(
-    path: str | Path | Source | None = None, split: str = "train", puzzles: Mapping | None = None
+    path: str | Path | Source | None = None, split: str = "train", puzzles: Annotated[Mapping | None, Puzzles] = None
 ) -> Sequence[dict]:
     """Rows with ``numbers`` (or ``nums``, as ``Jiayi-Pan/Countdown-Tasks-3to4`` has) and ``target``.
 

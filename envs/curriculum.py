@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.envs.task import Reward, Task
+from grpo_rl.section import Section, read_section, setting
 
 ROUNDING = 1e-9
 """Relative difference that the scale of a mixture's task may leave in a reward."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The settings of ``env.curriculum``.
+class Bounds(Section):
+    """The settings of ``env.curriculum``."""
 
-    Args:
-        low: pass rate below which a row is too hard.
-        high: pass rate above which a row is too easy.
-        rest: epochs in which such a row is left out, before it is tried again.
-        passing: reward from which on a response passes; None: where the task judges it right.
-    """
-
-    low: float = 0.1
-    high: float = 0.9
-    rest: int = 3
-    passing: float | None = None
+    low: float = setting(0.1, "pass rate below which a row is too hard", ge=0)
+    high: float = setting(0.9, "pass rate above which a row is too easy", le=1)
+    rest: int = setting(3, "epochs in which such a row is left out, before it is tried again", ge=1)
+    passing: float | None = setting(
+        None, "reward from which on a response passes; null: where the task judges it right"
+    )
 
 
 def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
@@ -41,13 +35,9 @@ def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
     """
     if not given:
         return None
-    try:
-        bounds = Bounds(**given)
-        sound = 0 <= bounds.low < bounds.high <= 1 and bounds.rest >= 1
-    except TypeError as error:
-        raise ValueError(f"env.curriculum={dict(given)}: {error}") from error
-    if not sound:
-        raise ValueError(f"env.curriculum={dict(given)}: pass rates are 0 <= low < high <= 1, and rest is 1 or more")
+    bounds = read_section(Bounds, given, "env.curriculum")
+    if bounds.low >= bounds.high:
+        raise ValueError(f"env.curriculum: low={bounds.low} must be less than high={bounds.high}")
     return bounds
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer, written
 from grpo_rl.envs.sources import Source
@@ -47,7 +49,7 @@ class GSM8K(GroupTask):
 
     Rows have ``question``, a text or chat messages, and ``answer``; the gold number is what follows ``####`` in it.
     Patterns are searched in a process of its own, which is killed where it takes too long
-    (`grpo_rl.envs.grading.patterns`). Settings: `grpo_rl.settings.tasks.GSM8K`.
+    (`grpo_rl.envs.grading.patterns`).
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a column, or a row's answer has no number.
@@ -60,13 +62,19 @@ class GSM8K(GroupTask):
         self,
         rows: Sequence[dict],
         *,
-        correctness: float = 2.0,
-        reasoning_format: float = 0.5,
-        answer_format: float = 0.5,
-        reasoning_pattern: str = REASONING_PATTERN,
-        answer_pattern: str = ANSWER_PATTERN,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        examples: Sequence[Mapping[str, str]] = (),
+        correctness: Annotated[
+            float,
+            weight('the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'),
+        ] = 2.0,
+        reasoning_format: Annotated[float, weight("the response matches reasoning_pattern")] = 0.5,
+        answer_format: Annotated[float, weight("the response matches answer_pattern")] = 0.5,
+        reasoning_pattern: Annotated[str, means("searched in the whole response", of_reward=True)] = REASONING_PATTERN,
+        answer_pattern: Annotated[str, means("searched in the whole response", of_reward=True)] = ANSWER_PATTERN,
+        system_prompt: SystemPrompt = SYSTEM_PROMPT,
+        examples: Annotated[
+            Sequence[Mapping[str, Any]],
+            means("few-shot turns before the problem: a list of {question, answer}"),
+        ] = (),
     ) -> None:
         self._weights = {
             "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,

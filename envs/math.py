@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
 from grpo_rl.envs.sources import Row, Source
@@ -32,7 +34,7 @@ class Math(GroupTask):
     (1.1, {'correctness': 1.0, 'answer_format': 0.1})
 
     Rows have ``problem``, a text or chat messages, and ``answer`` or ``solution``: the gold answer is ``answer``, else
-    what the solution's last ``\boxed{}`` holds. Settings: `grpo_rl.settings.tasks.Math`.
+    what the solution's last ``\boxed{}`` holds.
 
     Raises:
         ValueError: a weight is not a finite number, an example lacks a column, or not one row has a gold answer.
@@ -45,11 +47,21 @@ class Math(GroupTask):
         self,
         rows: Sequence[dict],
         *,
-        correctness: float = 1.0,
-        answer_format: float = 0.1,
-        deadline_s: float = DEADLINE_S,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        examples: Sequence[Mapping[str, str]] = (),
+        correctness: Annotated[float, weight("the boxed answer equals the gold answer")] = 1.0,
+        answer_format: Annotated[float, weight("there is a closed box")] = 0.1,
+        deadline_s: Annotated[
+            float,
+            means(
+                "seconds for one comparison; a response that takes longer is wrong, and logged as measure/timed_out",
+                of_reward=True,
+                gt=0,
+            ),
+        ] = DEADLINE_S,
+        system_prompt: SystemPrompt = SYSTEM_PROMPT,
+        examples: Annotated[
+            Sequence[Mapping[str, Any]],
+            means("few-shot turns before the problem: a list of {problem, solution}"),
+        ] = (),
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
         check_weights(self._weights)

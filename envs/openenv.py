@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, means
 from grpo_rl.envs.episodes import Episodes, text_of
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
@@ -35,7 +36,7 @@ class OpenEnv(Episodes[Any]):
     Source: https://github.com/meta-pytorch/OpenEnv, protocol of openenv 0.10.
 
     Rows are arguments of the server's ``reset``, such as ``seed``. No other address than ``url`` is contacted, and
-    redirects are not followed. Settings: `grpo_rl.settings.tasks.OpenEnv`.
+    redirects are not followed.
 
     Raises:
         ValueError: the address is none, or no one answers there.
@@ -43,7 +44,15 @@ class OpenEnv(Episodes[Any]):
 
     max_open = 512  # each has a connection, and a process may usually open 1024 files
 
-    def __init__(self, rows: Sequence[dict], *, url: str | None = None, system_prompt: str | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        *,
+        url: Annotated[
+            str | None, means("the server's address, such as http://127.0.0.1:8000; no other is contacted")
+        ] = None,
+        system_prompt: SystemPrompt = None,
+    ) -> None:
         super().__init__(rows, system_prompt)
         parts = urlsplit(url or "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -153,7 +162,13 @@ def _observation(data: Mapping[str, Any]) -> str:
     return text_of(own)
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train", episodes: int = 1000) -> Sequence[dict]:
+def load_rows(
+    path: str | Path | Source | None = None,
+    split: str = "train",
+    episodes: Annotated[
+        int, means("seeds to train on where there is no path; a tenth as many are held out", ge=1)
+    ] = 1000,
+) -> Sequence[dict]:
     """Arguments of ``reset``, of :func:`grpo_rl.envs.tables.load_rows`; without a path seeds, others in each split.
 
     >>> load_rows(episodes=2), load_rows(split="test", episodes=20)

@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+from grpo_rl.envs.declared import SystemPrompt, means
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
@@ -57,7 +58,7 @@ class PromptResponse(GroupTask):
 
     A row's prompt is a text, a list of texts (joined by spaces), or chat messages with role and content; where there is
     no such column, the messages in ``messages``. Of messages, an assistant's last one is no part of the prompt: it is
-    the demonstration. Settings: `grpo_rl.settings.tasks.PromptResponse`; ``reward`` may be functions themselves, too.
+    the demonstration. ``reward`` may be functions themselves, too.
 
     A function that is named is called in a process of its own, which keeps what the function keeps, and is killed where
     a call takes too long or freezes; then another one is started. A function itself, as from one's own script, is
@@ -74,10 +75,18 @@ class PromptResponse(GroupTask):
         self,
         rows: Sequence[dict],
         *,
-        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None = None,
-        prompt_column: str = "prompt",
-        completion_column: str | None = None,
-        system_prompt: str | None = None,
+        reward: Annotated[
+            RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None,
+            means(
+                "package.module:function, or a list of them, or weights by name; called in a process of its own "
+                "(env.isolated)"
+            ),
+        ] = None,
+        prompt_column: Annotated[str, means("column of the prompts: texts, or lists of chat messages")] = "prompt",
+        completion_column: Annotated[
+            str | None, means("column of the reference answer, for logs; mode=sft imitates it")
+        ] = None,
+        system_prompt: SystemPrompt = None,
     ) -> None:
         self._prompt_column, self._completion_column = prompt_column, completion_column
         self._system_prompt = system_prompt

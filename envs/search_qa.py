@@ -6,10 +6,12 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 from typing_extensions import override
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import means, weight
 from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.sources import Source
@@ -17,7 +19,7 @@ from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.search_index import HUB_NAME, HUB_SPLITS, SearchIndex, load_corpus
-from grpo_rl.envs.tools.task import ToolTask
+from grpo_rl.envs.tools.task import Form, ToolRole, ToolTask, form_of
 
 SYSTEM_PROMPT = (
     "Answer the question from documents. Write only {call} with your own words, and wait for the documents; do so "
@@ -69,7 +71,6 @@ class SearchQA(ToolTask):
 
     Rows have ``question``, ``answer``, and ``documents``: titles of those that the answer follows from, may be empty.
     At the weight 0 ``supporting_recall`` is no part of the reward, and measured all the same.
-    Settings: `grpo_rl.settings.tasks.SearchQA`.
 
     Args:
         index: finds documents; None makes one of ``corpus``.
@@ -83,16 +84,21 @@ class SearchQA(ToolTask):
         rows: Sequence[dict],
         index: SearchIndex | None = None,
         *,
-        corpus: str | Path | None = None,
-        exact_match: float = 1.0,
-        f1: float = 1.0,
-        supporting_recall: float = 0.0,
-        results: int = 3,
-        max_result_chars: int = 500,
-        form: str = "line",
-        tool_role: str = "tool",
-        system_prompt: str | None = SYSTEM_PROMPT,
-        examples: Sequence[Mapping[str, str]] = EXAMPLES,
+        corpus: Annotated[
+            str | Path | None,
+            means("documents: JSON (title -> sentences) or JSONL (title, text); null: those next to the questions"),
+        ] = None,
+        exact_match: Annotated[float, weight("the final answer is the gold answer")] = 1.0,
+        f1: Annotated[float, weight("share of words in common with the gold answer")] = 1.0,
+        supporting_recall: Annotated[float, weight("share of the supporting documents that were shown")] = 0.0,
+        results: Annotated[int, means("documents that a search shows", ge=1)] = 3,
+        max_result_chars: Annotated[int, means("characters of a document that a search shows", ge=1)] = 500,
+        form: Annotated[Form, form_of("searches", "Search: Jane Austen")] = "line",
+        tool_role: ToolRole = "tool",
+        system_prompt: Annotated[
+            str | None, means("system message, in which {call} becomes a search in that form; null: none")
+        ] = SYSTEM_PROMPT,
+        examples: Annotated[Sequence[Mapping[str, Any]], means("turns before the question")] = EXAMPLES,
     ) -> None:
         weights = {"exact_match": exact_match, "f1": f1, "supporting_recall": supporting_recall}
         if not supporting_recall:
@@ -164,7 +170,10 @@ def _line(text: str, max_chars: int) -> str:
 
 
 def load_rows(
-    path: str | Path | Source | None = None, split: str = "train", *, held_out: float = 0.0
+    path: str | Path | Source | None = None,
+    split: str = "train",
+    *,
+    held_out: Annotated[float, means("share of `path` that is kept for evaluation", ge=0, lt=1)] = 0.0,
 ) -> Sequence[dict]:
     """Questions with ``question``, ``answer`` and ``documents``, the titles of their supporting facts.
 

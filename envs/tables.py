@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_rl.envs.sources import Row, Source, read
 from grpo_rl.envs.task import Messages
+from grpo_rl.envs.tools.schemas import checked_calls, read_arguments, tool_schemas
 
 Kind = type | UnionType
 CHAT = ("prompt", "messages")
@@ -127,8 +128,6 @@ def read_messages(value: Any, where: str) -> Messages:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    from grpo_rl.envs.tools.schemas import checked_calls, read_arguments  # with transformers, which few rows need
-
     try:
         for call in checked_calls(calls):
             if (given := call["function"]["arguments"]) and read_arguments(given) is None:
@@ -145,8 +144,6 @@ def read_tools(value: Any) -> list[dict]:
     """
     if not value:
         return []
-    from grpo_rl.envs.tools.schemas import tool_schemas  # with transformers, which few rows need
-
     try:
         tools = _without_nulls(json.loads(value) if isinstance(value, str) else value)
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -15,8 +15,9 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from grpo_rl.envs.declared import means
 from grpo_rl.envs.episodes import Episodes
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
@@ -292,12 +293,17 @@ async def _cancelled() -> None:
 def load_rows(
     path: str | Path | Source | None = None,
     split: str = "train",
-    name: str | None = None,
-    taskset: Mapping[str, Any] | None = None,
-    episodes: int | None = None,
-    held_out: float = 0.1,
+    name: Annotated[
+        str | None,
+        means("the taskset: an installed package, or one that comes with verifiers, such as textarena"),
+    ] = None,
+    taskset: Annotated[
+        Mapping[str, Any] | None, means("the taskset's settings, those of `--env.taskset` under verifiers")
+    ] = None,
+    episodes: Annotated[int | None, means("tasks that are taken; null: all", ge=1)] = None,
+    held_out: Annotated[float, means("share of them that is kept for evaluation", ge=0, lt=1)] = 0.1,
 ) -> Sequence[dict]:
-    """The tasks of a taskset, as plain values; those held out come last. Settings: `grpo_rl.settings.tasks.Verifiers`.
+    """The tasks of a taskset, as plain values; those held out come last.
 
     Raises:
         ValueError: a path is given; verifiers or the taskset can't be loaded; it has no end, or too few tasks; it needs

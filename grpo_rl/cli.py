@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its options are Hydra's, which argparse can't pass on
         return _train(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        from grpo_rl.settings.declaration import unknown
+        from grpo_rl.section import unknown
 
         print(f"error: {unknown('command', arguments[0], ['train', *COMMANDS])}", file=sys.stderr)
         return 2

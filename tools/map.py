@@ -27,7 +27,7 @@ ORDER = [
         "data",
     ),
     *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits"),
-    *("by_name", "intervals", "loopback"),
+    *("by_name", "section", "intervals", "loopback"),
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")

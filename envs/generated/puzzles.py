@@ -5,8 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
+from grpo_rl.envs.declared import means
 from grpo_rl.envs.generated.chains import COMPUTE
 
 SPLITS = ("train", "test")
@@ -23,8 +24,6 @@ class Puzzles(Sequence[dict]):
     Which sets of numbers are held out is fixed for good, by a checksum of the numbers: no training puzzle has the
     numbers of a held-out one, whatever seeds and counts. Rows of one split may repeat.
 
-    Settings: `grpo_rl.settings.tasks.Puzzles`.
-
     >>> Puzzles(1000)[7] == Puzzles(2000)[7], sorted(Puzzles(1000)[7])
     (True, ['numbers', 'solution', 'target'])
     """
@@ -34,10 +33,10 @@ class Puzzles(Sequence[dict]):
         count: int,
         split: str = "train",
         *,
-        sizes: Sequence[int] = (3, 4),
-        max_number: int = 99,
-        max_target: int = 100,
-        seed: int = 0,
+        sizes: Annotated[Sequence[int], means("how many numbers a puzzle has")] = (3, 4),
+        max_number: Annotated[int, means("the largest number of a puzzle", ge=1)] = 99,
+        max_target: Annotated[int, means("the largest target", ge=1)] = 100,
+        seed: Annotated[int, means("seed of the generator")] = 0,
     ) -> None:
         if split not in SPLITS:
             raise ValueError(f"countdown has no split {split!r}; it has {' and '.join(SPLITS)}")

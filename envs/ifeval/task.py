@@ -6,10 +6,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 from typing_extensions import override
 
 from grpo_rl.envs import tables
+from grpo_rl.envs.declared import SystemPrompt, weight
 from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import Source
@@ -41,7 +43,7 @@ class IFEval(Task):
     0.0
 
     Rows have ``key``, ``prompt``, a text or chat messages, ``instruction_id_list`` and ``kwargs``. Only parts with a
-    weight other than 0 are judged and named in :attr:`reward_parts`. Settings: `grpo_rl.settings.tasks.IFEval`.
+    weight other than 0 are judged and named in :attr:`reward_parts`.
 
     Raises:
         ValueError: a weight is not a finite number, or all are 0; a row lacks a column, has an unknown instruction or
@@ -55,10 +57,10 @@ class IFEval(Task):
         self,
         rows: Sequence[dict],
         *,
-        strict: float = 1.0,
-        all: float = 1.0,
-        loose: float = 0.0,
-        system_prompt: str | None = None,
+        strict: Annotated[float, weight("the share of instructions that are followed")] = 1.0,
+        all: Annotated[float, weight("all of them are followed")] = 1.0,
+        loose: Annotated[float, weight("that share, with a greeting, a closing line or bold type forgiven")] = 0.0,
+        system_prompt: SystemPrompt = None,
     ) -> None:
         weights = {"strict": strict, "all": all, "loose": loose}
         check_weights(weights)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_rl.envs.rewards import length, text
 from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.task import check_weights
+from grpo_rl.section import unknown
 
 UNITS = ("characters", "tokens")
 # What a response of nothing gives to each input.
@@ -120,7 +121,7 @@ def read_parts(config: Mapping[str, Any]) -> list[Part]:
 def _read(name: str, setting: Any) -> Part:
     where = f"env.rewards.{name}"
     if name not in REWARDS:
-        raise ValueError(f"{where} is unknown; {_choices(name, REWARDS)}")
+        raise ValueError(f"env.rewards: {unknown('reward', name, REWARDS)}")
     known = REWARDS[name]
     settings = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
     weight = settings.pop("weight", 1.0)
@@ -136,13 +137,18 @@ def _read(name: str, setting: Any) -> Part:
         if setting_name not in allowed:
             taken = ["weight", *(["unit"] if "length" in known.inputs else [])]
             taken += [*(["correct"] if "correct" in known.inputs else []), *allowed]
-            raise ValueError(f"{where} has no setting {setting_name}; {_choices(setting_name, taken)}")
+            raise ValueError(f"{where}: {unknown('setting', setting_name, taken)}")
     hints = get_type_hints(known.function.__init__ if known.made else known.function)
     for setting_name, value in settings.items():
-        if not _is_of(value, hints[setting_name]):
+        kind: TypeAdapter[Any] = TypeAdapter(hints[setting_name], config=ConfigDict(strict=True))
+        try:
+            kind.validate_python(tuple(value) if isinstance(value, list) else value)
+        except ValidationError:
             # In the place of a text, as of a variable's name, the value may be a key.
-            given = f"of type {type(value).__name__}" if _is_of("", hints[setting_name]) else repr(value)
-            raise ValueError(f"{where}.{setting_name} is {given}; its type is {allowed[setting_name].annotation}")
+            of_text = str in (hints[setting_name], *get_args(hints[setting_name]))
+            given = f"of type {type(value).__name__}" if of_text else repr(value)
+            annotation = allowed[setting_name].annotation
+            raise ValueError(f"{where}.{setting_name} is {given}; its type is {annotation}") from None
     try:
         if known.made:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
@@ -153,19 +159,3 @@ def _read(name: str, setting: Any) -> Part:
     except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError: a setting is missing
         raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """True if a value of a config has the type that a setting is declared with; a whole number is a float, too."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(value, bool) or hint is bool:
-        return isinstance(value, bool) and hint is bool
-    return isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
-
-
-def _choices(name: str, choices: Mapping[str, Any] | list[str]) -> str:
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f"it can be {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import get_json_schema
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.envs.task import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOOLS_IN_TEXT = (
     "You may call the functions within <tools></tools>:\n<tools>\n{tools}\n</tools>\nA call:\n"
@@ -63,6 +63,8 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
 def _of_function(tool: Any) -> dict[str, Any]:
     if not callable(tool):
         raise ValueError(f"the tool {tool!r:.80} is neither a function nor a JSON schema")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes a second, which a help text need not
+
     try:
         return get_json_schema(tool)
     except Exception as error:  # a foreign function's signature; transformers has several kinds of errors for it

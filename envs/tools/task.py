@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from grpo_rl.envs.declared import means
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tables import checked_row
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
@@ -16,13 +17,25 @@ from grpo_rl.envs.tools.schemas import read_arguments
 
 LIMITS = Limits(calls=MAX_CALLS)
 EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
+Form = Literal["line", "json", "function"]
+ToolRole = Annotated[
+    Literal["tool", "user"], means("role of results: tool | user, for chat templates that know no tool role")
+]
+
+
+def form_of(calls: str, example: str) -> Any:
+    """The meaning of the setting ``form``."""
+    return means(
+        f"form of {calls} in the prompt: line ({example}) | json (<tool_call>…</tool_call>) | function (the model's "
+        "own)"
+    )
 
 
 class ToolTask(Task):
     """A task of several turns: the policy's calls are run and replied to, until it states an answer.
 
     Both forms of `grpo_rl.envs.tools.calls` are read, whichever the prompt shows. Rows have a ``question``, examples
-    ``question``, ``call``, ``result`` and ``answer``. Settings: `grpo_rl.settings.tasks.Calculator`.
+    ``question``, ``call``, ``result`` and ``answer``.
     """
 
     def __init__(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         held_out = rows.groups(held_out_rows(settings, rows.task))
     epochs, batch = settings.train.epochs, settings.train.optim_batch_size
     total = epochs * len(rows)
-    train = replace(settings.train, total_dialog_turns=total)
+    train = settings.train.model_copy(update={"total_dialog_turns": total})
     with ExitStack() as stack:
         make_ranks = partial(devices.make_ranks, settings, plan)
         ranks, folder, logs, interrupt = begin(
@@ -104,7 +103,7 @@ def steps_of(train: Train, folder: RunFolder) -> int:
 
 
 def _make_logs(settings: Settings, train: Train, folder: RunFolder) -> RunLogs:
-    logger, steps = replace(settings.logger, completions=False), steps_of(train, folder)
+    logger, steps = settings.logger.model_copy(update={"completions": False}), steps_of(train, folder)
     # Without a loss and a tokenizer neither lineage nor tokens are stored.
     return SFTLogs(folder.path, logger, folder.config, steps, folder.step, folder.resumes, rank_zero=folder.rank_zero)
 

@@ -43,7 +43,6 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
         derived.adapters(settings),
         settings.train_model.quantization,
         ranks,
-        settings.train_model.head == "liger",
         settings.policy.router_replay,
     )
 
@@ -95,15 +94,14 @@ def make_reference(
     peers = policy.peers
     if has_adapters(policy.model):
         reference = ReferencePolicy(policy.model, settings.sampling.temperature)
-        reference.peers, reference.liger = peers, policy.liger
+        reference.peers = peers
         return reference
     dtype = getattr(torch, derived.dtype(settings))
     folder = agreed(peers, lambda: resolve_model(settings.ref_model.name)) if settings.ref_model.name else model_folder
     if folder != model_folder:
         _check_finite(folder, peers)
         agreed(peers, lambda: _check_reference(folder, model_folder, settings))
-    liger = settings.train_model.head == "liger"
-    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers, liger=liger)
+    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers)
 
 
 def _check_finite(folder: Path, peers: Peers | None) -> None:

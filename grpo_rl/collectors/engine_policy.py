@@ -76,7 +76,8 @@ async def act(rows: Sequence[TensorDictBase], sample: Sample, sampling: Sampling
         settings = turn_sampling(len(prompt), sampling, max_model_len)
         write(members, await sample(prompt, len(members), settings), max_model_len)
 
-    await asyncio.gather(*(of_prompt(prompt, members) for (_, prompt), members in by_prompt(rows).items()))
+    first, *others = [of_prompt(prompt, members) for (_, prompt), members in by_prompt(rows).items()]
+    await (asyncio.gather(first, *others) if others else first)  # a single one at once
 
 
 def by_prompt(rows: Iterable[TensorDictBase]) -> dict[tuple[int, tuple[int, ...]], list[TensorDictBase]]:

@@ -134,7 +134,10 @@ def takes_turns(row: TensorDictBase) -> bool:
 
 async def gathered(work: Iterable[Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:
     """All rollouts, in their order; where one raises, the others are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    first, *others = work
+    if not others:  # at once: in a turn of the loop its engine could be lost
+        return await first
+    tasks = [asyncio.ensure_future(each) for each in (first, *others)]
     try:
         return [rollout for found in await asyncio.gather(*tasks) for rollout in found]
     finally:

@@ -29,7 +29,7 @@ from grpo_rl.evaluation.results import (
     write_responses,
 )
 from grpo_rl.evaluation.sources import LocalSource, ServedSource
-from grpo_rl.settings.declaration import plain
+from grpo_rl.section import plain
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.evaluation import URL, EvalSettings
 from grpo_rl.settings.schema import Settings

@@ -73,7 +73,7 @@ CONVERTED = {
     *DEFAULTS, *NUMBERS, *LISTS, *MAPPINGS, "bf16", "bnb_4bit_quant_type", "dataset_config", "dataset_name",
     "dataset_prompt_column", "dataset_test_split", "dataset_train_split", "dtype", "eval_strategy", "fp16", "fsdp",
     "load_best_model_at_end", "load_in_4bit", "load_in_8bit", "lora_target_modules", "optim", "resume_from_checkpoint",
-    "sync_ref_model", "use_liger_kernel", "use_peft",
+    "sync_ref_model", "use_peft",
 }  # fmt: skip
 """Fields with a counterpart, other than those whose value is taken over; three of them are Open-R1's."""
 UNNEEDED = (
@@ -85,7 +85,7 @@ UNNEEDED = (
     "log_unique_prompts", "logging_", "num_completions_to_print", "num_generations_eval", "overwrite_output_dir",
     "pad_to_multiple_of", "per_device_eval_batch_size", "prediction_loss_only", "remove_unused_columns", "restore_",
     "save_on_each_node", "shuffle_dataset", "skip_memory_metrics", "torch_", "train_sampling_strategy",
-    "transformers_", "use_cache", "use_cpu", "use_liger_loss", "use_transformers_", "vllm_device", "vllm_group_port",
+    "transformers_", "use_cache", "use_cpu", "use_liger_", "use_transformers_", "vllm_device", "vllm_group_port",
     "vllm_model_impl", "vllm_server_",
 )  # fmt: skip
 """Beginnings of fields that need no counterpart."""
@@ -140,7 +140,6 @@ CHOICES = {
 BY_HAND = {
     "load_best_model_at_end": "evaluate.keep_best=true, with evaluate.rows",
     "load_in_8bit": "int8 is for CPUs here; load_in_4bit is train_model.quantization=nf4",
-    "use_liger_kernel": "train_model.head=liger, with liger-kernel[cutedsl], on Hopper",
     "resume_from_checkpoint": "TRL's can't be resumed; give its model folder as model.name",
 }
 """Fields with a counterpart that is to be set by hand."""

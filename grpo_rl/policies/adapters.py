@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from grpo_rl.section import Section, setting
 
 ALL_LINEAR = "all-linear"
 Quantization = Literal["nf4", "fp4", "int8"]
@@ -13,44 +13,53 @@ MAX_PUSHED_RANK = 512
 """The largest rank for which vLLM has adapter slots."""
 
 
-@dataclass(frozen=True)
-class LoRA:
-    r"""Trains $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
+class LoRA(Section):
+    r"""Low-rank adapters are trained instead of the model (needs the extra `lora`).
+
+    They train $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
 
     Source: https://arxiv.org/abs/2106.09685, section 4.1. All linear layers, alpha 32 and about ten times the
     learning rate of full training are a good start at any rank, see https://thinkingmachines.ai/blog/lora/.
 
-    Args:
-        rank: r; 0 or None: no adapters, the whole model is trained.
-        alpha: the product BA is scaled by ``alpha / rank``.
-        dropout: probability of dropping an input of A in training. The engine drops nothing: with more than 0 the ratio
-            of fresh weights is not 1 but scatters around it, as if weights were stale.
-        targets: names of linear layers in the model, like ``q_proj``, or ``all-linear``: all but the head. A model with
-            matrices that are no linear layers, like stacked experts, needs names: those matrices stay frozen.
-        push: the engine gets ``merged`` weights, or the ``adapter`` next to its base.
-        export: the run saves a ``merged`` model, or an ``adapter`` folder for peft.
-        seed: of A's random initialisation; B starts at zero, so the policy starts equal to its base.
-
-    Raises:
-        ValueError: vLLM has no slots for the rank, or peft is not installed.
+    B starts at zero, so the policy starts equal to its base.
     """
 
-    rank: int | None = 0
-    alpha: float | int = 32
-    dropout: float | int = 0.0
-    targets: str | Sequence[str] = ALL_LINEAR
-    push: str = "merged"
-    export: str = "merged"
+    rank: int | None = setting(0, "adapter rank; 0: none. With adapters use about ten times the learning rate", ge=0)
+    alpha: int | float = setting(32, "the adapters' product is scaled by alpha / rank", gt=0)
+    dropout: float = setting(
+        0.0,
+        "dropout of the adapters' inputs, in training; above 0 the ratios of fresh weights scatter around 1",
+        ge=0,
+        lt=1,
+    )
+    targets: str | tuple[str, ...] = setting(
+        ALL_LINEAR,
+        "all linear layers but the head, or a list of names: [q_proj, v_proj]. A mixture of experts needs a list: its "
+        "experts get no adapters and stay as they are",
+    )
+    push: Literal["merged", "adapter"] = setting(
+        "merged", "what the engine gets: merged weights, or the adapter next to its own weights (vLLM only)"
+    )
+    export: Literal["merged", "adapter"] = setting(
+        "merged", "what the run writes at its end: a merged model, or an adapter folder for peft"
+    )
     seed: int = 0
+    """The seed of A's random initialisation."""
 
-    def __post_init__(self) -> None:
-        if self.rank and self.push == "adapter" and self.rank > MAX_PUSHED_RANK:
-            raise ValueError(
-                f"train_model.lora.rank is {self.rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; "
-                "lower it or set train_model.lora.push=merged"
-            )
-        if self.rank:
-            need("peft", "train_model.lora.rank", "lora")
+
+def check_adapters(lora: LoRA) -> None:
+    """Refuses adapters that can't be used here.
+
+    Raises:
+        ValueError: vLLM has no slots for their rank, or peft is not installed.
+    """
+    if lora.rank and lora.push == "adapter" and lora.rank > MAX_PUSHED_RANK:
+        raise ValueError(
+            f"train_model.lora.rank is {lora.rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower "
+            "it or set train_model.lora.push=merged"
+        )
+    if lora.rank:
+        need("peft", "train_model.lora.rank", "lora")
 
 
 def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:

@@ -22,7 +22,6 @@ from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_model
 from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling
-from grpo_rl.policies.head_liger import check_liger, liger_log_prob_and_entropy
 from grpo_rl.policies.loading import Quantization, check_model, load_quantized, load_whole
 from grpo_rl.policies.lora import LoRA, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
@@ -80,8 +79,6 @@ class TrainPolicy:
     """Seconds in which the kernels with gradient were compiled; None where nothing is."""
     _has_compiled = False
     """True if the kernels without gradient have been compiled."""
-    liger = False
-    """True if Liger's kernels compute the head."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 
@@ -106,7 +103,6 @@ class TrainPolicy:
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         peers: Peers | None = None,
-        liger: bool = False,
         router_replay: bool = False,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
@@ -119,12 +115,11 @@ class TrainPolicy:
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
-            liger: Liger's kernels compute the head.
             router_replay: a mixture's routers take the experts of groups that have ``routes``.
 
         Raises:
             ValueError: there is no compiler, the model would be scored wrongly, the adapters' targets do not exist, the
-                folder lacks weights, Liger can't compute the head, or routers can't replay.
+                folder lacks weights, or routers can't replay.
         """
         check_model(folder, lora)
         device = peers.device if peers else device
@@ -144,9 +139,7 @@ class TrainPolicy:
             if router_replay:
                 use_shared_prefix(model, router_replay=True)
             policy = cls(model, temperature)
-            policy.peers, policy.liger = peers, liger
-            if liger:
-                check_liger(torch.device(device), model.get_output_embeddings(), policy.softcap)
+            policy.peers = peers
             if peers and not quantization:
                 peers.place(model)
         if compile_model(model, compile, policy.device, alone=peers is None):
@@ -180,12 +173,9 @@ class TrainPolicy:
         temperature, targets = self.temperature / self.logit_factor, packed.target_ids
         if kept is not None:  # equal tokens may have sets that differ by rounding
             hidden, targets = packed.by_token(hidden), packed.by_token(targets)
-        if self.liger:
-            scored = liger_log_prob_and_entropy(hidden, head.weight, targets, temperature, owner, kept)
-        else:
-            scored = log_prob_and_entropy(
-                hidden, head.weight, targets, head.bias, temperature, self.softcap, owner=owner, kept=kept
-            )
+        scored = log_prob_and_entropy(
+            hidden, head.weight, targets, head.bias, temperature, self.softcap, owner=owner, kept=kept
+        )
         log_probs, entropies = map(packed.by_token, scored) if kept is None else scored
         return log_probs, entropies
 

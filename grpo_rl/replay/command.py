@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.by_name import is_name
+from grpo_rl.section import select
 from grpo_rl.settings.compose import loss_config, with_loss
-from grpo_rl.settings.declaration import select
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.printable import printable
 

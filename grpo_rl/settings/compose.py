@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -16,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
+from grpo_rl.section import declared, plain, read_section, select, unknown
 from grpo_rl.settings.command_line import hydra_options
-from grpo_rl.settings.declaration import declared, plain, select, unknown
 from grpo_rl.settings.schema import Settings, check_keys
-from grpo_rl.settings.sections import Env, declarations
+from grpo_rl.settings.sections import Env, Loss, Policy
 from grpo_rl.settings.tasks import MIXTURE, TASKS
 from grpo_rl.storage.masking import masked_override, masked_text
 
@@ -154,9 +155,9 @@ def loss_config(overrides: Sequence[str]) -> DictConfig:
         if key.partition(".")[0] != "loss" and key not in OF_A_LOSS:
             raise ValueError(f"{key} has no part in the loss; give loss=NAME, loss.KEY=VALUE, {', '.join(OF_A_LOSS)}")
     chosen = compose_config(DEFAULT_CONFIG, overrides)
-    for key, setting in declarations(None).items():
-        if key.startswith("loss.") or key in OF_A_LOSS:
-            setting.check(key, OmegaConf.select(chosen, key))
+    for section, name in ((Loss, "loss"), (Policy, "policy")):
+        values: Any = OmegaConf.to_container(chosen[name], resolve=True)
+        read_section(section, values, name)
     return chosen
 
 

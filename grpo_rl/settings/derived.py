@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
-from grpo_rl.policies.adapters import LoRA
+from grpo_rl.policies.adapters import LoRA, check_adapters
 from grpo_rl.settings.sections import Sections
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ def adapters(settings: Sections) -> LoRA:
     Raises:
         ValueError: a setting is out of range, or peft is not installed.
     """
-    return LoRA(**settings.train_model.lora, seed=settings.train.seed)
+    check_adapters(settings.train_model.lora)
+    return settings.train_model.lora.model_copy(update={"seed": settings.train.seed})
 
 
 def pushes_adapters(settings: Sections) -> bool:

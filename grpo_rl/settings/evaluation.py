@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from grpo_rl.by_name import short_name
+from grpo_rl.section import Section, declared, read_section, setting, unknown
 from grpo_rl.settings.compose import explained
-from grpo_rl.settings.declaration import Section, declared, setting, unknown
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.task_settings import settings_for_task
 from grpo_rl.settings.tasks import SINGLE, check_names
@@ -38,11 +38,11 @@ class EvalSettings(Section):
     """The overrides that `grpo-rl eval` takes, such as ``tasks=[gsm8k,countdown] samples=8``."""
 
     tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + TASK_NAMES)
-    rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)
-    samples: int = setting(0, "responses to each row next to the greedy one, for pass@k and maj@k; 0: none", at_least=0)
-    temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
-    max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", at_least=1)
-    max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", at_least=2)
+    rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", ge=2)
+    samples: int = setting(0, "responses to each row next to the greedy one, for pass@k and maj@k; 0: none", ge=0)
+    temperature: float = setting(1.0, "temperature of those responses", gt=0, le=2)
+    max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", ge=1)
+    max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", ge=2)
     engine: Literal["vllm", "transformers"] = setting("vllm", "the engine that is started here")
     path: Mapping[str, Any] = setting(
         {}, "held-out data by task: path.gsm8k=test.jsonl; of package.module:Class: path.Class"
@@ -50,9 +50,9 @@ class EvalSettings(Section):
     seed: int = setting(0, "seed of the sampled responses")
     out: str | None = setting(None, "output folder; an evaluation that was cut off goes on there; null: a new one")
     served: str | None = setting(None, "for an endpoint: name of the served model; null: the only one that it lists")
-    concurrency: int = setting(8, "for an endpoint: requests at the same time", at_least=1)
-    retries: int = setting(5, "for an endpoint: further tries of a request that fails for now", at_least=0)
-    deadline_s: float = setting(300, "for an endpoint: seconds of one try of a request", more_than=0)
+    concurrency: int = setting(8, "for an endpoint: requests at the same time", ge=1)
+    retries: int = setting(5, "for an endpoint: further tries of a request that fails for now", ge=0)
+    deadline_s: float = setting(300, "for an endpoint: seconds of one try of a request", gt=0)
 
 
 def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
@@ -85,9 +85,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
         values["tasks"] = [tasks]
     if wrong := [key for key in values if key not in known]:
         raise ValueError(f"{unknown('setting', wrong[0], known)}, and those of {', '.join(PASSED_ON)}")
-    for key, value in values.items():
-        known[key].check(key, value)
-    own = EvalSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    own = read_section(EvalSettings, values)
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
     check_names(own.tasks, "tasks")

@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_rl.section import REQUIRED, Setting, declared, is_section, plain, select, unknown
 from grpo_rl.settings.command_line import program
 from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config
-from grpo_rl.settings.declaration import REQUIRED, Setting, plain, select, unknown
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.schema import UNSET
 from grpo_rl.settings.sections import Sections, declarations
@@ -111,7 +111,7 @@ def _overview(summary: str, config_name: str, folders: Sequence[Path], mode: str
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
     first = [key for key in FIRST if not sft or is_read(key)]
-    yield from _block("Settings that people change first, with their defaults:", _described(first, declarations(None)))
+    yield from _block("Settings that people change first, with their defaults:", _described(first, declared(Sections)))
     for title, group in {"Recipes, +experiment=NAME:": "experiment", "Tasks, env.dataset=NAME:": "env"}.items():
         yield from _block(title, _members(group, folders), 22)
     if not sft:
@@ -127,8 +127,8 @@ def _settings(about: str, dataset: str | None) -> Iterator[str]:
     if not keys:
         sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
         raise ValueError(unknown("section or setting", about, [*sections, *known] if "." in about else sections))
-    makes = getattr(Sections.__dataclass_fields__.get(about), "default_factory", None)
-    if summary := SECTIONS.get(about) or (makes.__doc__ if isinstance(makes, type) else None):
+    section = getattr(Sections.model_fields.get(about), "annotation", None)
+    if summary := SECTIONS.get(about) or (section.__doc__ if is_section(section) else None):
         yield textwrap.fill(f"{about}: {summary}", _width(), break_on_hyphens=False)
     values = compose_config(DEFAULT_CONFIG, [f"env.dataset={dataset}"]) if dataset else {}
     yield from _block("", _described(keys, known, OmegaConf.to_container(values) if dataset else {}))

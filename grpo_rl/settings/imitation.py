@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_rl.settings.declaration import plain, select
+from grpo_rl.section import plain, select
 from grpo_rl.settings.sections import Sections, declarations
 
 OF_GRPO = (

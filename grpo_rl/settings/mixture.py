@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from grpo_rl.by_name import is_name, short_name
-from grpo_rl.envs.curriculum import Bounds, read_bounds
+from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.envs.own import is_env, own_class
-from grpo_rl.settings.declaration import REQUIRED, Section, declared, plain, read_section, select, setting
+from grpo_rl.section import REQUIRED, Section, declared, plain, read_section, select, setting
 from grpo_rl.settings.sections import Env, Sections
 from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
 
@@ -32,38 +33,14 @@ EPISODES = ("openenv", "verifiers")
 """Tasks that reward the steps of an episode, which an agent's session is not."""
 
 
-class Draws(Section):
-    """The settings of an entry that are not its task's."""
+class Entry(Section):
+    """One task of a mixture."""
 
-    task: str | None = setting(None, "the task, where the entry has another name")
-    weight: float = setting(REQUIRED, "the share of prompts that are drawn from it", more_than=0)
-    scale: float = setting(1.0, "factor of its rewards", more_than=0)
-
-
-class Curriculum(Section):
-    """The settings of ``env.curriculum``; see `grpo_rl.envs.curriculum.Bounds`."""
-
-    low: float = setting(Bounds.low, "pass rate below which a row is too hard")
-    high: float = setting(Bounds.high, "pass rate above which a row is too easy")
-    rest: int = setting(Bounds.rest, "epochs in which such a row is left out")
-    passing: float | None = setting(Bounds.passing, "reward from which on a response passes")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One task of a mixture.
-
-    Args:
-        dataset: as ``env.dataset`` names it.
-        weight: of its draws.
-        scale: factor of its rewards.
-        env: its own settings.
-    """
-
-    dataset: str
-    weight: float
-    scale: float
-    env: Mapping[str, Any]
+    task: str = setting(REQUIRED, "the task, where the entry has another name")
+    weight: float = setting(REQUIRED, "the share of prompts that are drawn from it", gt=0)
+    scale: float = setting(1.0, "factor of its rewards", gt=0)
+    env: Mapping[str, Any] = Field(default_factory=dict)
+    """Its task's own settings."""
 
 
 def entries(settings: Sections) -> dict[str, Entry]:
@@ -77,21 +54,22 @@ def entries(settings: Sections) -> dict[str, Entry]:
         name = short_name(str(key))
         where = f"env.mixture.{name}"
         env = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        draws = read_section(Draws, {key: env.pop(key) for key in declared(Draws) if key in env}, where)
-        dataset = draws.task or str(key)
+        given = {key: env.pop(key) for key in declared(Entry) if key in env}
+        own = {"task": str(key)} | {key: value for key, value in given.items() if value is not None}
+        entry = read_section(Entry, own | {"env": env}, where)
         if name in found or "/" in name or name in TAKEN:
             raise ValueError(
                 f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
             )
-        check_names([dataset], where, [task for task in TASKS if task not in ALONE])
-        if is_name(dataset) and is_env(own_class(dataset)):
-            raise ValueError(f"{where}: an environment of your own is no task of a mixture; set env.dataset={dataset}")
+        check_names([entry.task], where, [task for task in TASKS if task not in ALONE])
+        if is_name(entry.task) and is_env(own_class(entry.task)):
+            raise ValueError(f"{where}: an environment is no task of a mixture; set env.dataset={entry.task}")
         if taken := [name for name in OF_ALL if name in env]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = select(env, "rewards.model", {})
         if isinstance(model, Mapping) and (model.get("num_devices") or model.get("devices")):
             raise ValueError(f"{where}.rewards.model asks for a device; all tasks share it: set env.rewards.model")
-        found[name] = Entry(dataset, draws.weight, float(draws.scale), env)
+        found[name] = entry
     if settings.env.dataset == MIXTURE and not found:
         raise ValueError("env.mixture is empty; give at least one task with its weight: {gsm8k: 0.5, ifeval: 0.5}")
     return found
@@ -103,12 +81,11 @@ def check_mixture(settings: Sections) -> None:
     Raises:
         ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.
     """
-    read_section(Curriculum, settings.env.curriculum, "env.curriculum")
     read_bounds(settings.env.curriculum)
     if not (found := entries(settings)):
         return
     for name in OF_DATA:
-        if settings.env[name] != Env.__dataclass_fields__[name].metadata["setting"].default:
+        if settings.env[name] != declared(Env)[name].default:
             given, own = f"env.{name}={plain(settings.env[name])}", f"env.mixture.{next(iter(found))}.{name}"
             raise ValueError(f"{given} is of no task of the mixture; give it to the one that it is of: {own}")
     if settings.mode == "sft":
@@ -124,8 +101,8 @@ class EvalTask(Section):
     """An entry of ``evaluate.tasks``."""
 
     task: str = setting(REQUIRED, "the task")
-    rows: int = setting(REQUIRED, "the number of its held-out rows", at_least=2)
-    samples: int = setting(0, "extra sampled responses to each row", at_least=0)
+    rows: int = setting(REQUIRED, "the number of its held-out rows", ge=2)
+    samples: int = setting(0, "extra sampled responses to each row", ge=0)
     path: str | None = setting(None, "its held-out data")
     env: Mapping[str, Any] = setting({}, "its own settings that differ from the defaults")
 

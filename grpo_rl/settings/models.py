@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
-from grpo_rl.policies.adapters import Quantization
-from grpo_rl.settings.declaration import Section, setting
+from pydantic import Field
+
+from grpo_rl.policies.adapters import LoRA, Quantization
+from grpo_rl.section import Section, setting
 from grpo_rl.training.schedules import Refresh
 
 
@@ -20,36 +21,10 @@ class Model(Section):
     chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
 
 
-class LoRASection(Section):
-    """Low-rank adapters are trained instead of the model (needs the extra `lora`)."""
-
-    rank: int | None = setting(
-        0, "adapter rank; 0: none. With adapters use about ten times the learning rate", at_least=0
-    )
-    alpha: float = setting(32, "the adapters' product is scaled by alpha / rank", more_than=0)
-    dropout: float = setting(
-        0.0,
-        "dropout of the adapters' inputs, in training; above 0 the ratios of fresh weights scatter around 1",
-        at_least=0,
-        less_than=1,
-    )
-    targets: str | tuple[str, ...] = setting(
-        "all-linear",
-        "all linear layers but the head, or a list of names: [q_proj, v_proj]. A mixture of experts needs a list: its "
-        "experts get no adapters and stay as they are",
-    )
-    push: Literal["merged", "adapter"] = setting(
-        "merged", "what the engine gets: merged weights, or the adapter next to its own weights (vLLM only)"
-    )
-    export: Literal["merged", "adapter"] = setting(
-        "merged", "what the run writes at its end: a merged model, or an adapter folder for peft"
-    )
-
-
 class TrainModel(Section):
     """The model in training: dropout, layerdrop and router noise of its own config are off."""
 
-    num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", at_least=1)
+    num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", ge=1)
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     dtype: Literal["bfloat16", "float32"] | None = setting(
         None,
@@ -61,10 +36,10 @@ class TrainModel(Section):
         None, "several processes train; fsdp: each holds a part of every weight | ddp: each holds all of them"
     )
     timeout_s: float = setting(
-        1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", at_least=1
+        1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", ge=1
     )
     deadline_s: float = setting(
-        60, "with parallel: a process that gives no sign of life for so long is lost, and all others end", at_least=1
+        60, "with parallel: a process that gives no sign of life for so long is lost, and all others end", ge=1
     )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
@@ -72,12 +47,7 @@ class TrainModel(Section):
         "layers on one GPU, elsewhere and in mixtures of experts norms and MLPs, as fused kernels; null: where a "
         "compiler works",
     )
-    head: Literal["own", "liger"] = setting(
-        "own",
-        "kernels of the head; liger: Liger's for Hopper, which round entropies and the head's gradient to bfloat16 "
-        "(liger-kernel[cutedsl]; no soft caps)",
-    )
-    lora: LoRASection = field(default_factory=LoRASection)
+    lora: LoRA = Field(default_factory=LoRA)
     quantization: Quantization | None = setting(
         None, "format of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"
     )
@@ -87,7 +57,7 @@ class RefModel(Section):
     """The frozen reference, which the KL is measured to."""
 
     num_devices: int | None = setting(
-        None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", at_least=1
+        None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", ge=1
     )
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
@@ -96,34 +66,34 @@ class RefModel(Section):
         "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
         "every step",
     )
-    refresh_steps: int = setting(100, "number of steps for `steps`", at_least=1)
-    decay: float = setting(0.99, "for `average`: the share of itself that it keeps", at_least=0, less_than=1)
+    refresh_steps: int = setting(100, "number of steps for `steps`", ge=1)
+    decay: float = setting(0.99, "for `average`: the share of itself that it keeps", ge=0, lt=1)
 
 
 class InferenceModel(Section):
     """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
 
-    num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", at_least=1)
+    num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", ge=1)
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     engine: Literal["vllm", "transformers"] = setting(
         "vllm", "transformers samples where vLLM can't be installed; slow"
     )
     tensor_parallel_size: int | None = setting(
-        None, "GPUs of one engine; null: all inference devices, in mode=async one", at_least=1
+        None, "GPUs of one engine; null: all inference devices, in mode=async one", ge=1
     )
     gpu_memory_utilization: float = setting(
         0.5,
         "share of a GPU's memory that vLLM takes; at most 0.8 where training shares the GPU (mode=async on one GPU)",
-        more_than=0,
-        at_most=1,
+        gt=0,
+        le=1,
     )
     max_num_seqs: int | None = setting(
         None,
         "responses that an engine computes at the same time; null: all that are sent to it (a collection's, in "
         "mode=async those of all versions in flight; evaluate.rows), up to 1024, and on a GPU as its memory allows",
-        at_least=1,
+        ge=1,
     )
-    max_model_len: int = setting(1024, "prompt + response, in tokens", at_least=1)
+    max_model_len: int = setting(1024, "prompt + response, in tokens", ge=1)
     enforce_eager: bool | None = setting(
         None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
@@ -135,11 +105,11 @@ class InferenceModel(Section):
     max_restarts: int = setting(
         3,
         "how often an engine that dies is replaced, its groups sampled again; 0: the run stops",
-        at_least=0,
+        ge=0,
         mode="async",
     )
     deadline_s: float = setting(
-        120, "longest time in seconds of an engine's step, and of a weight update", at_least=1, mode="async"
+        120, "longest time in seconds of an engine's step, and of a weight update", ge=1, mode="async"
     )
     transfer: Literal["shared_memory", "ipc", "nccl"] | None = setting(
         None,
@@ -159,24 +129,24 @@ class SamplingSection(Section):
     temperature: float = setting(
         1.0,
         "temperature of the sampled distribution, whose log-probs are trained on",
-        more_than=0,
-        at_most=2,
+        gt=0,
+        le=2,
     )
     top_p: float = setting(
         1.0,
         "only the likeliest tokens that have this much of the probability together are sampled; 1: all",
-        more_than=0,
-        at_most=1,
+        gt=0,
+        le=1,
     )
-    top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", at_least=0)
+    top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", ge=0)
     min_p: float = setting(
         0.0,
         "only tokens of at least this share of the likeliest one's probability are sampled; 0: all",
-        at_least=0,
-        less_than=1,
+        ge=0,
+        lt=1,
     )
     stop: tuple[str, ...] = setting(
         (), "strings that end a response; the tokens that complete one stay in it, as they were sampled"
     )
     ignore_eos: bool = setting(False, "true: a response goes on behind an end of sequence")
-    max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", at_least=1)
+    max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", ge=1)

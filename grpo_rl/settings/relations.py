@@ -6,12 +6,11 @@ from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.choices import check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
-from grpo_rl.policies.adapters import check_quantization
-from grpo_rl.settings.declaration import plain, select
+from grpo_rl.policies.adapters import LoRA, check_quantization
+from grpo_rl.section import plain, select
 from grpo_rl.settings.derived import adapters, kl_in_reward, loss_terms
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.mixture import read_tasks
-from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.training.schedules import AdaptiveKL
 
@@ -93,7 +92,7 @@ def _check_lora(settings: Sections) -> None:
     lora, train = adapters(settings), settings.train_model
     check_quantization(train.quantization, lora, train.compile)
     if not lora.rank:
-        unused = LoRASection(rank=train.lora.rank)
+        unused = LoRA(rank=train.lora.rank)
         if idle := [name for name, value in train.lora.items() if value != unused[name]]:
             value = plain(train.lora[idle[0]])
             raise ValueError(f"train_model.lora.{idle[0]}={value} without adapters; set train_model.lora.rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -13,15 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
-from grpo_rl.settings.declaration import Section, Setting, build, declared, plain, select
+from grpo_rl.section import REQUIRED, Section, declared, plain, select, unknown, wrong_values
 from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.other_names import SAME
-from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import TASKS, task_section
 from grpo_rl.storage.masking import masked
 from grpo_rl.storage.yaml_text import flat
 
@@ -63,7 +61,9 @@ class Settings(Sections):
         """
         dataset = select(values, "env.dataset")
         if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
-            raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
+            raise ValueError(
+                f"env.dataset: {unknown('task', str(dataset or 'null'), [*TASKS, 'package.module:Class'])}"
+            )
         values = _with_own_defaults(values, dataset)
         known = declarations(dataset)
         check_keys(flat(values), dataset)
@@ -76,12 +76,14 @@ class Settings(Sections):
             values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
         if unset := sorted(key for key in known if select(values, key) == UNSET):
             raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
-        for wrong in (Setting.wrong_type, Setting.wrong_value):  # text can't be compared with a bound
-            if lines := [line for key, setting in known.items() if (line := wrong(setting, key, select(values, key)))]:
-                raise ValueError("\n".join(lines))
-        env = values["env"]
-        task = {name: value for name, value in env.items() if name in task_section(dataset).__dataclass_fields__}
-        return build(cls, values, env=build(Env, env, task=task))
+        own = task_section(dataset)
+        names = {key.partition(".")[0] for key in declared(own)}
+        task = {name: value for name, value in values["env"].items() if name in names}
+        env = {name: value for name, value in values["env"].items() if name not in task}
+        whole = {**values, "env": env | {"task": task}}
+        if lines := wrong_values(own, task, "env.") + wrong_values(cls, whole):
+            raise ValueError("\n".join(lines))
+        return cls.model_validate(whole)
 
     def with_values(self, changes: Mapping[str, Any]) -> Settings:
         """The settings with other values at some dotted names; not checked.
@@ -119,7 +121,7 @@ def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, 
     if dataset in TASKS:
         return values
     own = {name: setting.default for name, setting in declared(task_section(dataset)).items()}
-    own = {name: UNSET if default is dataclasses.MISSING else default for name, default in own.items()}
+    own = {name: UNSET if default is REQUIRED else default for name, default in own.items()}
     return {**values, "env": own | {**values["env"]}}
 
 
@@ -127,8 +129,9 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     name, *rest = names
     inner = _with_value(section[name], rest, value) if rest else value
     if isinstance(section, Env) and name in section.task:
-        return dataclasses.replace(section, task={**section.task, name: inner})
-    return dataclasses.replace(section, **{name: inner}) if isinstance(section, Section) else {**section, name: inner}
+        return section.model_copy(update={"task": {**section.task, name: inner}})
+    assert name in section or not isinstance(section, Section), f"there is no setting {name}"
+    return section.model_copy(update={name: inner}) if isinstance(section, Section) else {**section, name: inner}
 
 
 def check_keys(names: Iterable[str], dataset: str | None = None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import replace
 from typing import Any, Literal
 
+from pydantic import Field
+
 from grpo_rl.losses.choices import KL, Advantage, Aggregation, Correction, Level, Ratio, Surrogate
-from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
+from grpo_rl.section import REQUIRED, Named, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
-from grpo_rl.settings.own_task import task_section
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import TASKS, task_section
 
 
 class Env(Section):
@@ -19,8 +20,6 @@ class Env(Section):
     dataset: str = setting(
         REQUIRED,
         "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)",
-        choices=tuple(TASKS),
-        named=True,
     )
     path: str | None = setting(
         None,
@@ -37,32 +36,32 @@ class Env(Section):
         None, "held-out data, as `path`; null: `eval_split` of `path`, without `path` the task's own held-out split"
     )
     eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
-    num_envs: int = setting(4, "prompts per collection", at_least=1)
-    repeats: int = setting(8, "group size G: responses per prompt", at_least=2)
+    num_envs: int = setting(4, "prompts per collection", ge=1)
+    repeats: int = setting(8, "group size G: responses per prompt", ge=2)
     long_prompt: Literal["error", "skip"] = setting(
         "error",
         "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it",
     )
     max_turns: int = setting(
-        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", at_least=1
+        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
     )
     score_timeout_s: float = setting(
-        60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", more_than=0
+        60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", gt=0
     )
     max_failed_fraction: float = setting(
-        0.1, "share of all responses whose scorers may fail or hang; with more the run stops", at_least=0, at_most=1
+        0.1, "share of all responses whose scorers may fail or hang; with more the run stops", ge=0, le=1
     )
     isolated: bool | None = setting(
         None,
         "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
         "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",
     )
-    curriculum: Mapping[str, Any] = setting(
+    curriculum: Mapping[Any, Any] = setting(
         {},
         "only rows whose pass rate in this run is between low and high are drawn: {low: 0.1, high: 0.9} "
         "(docs/mixtures.md); empty: all",
     )
-    rewards: Mapping[str, Any] = setting(
+    rewards: Mapping[Any, Any] = setting(
         {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
     )
     tool_parser: str | None = setting(
@@ -77,41 +76,41 @@ class Env(Section):
         (),
         "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)",
     )
-    task: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = Field(default_factory=dict)
     """The task's own settings, as plain values; as a mapping a section has them next to its own."""
 
     def __getitem__(self, key: str) -> Any:
         return self.task[key] if key in self.task else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*(name for name in self.__dataclass_fields__ if name != "task"), *self.task])
+        return iter([*super().__iter__(), *self.task])
 
 
 class Train(Section):
     """The run and its steps."""
 
-    total_dialog_turns: int = setting(100_000, "responses sampled in the whole run", at_least=1)
+    total_dialog_turns: int = setting(100_000, "responses sampled in the whole run", ge=1)
     optim_batch_size: int = setting(
-        32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", at_least=1
+        32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", ge=1
     )
-    micro_batch_tokens: int = setting(8192, "tokens per forward/backward (prompts once + responses)", at_least=1)
+    micro_batch_tokens: int = setting(8192, "tokens per forward/backward (prompts once + responses)", ge=1)
     gradient_accumulation_steps: int | None = setting(
-        None, "instead of micro_batch_tokens: exactly this many micro-batches per optimizer step", at_least=1
+        None, "instead of micro_batch_tokens: exactly this many micro-batches per optimizer step", ge=1
     )
-    epochs: int = setting(1, "passes over each collection", at_least=1)
-    max_staleness: int = setting(2, "policy versions that a trained token may be behind", at_least=0, mode="async")
+    epochs: int = setting(1, "passes over each collection", ge=1)
+    max_staleness: int = setting(2, "policy versions that a trained token may be behind", ge=0, mode="async")
     max_resamples: int = setting(
         0,
         "dynamic sampling: zero-variance groups are replaced, in at most so many further samplings (in mode=async as "
         "many as needed); 0: they stay. total_dialog_turns counts all sampled responses, so the run has fewer steps",
-        at_least=0,
+        ge=0,
     )
     reward_clip: float | None = setting(
-        None, "rewards are clipped to plus and minus this before they become advantages", more_than=0
+        None, "rewards are clipped to plus and minus this before they become advantages", gt=0
     )
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
-    checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0)
-    keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", at_least=0)
+    checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", ge=0)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", ge=0)
     keep_final_checkpoint: bool = setting(
         True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
     )
@@ -121,7 +120,7 @@ class Train(Section):
     lineage: bool = setting(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
-    max_bad_steps: int = setting(5, "non-finite steps in a row before the run stops with a diagnosis", at_least=1)
+    max_bad_steps: int = setting(5, "non-finite steps in a row before the run stops with a diagnosis", ge=1)
     seed: int = setting(0, "seed of prompt order, sampling, dropout and adapter initialisation")
 
 
@@ -129,32 +128,30 @@ class Optimizer(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "sgd"] = setting("adamw", "the optimizer")
-    lr: float = setting(1e-5, "learning rate", at_least=0)
-    weight_decay: float = setting(0.0, "weight decay of matrices; norms and biases have none", at_least=0)
+    lr: float = setting(1e-5, "learning rate", ge=0)
+    weight_decay: float = setting(0.0, "weight decay of matrices; norms and biases have none", ge=0)
     betas: tuple[float, ...] = setting((0.9, 0.95), "betas of adamw")
-    warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", at_least=0)
+    warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant", "decay over the optimizer steps of the run, as many as without max_resamples"
     )
-    min_lr_fraction: float = setting(0.0, "share of lr at which the decay ends", at_least=0, at_most=1)
-    clip_grad_norm: float = setting(1.0, "largest norm of the gradient", more_than=0)
+    min_lr_fraction: float = setting(0.0, "share of lr at which the decay ends", ge=0, le=1)
+    clip_grad_norm: float = setting(1.0, "largest norm of the gradient", gt=0)
 
 
 class Policy(Section):
     """The terms of the loss other than the surrogate."""
 
-    kl_coef: float = setting(
-        0.0, "weight of the KL to the frozen reference (loss.kl); 0 loads no reference", at_least=0
-    )
+    kl_coef: float = setting(0.0, "weight of the KL to the frozen reference (loss.kl); 0 loads no reference", ge=0)
     target_kl: float | None = setting(
         None,
         "target of the KL to the reference, in nats per token; the KL weight adapts to it, starting at kl_coef",
-        at_least=0,
+        ge=0,
     )
     stop_kl: float | None = setting(
-        None, "KL to the sampling policy, in nats per token, above which training on a collection stops", more_than=0
+        None, "KL to the sampling policy, in nats per token, above which training on a collection stops", gt=0
     )
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus", at_least=0)
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
     router_replay: bool = setting(
         False, "train a mixture with the experts that the sampler's routers chose (docs/models.md)"
     )
@@ -167,19 +164,19 @@ class MismatchSection(Section):
         0.2,
         "mean |difference| on fresh weights, in nats, above which the run stops; null: no bound. 0.2 is where a "
         "typical token's ratio would reach the default clip range",
-        more_than=0,
+        gt=0,
     )
 
 
 class Evaluate(Section):
     """Evaluation on held-out data."""
 
-    rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", at_least=0)
-    frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", at_least=0)
+    rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", ge=0)
+    frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", ge=0)
     samples: int = setting(
-        0, "responses to each row next to the greedy one, for eval/pass@k and eval/maj@k; 0: none", at_least=0
+        0, "responses to each row next to the greedy one, for eval/pass@k and eval/maj@k; 0: none", ge=0
     )
-    temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
+    temperature: float = setting(1.0, "temperature of those responses", gt=0, le=2)
     tasks: tuple[Mapping[str, Any], ...] = setting(
         (),
         "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples, path and "
@@ -191,7 +188,7 @@ class Evaluate(Section):
         0,
         "evaluations in a row that are no better than the best one, after which the run stops (docs/evaluation.md); "
         "0: it does not",
-        at_least=0,
+        ge=0,
     )
     score: str = setting(
         "reward", "the score that keep_best and patience follow: reward | accuracy | pass@4 | math/accuracy | …"
@@ -217,13 +214,13 @@ class Logger(Section):
         1,
         "groups of a step that are written to tokens.parquet token by token, with the log-probs of sampler and "
         "trainer; 0: none",
-        at_least=0,
+        ge=0,
     )
     wait_deadline_s: float = setting(
         1800,
         "seconds after which a wait without a deadline of its own is logged, with all waits in waits.txt; it "
         "ends nothing (docs/troubleshooting.md)",
-        more_than=0,
+        gt=0,
     )
 
 
@@ -234,17 +231,17 @@ class Ray(Section):
         None, "`auto` where this machine is part of it, or host:port; null: this machine alone", mode="async"
     )
     nodes: int | None = setting(
-        None, "number of nodes that must be present before anything starts; null: any", at_least=1, mode="async"
+        None, "number of nodes that must be present before anything starts; null: any", ge=1, mode="async"
     )
     max_restarts: int = setting(
-        3, "how often all trainers are started again when one is lost; 0: the run stops", at_least=0, mode="async"
+        3, "how often all trainers are started again when one is lost; 0: the run stops", ge=0, mode="async"
     )
 
 
 class Loss(Section):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
-    surrogate: Surrogate | str = setting(
+    surrogate: Surrogate | Named = setting(
         "clipped",
         "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
         "none: only the KL | package.module:function: your own (docs/losses.md)",
@@ -254,20 +251,20 @@ class Loss(Section):
         "r of each token | sequence: its response's geometric mean, so that all its tokens share one gradient | "
         "sequence_token: that value with the token's own gradient",
     )
-    clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", at_least=0)
-    clip_high: float = setting(0.2, "r is clipped above at 1 + clip_high", at_least=0)
+    clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", ge=0)
+    clip_high: float = setting(0.2, "r is clipped above at 1 + clip_high", ge=0)
     dual_clip: float | None = setting(
-        None, "for surrogate=clipped: for negative advantages, r is capped at this; null: no cap", at_least=0
+        None, "for surrogate=clipped: for negative advantages, r is capped at this; null: no cap", ge=0
     )
-    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature for positive advantages", more_than=0)
-    tau_neg: float = setting(1.05, "for surrogate=sapo: temperature for other advantages", more_than=0)
+    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature for positive advantages", gt=0)
+    tau_neg: float = setting(1.05, "for surrogate=sapo: temperature for other advantages", gt=0)
     aggregate: Aggregation = setting(
         "sequence_mean",
         "sequence_mean: each response weighs the same | token_mean: each token | prompt_mean: each prompt | constant: "
         "a response's sum over `normalizer`, then the mean over responses",
     )
     normalizer: float | None = setting(
-        None, "for aggregate=constant; null: sampling.max_new_tokens, the most that one turn may have", more_than=0
+        None, "for aggregate=constant; null: sampling.max_new_tokens, the most that one turn may have", gt=0
     )
     advantage: Advantage = setting(
         "zscore",
@@ -275,11 +272,11 @@ class Loss(Section):
         "batch_zscore: std over the collection, of r or of r - mean | multi_reward: z-scores of the parts, summed, "
         "over the std of the collection",
     )
-    advantage_clip: float | None = setting(None, "largest advantage either way", more_than=0)
+    advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
     reward_weights: Mapping[str, float] = setting(
         {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
     )
-    kl: KL | str = setting(
+    kl: KL | Named = setting(
         "k3",
         "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
         "unbiased off-policy too | package.module:function: your own, in the loss (docs/losses.md)",
@@ -293,11 +290,11 @@ class Loss(Section):
         "absorbs the mismatch | truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
     )
     correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
-    correction_low: float = setting(0.5, "low, the lower bound of rho", at_least=0)
-    correction_high: float = setting(2.0, "high, the upper bound of rho", at_least=0)
+    correction_low: float = setting(0.5, "low, the lower bound of rho", ge=0)
+    correction_high: float = setting(2.0, "high, the upper bound of rho", ge=0)
     mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
     top_entropy_fraction: float = setting(
-        1.0, "share of tokens, those of highest entropy, in the policy gradient", more_than=0, at_most=1
+        1.0, "share of tokens, those of highest entropy, in the policy gradient", gt=0, le=1
     )
 
 
@@ -310,19 +307,19 @@ class Sections(Section):
         "imitate the data's responses (sota/sft.py); null: the script's",
     )
     env: Env
-    model: Model = field(default_factory=Model)
-    train_model: TrainModel = field(default_factory=TrainModel)
-    ref_model: RefModel = field(default_factory=RefModel)
-    inference_model: InferenceModel = field(default_factory=InferenceModel)
-    sampling: SamplingSection = field(default_factory=SamplingSection)
-    train: Train = field(default_factory=Train)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    policy: Policy = field(default_factory=Policy)
-    mismatch: MismatchSection = field(default_factory=MismatchSection)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    logger: Logger = field(default_factory=Logger)
-    ray: Ray = field(default_factory=Ray)
-    loss: Loss = field(default_factory=Loss)
+    model: Model = Field(default_factory=Model)
+    train_model: TrainModel = Field(default_factory=TrainModel)
+    ref_model: RefModel = Field(default_factory=RefModel)
+    inference_model: InferenceModel = Field(default_factory=InferenceModel)
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    train: Train = Field(default_factory=Train)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    policy: Policy = Field(default_factory=Policy)
+    mismatch: MismatchSection = Field(default_factory=MismatchSection)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    logger: Logger = Field(default_factory=Logger)
+    ray: Ray = Field(default_factory=Ray)
+    loss: Loss = Field(default_factory=Loss)
     resume: str | None = setting(
         None,
         "a checkpoint file | a run folder | auto: the folder of hydra.run.dir if that is set, else the newest run of "
@@ -337,8 +334,10 @@ def declarations(dataset: str | None) -> dict[str, Any]:
         ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
     """
     found = dict(declared(Sections))
-    for task in [task_section(dataset)] if dataset else TASKS.values():
-        own = declared(task, "env.")
+    for name in [dataset] if dataset else TASKS:
+        own = declared(task_section(name), "env.")
+        if not dataset:  # what one task has by default says nothing of the others
+            own = {key: replace(setting, default=REQUIRED) for key, setting in own.items()}
         if taken := sorted(found.keys() & own.keys()) if dataset else ():
             raise ValueError(f"{dataset} has a setting {taken[0]}, a name that is taken; rename its parameter")
         found |= own

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_rl.by_name import is_name
+from grpo_rl.section import plain, select
 from grpo_rl.settings.compose import DEFAULT_CONFIG, OF_COMPOSING, compose_config, explained
-from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.mixture import SHARED, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES
@@ -63,7 +63,7 @@ def settings_of_mixture(settings: Settings) -> dict[str, Settings]:
         # Those of an entry are its own, whole: merged, it would have the mixture's rewards, too.
         shared = {f"env.{key}": entry.env.get(key, settings.env[key]) for key in SHARED}
         with named(f"env.mixture.{name}"):
-            found[name] = settings_for_task(entry.dataset, _of_run(settings) | shared, own)
+            found[name] = settings_for_task(entry.task, _of_run(settings) | shared, own)
     return found
 
 

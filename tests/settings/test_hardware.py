@@ -26,13 +26,9 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd sve bf16\n"
 @pytest.fixture
 def cpu(tmp_path, monkeypatch):
     """Gives this machine a CPU of that description, and no GPU."""
-
-    def set_cpu(text: str) -> None:
-        (tmp_path / "cpuinfo").write_text(text)
-
     monkeypatch.setattr(hardware, "CPU_FILE", tmp_path / "cpuinfo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return set_cpu
+    return hardware.CPU_FILE.write_text
 
 
 @pytest.mark.slow
@@ -49,12 +45,8 @@ def test_a_run_on_a_cpu_without_bfloat16_trains_in_float32_and_goes_on_elsewhere
     cpu, tmp_path, capsys
 ):
     script, folder = Path(__file__).parents[2] / "sota" / "grpo.py", tmp_path / "run"
-    words = [
-        *tiny_run(tmp_path),
-        "train_model.dtype=null",
-        "train.total_dialog_turns=16",
-        "optimizer.schedule=constant",
-    ]
+    own = ["train_model.dtype=null", "train.total_dialog_turns=16", "optimizer.schedule=constant"]
+    words = [*tiny_run(tmp_path), *own]
     cpu(ZEN_3)
     run_script(script, words, folder)
     assert "Weights are float32" in " ".join(capsys.readouterr().out.split())

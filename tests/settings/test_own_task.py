@@ -8,13 +8,11 @@ import sys
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from transformers import AutoTokenizer
 
 from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.config import main
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
 from tests.envs.scoring import scored
 
 pytestmark = pytest.mark.slow
@@ -27,7 +25,7 @@ from grpo_rl.envs.base import Reward, Task
 class Echo(Task):
     reward_parts = ("echo",)
     def __init__(self, rows, weight: float = 1.0, ask: Literal["word", "noun"] = "word", bad=(), *,
-                 stop: str | None = None, tags: list[str] = ["a"], deep: dict | None = None):
+                 stop: str | None = None, tags: list[str] = ["a"], deep: dict | None = None, copy: bool = False):
         self.rows, self.weight, self.tags = rows, weight, tags
     def prompt(self, row):
         return [{"role": "user", "content": row["word"]}]
@@ -57,20 +55,10 @@ def task(rows): ...
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "own_tasks.py").write_text(SOURCE)
-    (folder / "rows.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", list(sys.path))
-        yield folder
-    sys.modules.pop("own_tasks", None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+def folder(current_folder):
+    (current_folder / "own_tasks.py").write_text(SOURCE)
+    (current_folder / "rows.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
+    return current_folder
 
 
 def settings(*words, task="Echo", path="rows.jsonl"):
@@ -81,7 +69,15 @@ def settings(*words, task="Echo", path="rows.jsonl"):
 def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
     own = settings("env.weight=2", "env.tags=[x,y]", "env.deep={a: 1}").env
     assert own.dataset == "own_tasks:Echo"
-    assert own.task == {"weight": 2, "ask": "word", "bad": [], "stop": None, "tags": ["x", "y"], "deep": {"a": 1}}
+    assert own.task == {
+        "weight": 2,
+        "ask": "word",
+        "bad": [],
+        "stop": None,
+        "tags": ["x", "y"],
+        "deep": {"a": 1},
+        "copy": False,
+    }
     assert "system_prompt" not in own and own.repeats == 8
     run = settings("env.weight=3")
     assert Settings.restored(json.loads(run.as_json())) == run
@@ -91,8 +87,8 @@ def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
     ("task", "words", "message"),
     [
         ("Echo", ["env.weigth=2"], "unknown config key env.weigth; did you mean env.weight?"),
-        ("Echo", ["env.weight=much"], "env.weight is 'much'; it must be a number"),
-        ("Echo", ["env.ask=verb"], "env.ask is 'verb'; it can be word, noun"),
+        ("Echo", ["env.weight=much"], "env.weight is 'much'; it should be a valid number"),
+        ("Echo", ["env.ask=verb"], "env.ask is 'verb'; it should be 'word' or 'noun'"),
         ("Ecko", [], "has no Ecko; did you mean Echo"),
         ("Plain", [], "env.limit must be set: own_tasks:Plain can't do without"),
         ("Seeded", [], "own_tasks:Seeded has a setting seed, a name that is taken"),
@@ -136,7 +132,7 @@ def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
     env = make_env(made, tokenizer)
     assert [row["word"] for row in env.task.rows] == ["train 0", "train 1", "train 2"]
     assert [row["word"] for row in eval_rows(made, env)] == ["test 0", "test 1"]
-    with pytest.raises(ValueError, match="has no data of its own; set env.path to"):
+    with pytest.raises(ValueError, match=r"has no data of its own; set env\.path to a JSONL, .* such as trl-lib/tldr"):
         make_env(settings(path=None), tokenizer)
 
 

@@ -24,15 +24,9 @@ def run(overrides, folder):
 
 
 EVERYTHING = [
-    "policy.kl_coef=0.1",
-    "policy.target_kl=0.001",
-    "ref_model.refresh=average",
-    "ref_model.decay=0.9",
-    "train.max_resamples=2",
-    "train.epochs=2",
-    "train.reward_clip=0.5",
-    "train.total_dialog_turns=80",
-]
+    "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=average", "ref_model.decay=0.9",
+    "train.max_resamples=2", "train.epochs=2", "train.reward_clip=0.5", "train.total_dialog_turns=80",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
