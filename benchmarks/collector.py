@@ -134,7 +134,7 @@ def timed_calls(owner: object, name: str):
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
 
     from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.envs.gsm8k import GSM8K, load_rows

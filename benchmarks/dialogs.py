@@ -104,7 +104,7 @@ def check_ids(rollouts: list[Rollout], watched: Watched) -> tuple[int, list[floa
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     from transformers import AutoTokenizer
 
     from grpo_rl.engines.vllm.engine import VLLMEngine

@@ -49,6 +49,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.policies.allocator import give_back
+from grpo_rl.settings.hardware import lacks_bfloat16
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""
@@ -237,12 +238,20 @@ def digest(files: Sequence[str]) -> str:
     return sha.hexdigest()[:16]
 
 
-def require_quiet(force: bool) -> dict:
+def require_quiet(force: bool, bfloat16: bool = False) -> dict:
     """The load average now, and whether it was ignored.
 
+    Args:
+        bfloat16: the benchmark multiplies matrices in bfloat16 on both sides.
+
     Raises:
-        SystemExit: the machine is busy, and ``force`` is not set.
+        SystemExit: the machine is busy, or its CPU has no fast bfloat16, and ``force`` is not set.
     """
+    if bfloat16 and lacks_bfloat16() and not torch.cuda.is_available() and not force:
+        sys.exit(
+            "this CPU multiplies bfloat16 matrices in plain loops (it has no AVX-512), up to forty times slower than "
+            "others, of which a timing says nothing. Measure on another machine, or anyway with --force."
+        )
     load = os.getloadavg()[0]
     if load > MAX_LOAD and not force:
         sys.exit(
@@ -289,7 +298,8 @@ def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
     """Writes ``result`` to ``out``, prints its bars, and the headline, ``name: figure``, as the last line."""
     if out is not None:
         measured = datetime.now(UTC).date().isoformat()
-        facts = {"name": name, "figure": figure, "measured": measured, "arguments": sys.argv[1:]}
+        arguments = [word for word in sys.argv[1:] if word not in ("--out", str(out))]
+        facts = {"name": name, "figure": figure, "measured": measured, "arguments": arguments}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(facts | result, indent=2) + "\n")
     for line in result.get("bars", []):

@@ -223,7 +223,7 @@ def over_allowance(slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     failed: dict[str, str] = {}
     names = [OURS, *args.peers]
     series = {

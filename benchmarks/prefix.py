@@ -179,7 +179,7 @@ def prompt_share(
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     try:
         policy = TrainPolicy.load(resolve_model(args.model), torch.bfloat16, args.device)
     except ValueError as error:

@@ -150,7 +150,7 @@ def fastest_batch(work: Work, batches: Sequence[int], tried: dict[str, float | s
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     from grpo_rl.policies.hub import resolve_model
 
     tried: dict[str, float | str] = {}

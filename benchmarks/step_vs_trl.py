@@ -442,7 +442,7 @@ def name_of(prompt: int | None) -> str:
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     try:
         work = asked_work(args)
     except ValueError as error:

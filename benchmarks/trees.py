@@ -57,7 +57,7 @@ def computed_tokens(groups: list[Group], max_tokens: int) -> int:
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force)
+    load = harness.require_quiet(args.force, bfloat16=True)
     from transformers import AutoTokenizer
 
     folder = resolve_model(args.model)
