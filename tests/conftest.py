@@ -104,6 +104,14 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(tiny_model):
+    """The tiny model's tokenizer, to be read only."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory) -> list[str]:
     """The overrides of a run of seconds: see `grpo_rl.testing.tiny_run`."""
     from grpo_rl import testing
@@ -117,3 +125,17 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RL_CACHE", str(folder := tmp_path_factory.mktemp("cache")))
         yield folder
+
+
+@pytest.fixture(scope="module")
+def current_folder(tmp_path_factory):
+    """The current folder, empty and not on the path yet where a module begins; what it writes is forgotten."""
+    folder = tmp_path_factory.mktemp("current")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [entry for entry in sys.path if entry])
+        yield folder
+    for path in folder.rglob("*.py"):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        if getattr(sys.modules.get(name), "__file__", None) == str(path):
+            del sys.modules[name]

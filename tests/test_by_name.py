@@ -3,32 +3,18 @@ from __future__ import annotations
 import inspect
 import sys
 
-import pytest
-
 from grpo_rl.by_name import object_by_name
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The current folder, which is not on the path yet; modules written there are forgotten again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-def test_a_module_of_the_current_folder_is_found_and_stays_findable(folder):
-    (folder / "own_parts.py").write_text("def longer(): return 7\n")
-    (folder / "own_package").mkdir()
-    (folder / "own_package" / "inner.py").write_text("class Outer:\n    class Task: pass\n")
+def test_a_module_of_the_current_folder_is_found_and_stays_findable(current_folder):
+    (current_folder / "own_parts.py").write_text("def longer(): return 7\n")
+    (current_folder / "own_package").mkdir()
+    (current_folder / "own_package" / "inner.py").write_text("class Outer:\n    class Task: pass\n")
     assert object_by_name("own_parts:longer", "env.reward")() == 7
     assert inspect.isclass(object_by_name("own_package.inner:Outer.Task", "env.dataset"))
-    assert sys.path[-1] == str(folder) and sys.path.count(str(folder)) == 1
+    assert sys.path[-1] == str(current_folder) and sys.path.count(str(current_folder)) == 1
 
 
-def test_a_file_of_the_current_folder_replaces_no_library(folder):
-    (folder / "json.py").write_text("dumps = None\n")
+def test_a_file_of_the_current_folder_replaces_no_library(current_folder):
+    (current_folder / "json.py").write_text("dumps = None\n")
     assert object_by_name("json:dumps", "env.reward")([1]) == "[1]"

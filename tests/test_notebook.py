@@ -11,8 +11,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from grpo_rl.testing import save_tiny_model
-
 NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "quickstart.ipynb"
 
 
@@ -25,21 +23,16 @@ def text_of(cell):
 
 
 @pytest.mark.nightly
-def test_the_notebook_trains_and_shows_the_run(tmp_path, monkeypatch):
+def test_the_notebook_trains_and_shows_the_run(tiny_model, tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (install,), (parameters,) = cells(notebook, "install"), cells(notebook, "parameters")
     assert "grpo-rl[cpu]" in install.source
     notebook.cells.remove(install)
     settings = [
-        f"model.name={save_tiny_model(tmp_path / 'model')}",
-        "inference_model.engine=transformers",
-        "train_model.compile=false",
-        "env.num_envs=2",
-        "train.optim_batch_size=16",
-        "train.total_dialog_turns=32",
-        "evaluate.rows=2",
+        f"model.name={tiny_model}", "inference_model.engine=transformers", "train_model.compile=false",
+        "env.num_envs=2", "train.optim_batch_size=16", "train.total_dialog_turns=32", "evaluate.rows=2",
         "sampling.max_new_tokens=4",
-    ]
+    ]  # fmt: skip
     parameters.source += f"\nsettings = {shlex.join(settings)!r}"
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -47,8 +40,7 @@ def test_the_notebook_trains_and_shows_the_run(tmp_path, monkeypatch):
     after = {cell.id: text_of(cell) for cell in notebook.cells if cell.cell_type == "code"}
     assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
     assert "held-out problems, greedy: 0.00 before, 0.00 after" in after["metrics"]  # a random model
-    assert [line[:8] for line in after["responses"].splitlines() if line.startswith("step ")] == ["step 1, "] * 2 + [
-        "step 2, "
-    ] * 2
+    steps = [line[:8] for line in after["responses"].splitlines() if line.startswith("step ")]
+    assert steps == ["step 1, "] * 2 + ["step 2, "] * 2
     assert "runs/quickstart/report.html" in after["report"]
     assert after["sample"]

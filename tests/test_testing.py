@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.envs.base import Reward, ScoreError, Task
@@ -24,7 +23,7 @@ from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.rewards.examples import reward_len
 from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
-from grpo_rl.testing import check_task, save_tiny_model
+from grpo_rl.testing import check_task
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +119,7 @@ def test_a_broken_promise_is_named(task, error, message):
         check_task(task())
 
 
-def test_the_documentations_task_is_checked_as_it_is_printed_there(tmp_path, monkeypatch):
+def test_the_documentations_task_is_checked_as_it_is_printed_there(tokenizer, tmp_path, monkeypatch):
     task, *blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert len([line for line in task.split("class ")[1].splitlines() if line.strip()]) <= 20
     (tmp_path / "my_tasks.py").write_text(task)
@@ -130,6 +129,6 @@ def test_the_documentations_task_is_checked_as_it_is_printed_there(tmp_path, mon
     monkeypatch.delitem(sys.modules, "my_tasks")
     rewarded = names["Rhyme"]([]).score({"word": "night"}, "Light.")
     assert rewarded.total == 1.2
-    env = names["make_env"](AutoTokenizer.from_pretrained(save_tiny_model(tmp_path)))
+    env = names["make_env"](tokenizer)
     env.check_prompts()
     assert env.batch_size == (32,) and all(env.encode(row) for row in names["held_out"])

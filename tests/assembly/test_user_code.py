@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from grpo_rl.assembly.environment import make_env
 from grpo_rl.monitor.metrics import read_metrics
@@ -44,20 +43,10 @@ def even(completions, prompts, **columns):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("user")
-    (folder / "user_code.py").write_text(SOURCE)
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?"}}\n' for i in range(6)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", list(sys.path))
-        yield folder
-    sys.modules.pop("user_code", None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
+def folder(current_folder):
+    (current_folder / "user_code.py").write_text(SOURCE)
+    (current_folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?"}}\n' for i in range(6)))
+    return current_folder
 
 
 WRONG = [

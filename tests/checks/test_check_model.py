@@ -19,7 +19,7 @@ from grpo_rl.checks.template import template_findings
 from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.testing import run_script, save_tiny_model
+from grpo_rl.testing import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -28,14 +28,9 @@ SHORT = ["inference_model.max_model_len=256", "sampling.max_new_tokens=32"]
 ENGINE = ["--engine", "transformers"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def copied(model, tmp_path):
-    return Path(shutil.copytree(model, tmp_path / "model"))
+def copied(tiny_model, tmp_path):
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 @pytest.fixture
@@ -80,7 +75,7 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     assert first / 3 < float(mean) < 3 * first  # other prompts, the same rounding
 
 
-def test_responses_are_sampled_as_in_training_but_for_their_length(model, check, monkeypatch):
+def test_responses_are_sampled_as_in_training_but_for_their_length(tiny_model, check, monkeypatch):
     asked = []
 
     class Asked(TransformersEngine):
@@ -92,7 +87,7 @@ def test_responses_are_sampled_as_in_training_but_for_their_length(model, check,
     cuts = dict(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01)
     words = [*(f"sampling.{name}={value}" for name, value in cuts.items()), "sampling.stop=[ab]"]
     more = ["sampling.ignore_eos=true", "sampling.max_new_tokens=40", "inference_model.max_model_len=256"]
-    code, lines = check(model, *words, *more, *ENGINE)
+    code, lines = check(tiny_model, *words, *more, *ENGINE)
     assert asked == [Sampling(**cuts, stop=("ab",), ignore_eos=True, max_new_tokens=32)]
     assert code == 0 and lines["sampler, trainer"][0] == "OK"  # which scored with the kept sets
 
@@ -107,7 +102,7 @@ def test_responses_are_sampled_as_in_training_but_for_their_length(model, check,
     ],
 )
 def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(
-    model, check, monkeypatch, temperature, shift, line, told
+    tiny_model, check, monkeypatch, temperature, shift, line, told
 ):
     class Faulty(TransformersEngine):
         def generate(self, prompts, n, sampling):
@@ -117,7 +112,7 @@ def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(
             return samples
 
     plant(monkeypatch, Faulty)
-    code, lines = check(model, *SHORT, *ENGINE)
+    code, lines = check(tiny_model, *SHORT, *ENGINE)
     assert code == 1 and list(fixes(lines)) == [line] and told in fixes(lines)[line]
 
 
@@ -184,8 +179,8 @@ ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
 PLAIN = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}"
 
 
-def on_template(model, template, ends=(0,), normalizer=None):
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def on_template(folder, template, ends=(0,), normalizer=None):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
     tokenizer.backend_tokenizer.normalizer = normalizer or tokenizer.backend_tokenizer.normalizer
     return {finding.about: finding for finding in template_findings(tokenizer, set(ends), len(tokenizer))}
@@ -206,8 +201,8 @@ def on_template(model, template, ends=(0,), normalizer=None):
         ),
     ],
 )
-def test_templates_that_change_earlier_turns_are_reported(model, template, told):
-    finding = on_template(model, template)["several turns"]
+def test_templates_that_change_earlier_turns_are_reported(tiny_model, template, told):
+    finding = on_template(tiny_model, template)["several turns"]
     assert (finding.kind == "OK") if told is None else (finding.kind == "note" and told in finding.text)
 
 
@@ -221,8 +216,8 @@ def test_templates_that_change_earlier_turns_are_reported(model, template, told)
         (None, [0], "OK", "<end> (0)"),  # the tokenizer's own eos is <end>
     ],
 )
-def test_the_token_behind_a_response_has_to_end_generation(model, template, ends, kind, told):
-    found = on_template(model, template, ends)
+def test_the_token_behind_a_response_has_to_end_generation(tiny_model, template, ends, kind, told):
+    found = on_template(tiny_model, template, ends)
     assert found["end of turn"].kind == kind and told in found["end of turn"].text
     assert (found["chat template"].kind == "OK") == (template is not None)
 
@@ -236,6 +231,6 @@ def test_a_refused_system_role_is_an_override_of_the_command_line(copied, capsys
     assert " env.system_prompt=null " in out.rpartition("Train it: ")[2]
 
 
-def test_a_tokenizer_that_changes_text_is_reported(model):
-    finding = on_template(model, PLAIN, normalizer=Lowercase())["text of ids"]
+def test_a_tokenizer_that_changes_text_is_reported(tiny_model):
+    finding = on_template(tiny_model, PLAIN, normalizer=Lowercase())["text of ids"]
     assert finding.kind == "note" and "'so \\\\frac{1}{2} , or 0.5 .'" in finding.text

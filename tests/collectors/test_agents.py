@@ -114,6 +114,10 @@ class Scripted:
         pass
 
 
+async def asks_once(number, call):
+    await call(("user", "p"))
+
+
 def settings_of(agent, task, limits=None, max_sessions=256):
     return AgentSettings(agent, "tiny", 20.0, limits or Limits(), None, isinstance(task, Told), max_sessions)
 
@@ -128,7 +132,9 @@ def groups_of(tokenizer, agent, task, repeats=3, limits=None, max_sessions=256):
 
 
 @contextlib.contextmanager
-def collecting(collector):
+def collecting(env, groups, engine, total=100):
+    """A collector in turns, which ends its sessions and its server."""
+    collector = SyncCollector(env, EnginePolicy(engine, SAMPLING), total, agents=SteppedGroups(groups, engine))
     try:
         yield collector
     finally:
@@ -139,9 +145,7 @@ def collected(tokenizer, agent, task=None, engine=None, repeats=3, total=6, limi
     """The groups of a collection in turns, its environment, engine and collector."""
     engine = engine or Engine(tokenizer)
     env, groups = groups_of(tokenizer, agent, task or Length([{}]), repeats, limits, max_sessions)
-    with collecting(
-        SyncCollector(env, EnginePolicy(engine, SAMPLING), total, agents=SteppedGroups(groups, engine))
-    ) as collector:
+    with collecting(env, groups, engine, total) as collector:
         return collector.collect(), env, engine, collector
 
 
@@ -173,12 +177,8 @@ def test_the_calls_of_a_session_become_sequences_with_its_reward(tokenizer):
     sampled = [prompt for batch in engine.batches for prompt in batch]
     whole = [[*group.prompt_ids.tolist(), *ids.tolist()] for ids in group.responses]
     assert all(any(tokens[: len(prompt)] == prompt for tokens in whole) for prompt in sampled)
-    assert collector.metrics() == {
-        f"agents/{name}": count
-        for name, count in Counter(
-            sessions=3, calls=5, extended=1, rewritten=1, branches=0, sequences=4, left_out=0
-        ).items()
-    }
+    counts = dict(sessions=3, calls=5, extended=1, rewritten=1, branches=0, sequences=4, left_out=0)
+    assert collector.metrics() == {f"agents/{name}": count for name, count in counts.items()}
     # Three sessions are compared, not four sequences: 3, 2, 3 have the mean 8/3 and the std 0.577.
     (group,) = AdvantageEstimator()([group])
     assert group.advantages.tolist() == pytest.approx([0.5773, -1.1545, 0.5773, 0.5773], abs=1e-4)
@@ -271,9 +271,7 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
     engine = Engine(tokenizer)
     env, groups = groups_of(tokenizer, Scripted(script), Length([{}]))
-    with collecting(
-        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
-    ) as collector:
+    with collecting(env, groups, engine) as collector:
         collector.collect()
         collector.collect()
         (note,) = collector.events()
@@ -285,14 +283,11 @@ def test_notes_on_requests_are_told_once_and_counts_are_kept_in_checkpoints(toke
 
 
 def test_an_engine_that_fails_ends_the_collection_and_an_evaluation(tokenizer):
-    async def script(number, call):
-        await call(("user", "p"))
-
     with pytest.raises(RuntimeError, match="the engine is broken"):
-        collected(tokenizer, Scripted(script), engine=Broken(tokenizer))
+        collected(tokenizer, Scripted(asks_once), engine=Broken(tokenizer))
     env = LLMEnv(Length([{}]), tokenizer, 1, 2)
     with pytest.raises(RuntimeError, match="the engine is broken"):
-        evaluate(env, Broken(tokenizer), [{}], GREEDY, sessions=sessions_of(Scripted(script), env.task))
+        evaluate(env, Broken(tokenizer), [{}], GREEDY, sessions=sessions_of(Scripted(asks_once), env.task))
 
 
 def test_sequences_that_begin_otherwise_than_most_are_left_out(tokenizer):
@@ -382,7 +377,7 @@ def test_several_sessions_about_a_held_out_row_stand_side_by_side(tokenizer):
             self.seen = set()
 
         async def play(self, client, row):
-            await Scripted(lambda number, call: call(("user", "p"))).play(client, row)
+            await Scripted(asks_once).play(client, row)
             first = row["seed"] not in self.seen
             self.seen.add(row["seed"])
             return "?" if first else str(row["seed"])
@@ -399,7 +394,7 @@ def test_several_sessions_about_a_held_out_row_stand_side_by_side(tokenizer):
 def test_a_session_tells_its_reward_of_a_held_out_row_too(tokenizer):
     class Tells:
         async def play(self, client, row):
-            await Scripted(lambda number, call: call(("user", "p"))).play(client, row)
+            await Scripted(asks_once).play(client, row)
             return row["worth"]
 
     env = LLMEnv(Told([{"worth": 9}]), tokenizer, 1, 2)
@@ -409,17 +404,12 @@ def test_a_session_tells_its_reward_of_a_held_out_row_too(tokenizer):
 
 
 def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
-    async def script(number, call):
-        await call(("user", "p"))
-
     engine, task = Engine(tokenizer), Length([{}])
-    env, groups = groups_of(tokenizer, Scripted(script), task)
-    with collecting(
-        SyncCollector(env, EnginePolicy(engine, SAMPLING), 100, agents=SteppedGroups(groups, engine))
-    ) as collector:
+    env, groups = groups_of(tokenizer, Scripted(asks_once), task)
+    with collecting(env, groups, engine) as collector:
         before = collector.collect()
         counts = collector.metrics()
-        evaluate(env, engine, [{}, {}], GREEDY, sessions=sessions_of(Scripted(script), task))
+        evaluate(env, engine, [{}, {}], GREEDY, sessions=sessions_of(Scripted(asks_once), task))
         assert collector.metrics() == counts and collector.events() == []
         (group,) = collector.collect()
         assert group.group_id == before[0].group_id + 1 and group.size == 3
@@ -553,7 +543,7 @@ def test_agents_inherit_no_variable_that_looks_like_a_secret_unless_it_is_passed
             make()
 
 
-def test_a_call_that_is_left_when_the_sessions_are_overended():
+def test_a_call_that_is_left_when_the_sessions_are_over():
     stepped, loop = SteppedEngine(ScriptedEngine(lambda prompt, g: [1])), LoopThread()
     left, over = loop.start(stepped.sample([1], SAMPLING)), Future()
     over.set_result(None)

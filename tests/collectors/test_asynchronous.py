@@ -183,24 +183,11 @@ def test_groups_that_teach_nothing_or_have_no_rewards_are_dropped_and_counted(to
     collector, _, weights = made(tokenizer, loop, rows=4, total=24, drops_zero_variance=True)
     out = list(itertools.chain.from_iterable(collections(collector, weights)))
     account = collector.metrics()
-    assert collector.collected == 24
     assert len(out) == 4 and account["groups/dropped_alike"] == 2 and account["groups/dropped_unrewarded"] == 2
     assert collector.collected == 24 and collector.staleness.started == 8
 
 
-def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
-    collector, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
-    sampled = []
-    while groups := collector.collect():
-        assert all(group in collector.sampled for group in groups)
-        sampled += collector.sampled
-        weights.push()
-    sampled += collector.sampled  # those that were left out last, with the empty collection
-    collector.shutdown()
-    assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
-
-
-def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokenizer, loop):
+def test_what_was_sampled_and_left_out_counts_as_sampled_also_after_a_checkpoint(tokenizer, loop):
     engine = Holding(tokenizer)
     first, _, weights = made(tokenizer, loop, engine=engine, rows=3, total=18, drops_zero_variance=True)
     assert first.collect()
@@ -221,7 +208,7 @@ def test_what_was_left_out_before_a_checkpoint_counts_as_sampled_after_it(tokeni
     while second.collect():
         sampled += second.sampled
         weights.push()
-    sampled += second.sampled
+    sampled += second.sampled  # those that were left out last, with the empty collection
     second.shutdown()
     assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
 

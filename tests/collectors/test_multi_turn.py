@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 from grpo_rl.collectors.engine_policy import EnginePolicy, write
 from grpo_rl.collectors.groups import Trajectory, group_of_trajectories
@@ -19,7 +17,7 @@ from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
-from grpo_rl.testing import save_tiny_model
+from tests.engines.test_contract import engine_of
 
 SAMPLING = Sampling(max_new_tokens=8)
 
@@ -53,9 +51,10 @@ class Echo(Task):
 class Recording(ScriptedEngine):
     def __init__(self, script, **settings):
         super().__init__(script, **settings)
-        self.seen = []
+        self.seen, self.calls = [], []
 
     def generate(self, prompts, n, sampling):
+        self.calls.append((time.monotonic(), n * len(prompts)))
         self.seen += [(list(prompt), sampling.max_new_tokens) for prompt in prompts]
         return super().generate(prompts, n, sampling)
 
@@ -84,17 +83,13 @@ def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, f
     return SyncCollector(env, EnginePolicy(engine, SAMPLING), total_dialog_turns=1000), engine, env
 
 
-def text(tokenizer, ids):
-    return tokenizer.decode(ids)
-
-
 def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(tokenizer):
     collect, engine, _ = collector(tokenizer, Echo({}), [["ab", "c", "end"], ["xyz", "end"]])
     (group,) = collect.collect()
-    first, second = (text(tokenizer, ids) for ids in group.responses)
+    first, second = (tokenizer.decode(ids) for ids in group.responses)
     assert (first, second) == ("ab<end>[ab]<end>>c<end>[c]<end>>end<end>", "xyz<end>[xyz]<end>>end<end>")
     masks = group.trainable.split(group.lengths.tolist())
-    chosen = [text(tokenizer, ids[mask]) for ids, mask in zip(group.responses, masks, strict=True)]
+    chosen = [tokenizer.decode(ids[mask]) for ids, mask in zip(group.responses, masks, strict=True)]
     assert chosen == ["ab<end>c<end>end<end>", "xyz<end>end<end>"]
     assert group.rewards.tolist() == [2.0, 1.0] and not group.truncated.any()
     prompts = [prompt for prompt, _ in engine.seen]
@@ -107,7 +102,7 @@ def test_turns_and_tokens_are_bounded(tokenizer):
     collect, _, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["b…" + "b" * 20] * 9], max_turns=3)
     (group,) = collect.collect()
     # Three turns and two replies; and a turn that met max_new_tokens ends its conversation, without a reply.
-    assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>[a]<end>>a<end>"
+    assert tokenizer.decode(group.responses[0]) == "a<end>[a]<end>>a<end>[a]<end>>a<end>"
     assert len(group.responses[1]) == SAMPLING.max_new_tokens
     assert group.truncated.tolist() == [False, True]
 
@@ -116,7 +111,7 @@ def test_a_conversation_ends_where_the_context_does(tokenizer):
     # Prompt "p<end>>" has 3 tokens, "a<end>" 2, a reply "[a]<end>>" 5.
     collect, engine, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["end"]], max_model_len=12)
     (group,) = collect.collect()
-    assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>" and group.truncated.tolist() == [True, False]
+    assert tokenizer.decode(group.responses[0]) == "a<end>[a]<end>>a<end>" and group.truncated.tolist() == [True, False]
     assert [room for _, room in engine.seen] == [8, 8, 2]
 
 
@@ -151,13 +146,11 @@ def test_a_slow_reply_holds_up_nobody_else(tokenizer):
     """One tool takes 2 s; the other conversations have had all their turns by then."""
     turns = [["slow", "end"], *[[f"{g}a", f"{g}b", "end"] for g in range(7)]]
     collect, engine, _ = collector(tokenizer, Echo({"seconds": 2.0}), turns, repeats=8)
-    times: list[float] = []
-    generate = engine.generate
-    engine.generate = lambda *request: (times.append(time.monotonic()), generate(*request))[1]
     start = time.monotonic()
     (group,) = collect.collect()
     assert group.rewards.tolist() == [1.0, *[2.0] * 7]
     # First turns, second and third ones of the others, and the slow one's second, alone.
+    times = [at for at, _ in engine.calls]
     assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
 
 
@@ -166,12 +159,9 @@ def test_turns_of_a_batch_do_not_depend_on_whose_reply_is_first(tokenizer):
     turns = [["slow", "end"], ["a", "end"], ["b", "end"]]
     collect, engine, _ = collector(tokenizer, Echo({"seconds": 0.2}), turns, repeats=3)
     engine.in_rounds = True
-    batches: list[int] = []
-    generate = engine.generate
-    engine.generate = lambda prompts, n, *more: (batches.append(len(prompts) * n), generate(prompts, n, *more))[1]
     (group,) = collect.collect()
-    assert group.rewards.tolist() == [1.0] * 3 and batches == [3, 3]
-    assert ["slow" in text(tokenizer, ids) for ids, _ in engine.seen[1:]] == [True, False, False]
+    assert group.rewards.tolist() == [1.0] * 3 and [responses for _, responses in engine.calls] == [3, 3]
+    assert ["slow" in tokenizer.decode(ids) for ids, _ in engine.seen[1:]] == [True, False, False]
 
 
 class Chatty(Echo):
@@ -182,25 +172,17 @@ class Chatty(Echo):
 
 
 @pytest.mark.slow
-def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(tmp_path):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    folder = save_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = VLLMEngine(folder, max_model_len=256)
-    computed: list[list[int]] = []
-    add = engine._llm.llm_engine.add_request
-    engine._llm.llm_engine.add_request = lambda i, prompt, params, **more: (
-        computed.append(list(prompt["prompt_token_ids"])), add(i, prompt, params, **more)
-    )  # fmt: skip
-    try:
+def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(tiny_model, tokenizer):
+    with engine_of("vllm", tiny_model, 256) as engine:
+        computed: list[list[int]] = []
+        add = engine._llm.llm_engine.add_request
+        engine._llm.llm_engine.add_request = lambda i, prompt, params, **more: (
+            computed.append(list(prompt["prompt_token_ids"])), add(i, prompt, params, **more)
+        )  # fmt: skip
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
         # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
         groups = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=40)), total_dialog_turns=6).collect()
         assert not engine._llm.llm_engine.has_unfinished_requests()
-    finally:
-        engine.close()
     wholes = [[*g.prompt_ids.tolist(), *ids.tolist()] for g in groups for ids in g.responses]
     assert len(wholes) == 6 and len(computed) >= 6
     assert all(any(whole[: len(prompt)] == prompt for whole in wholes) for prompt in computed)
@@ -209,11 +191,8 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
 
 
 @pytest.mark.nightly
-def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    with closing(VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)) as engine:
+def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tiny_model):
+    with engine_of("vllm", tiny_model, 128) as engine:
         engine.submit(7, [5, 6, 7], Sampling(max_new_tokens=100, min_new_tokens=100))
         assert engine.step() == []
         engine.abort()

@@ -140,9 +140,3 @@ def test_a_scheduler_goes_on_where_another_stopped_with_what_was_answered_and_wh
     asked.clear()
     out = virtual_time.run(second())
     assert sorted(chain.from_iterable(out)) == [-7, -6, -5, -4, -2, 0] and asked == [0, 2, 4, 6, 7]
-
-
-def test_open_groups_may_be_looked_at_before_the_scheduler_goes_on():
-    scheduler = RolloutScheduler(StalenessManager(2, 1), lambda: None, None)
-    scheduler.reopen([(0, "a", None), (0, "b", None)])
-    assert scheduler.open() == [(0, "a", None), (0, "b", None)]

@@ -66,18 +66,6 @@ def test_collections_follow_each_other_until_all_responses_are_sampled(env, engi
     assert collector.collected == 18 and collector.collect() == []
 
 
-def test_a_resumed_collector_counts_on(env, engine):
-    collector = SyncCollector(env, EnginePolicy(engine, Sampling(max_new_tokens=5)), 18, collected=12)
-    collector.collect()
-    assert collector.collected == 18
-
-
-def test_rollout_with_an_engine_as_policy_gives_the_same_rewards(env, engine):
-    rollout = env.rollout(max_steps=1, policy=EnginePolicy(engine, Sampling(max_new_tokens=5)))
-    assert rollout[keys.REWARD].flatten().tolist() == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
-    assert rollout[keys.GROUP_ID].flatten().tolist() == [0, 0, 0, 1, 1, 1]
-
-
 def test_a_group_is_sampled_in_one_call_so_that_its_prompt_is_computed_once(env, engine):
     calls = []
     generate = engine.generate

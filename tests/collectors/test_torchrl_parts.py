@@ -57,14 +57,10 @@ class OneTurn(Counting):
         return Reward({"letters": float(len(response)), "turns": 0.5})
 
 
-def engine_for(tokenizer):
+def policy_for(tokenizer):
     """Says one letter, two or three, by the length of what it goes on from and the number of the response."""
     end = tokenizer.eos_token_id
-    return ScriptedEngine(lambda prompt, g: [*tokenizer("abc"[: 1 + (len(prompt) + g) % 3])["input_ids"], end])
-
-
-def policy_for(tokenizer):
-    engine = engine_for(tokenizer)
+    engine = ScriptedEngine(lambda prompt, g: [*tokenizer("abc"[: 1 + (len(prompt) + g) % 3])["input_ids"], end])
     engine.in_rounds = True
     return EnginePolicy(engine, SAMPLING)
 

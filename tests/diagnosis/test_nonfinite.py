@@ -54,10 +54,9 @@ class Step:
     def take(self):
         finite = True
         for tokens in scored_micro_batches(self.policy, self.batch, BATCHING):
-            losses = GRPOLoss()(tokens)
-            total = losses["loss"]
-            finite &= bool(total.isfinite())
-            total.backward()
+            loss = GRPOLoss()(tokens)["loss"]
+            finite &= bool(loss.isfinite())
+            loss.backward()
         return self.optimizer.step(finite, self.explain)
 
     def plant(self, path, change):

@@ -57,9 +57,8 @@ def written_module(tmp_path, monkeypatch):
 @pytest.fixture
 def hotpotqa(real_data):
     """Questions of HotpotQA, and the documents to search."""
-    return search_qa.load_rows(real_data / "hotpotqa" / "hotpotqa_train.json"), load_corpus(
-        real_data / "hotpotqa" / "hotpotqa_train_corpus.json"
-    )
+    folder = real_data / "hotpotqa"
+    return search_qa.load_rows(folder / "hotpotqa_train.json"), load_corpus(folder / "hotpotqa_train_corpus.json")
 
 
 def said(task, row, *texts):

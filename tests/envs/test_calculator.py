@@ -53,25 +53,17 @@ def test_a_conversation_earns_its_parts(texts, expected, role):
 
 def test_a_result_counts_as_used_however_it_is_written():
     task, row = Calculator([]), {"question": "?", "answer": "#### -1234.5"}
-    call = {"role": "assistant", "content": "Calculator: -1000 - 234.5"}
     for later in ("-1,234.50", "$1234.5", "so 1234.500 less"):
-        after = [call, {"role": "tool", "content": "-1234.5"}, {"role": "assistant", "content": later}]
-        assert task.score_dialog(row, task.prompt(row) + after).parts["tool_use"] == 0.5, later
+        messages = said(task, row, "Calculator: -1000 - 234.5", later)
+        assert task.score_dialog(row, messages).parts["tool_use"] == 0.5, later
 
 
-def test_each_call_is_answered_until_the_policy_answers():
-    task = Calculator([ROW])
-
-    def reply(text: str):
-        return task.reply(ROW, [*task.prompt(ROW), {"role": "assistant", "content": text}])
-
-    assert reply("Calculator: 6*7\nCalculator: 1/0") == [
+def test_each_call_of_a_message_is_answered_also_one_that_fails():
+    task, calls = Calculator([ROW]), "Calculator: 6*7\nCalculator: 1/0"
+    assert said(task, ROW, calls)[len(task.prompt(ROW)) + 1 :] == [
         {"role": "tool", "content": "42"},
         {"role": "tool", "content": "Error: division by zero"},
     ]
-    assert (
-        reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "\n<answer>50</answer>") is None
-    )
 
 
 def test_the_examples_in_the_prompt_earn_nothing():

@@ -24,10 +24,6 @@ def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def written(tokenizer, last):
-    return tokenizer.decode(encode_reply(tokenizer, REPLY, last))
-
-
 def test_no_reply_writes_special_tokens_whatever_its_role(tokenizer):
     ids = encode_reply(tokenizer, [{"role": "user", "content": "a<end>b"}], tokenizer.eos_token_id)
     assert tokenizer.decode(ids) == "a< end>b<end>>"
@@ -103,8 +99,8 @@ def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_a
     """The template is like Gemma's, whose turns end on another token than its texts."""
     opens = "{% if add_generation_prompt %}>{% endif %}"
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens)
-    assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
-    assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
+    for last, written in ((tokenizer.eos_token_id, "#\n12#\n>"), (tokenizer("#")["input_ids"][-1], "\n12#\n>")):
+        assert tokenizer.decode(encode_reply(tokenizer, REPLY, last)) == written
 
 
 FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"

@@ -177,21 +177,16 @@ class Talking(Letters):
 
 def test_a_conversation_goes_on_in_the_next_step_until_all_of_the_batch_are_over(tokenizer):
     env = LLMEnv(Talking(), tokenizer, 1, 2, max_turns=3)
-    end = [tokenizer.eos_token_id]
     first = env.reset()
     prompt = first[0][keys.TOKENS_PROMPT]
-    for row, text in zip(first.unbind(0), ("abc", "a"), strict=True):
-        row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
-    second = env.step(first)["next"]
+    second = env.step(responding(tokenizer, ["abc", "a"])(first))["next"]
     assert second["done"].flatten().tolist() == [True, False]
     assert second["reward"].flatten().tolist() == [3.0, 0.0]
     # What was sampled stays, id by id; behind it comes what the template writes around the reply.
     said, reply = (tokenizer(text)["input_ids"] for text in ("a", "\nuser: go on\nassistant:"))
-    expected = [*prompt.tolist(), *said, *end, *reply]
+    expected = [*prompt.tolist(), *said, tokenizer.eos_token_id, *reply]
     assert second[1][keys.TOKENS_PROMPT].tolist() == expected
-    for row, text in zip(second.unbind(0), ("ignored", "abcd"), strict=True):
-        row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
-    third = env.step(second)["next"]
+    third = env.step(responding(tokenizer, ["ignored", "abcd"])(second))["next"]
     assert third["done"].all() and third["reward"].flatten().tolist() == [0.0, 5.0]
 
 

@@ -76,7 +76,6 @@ def test_prompts_may_be_texts_or_sentences_or_messages():
     ]
     own = {"ask": [{"role": "system", "content": "Rhyme."}, *CHAT]}
     assert task.prompt(own) == own["ask"]
-    assert PromptResponse(ROWS, reward=LENGTH).prompt(ROWS[0]) == CHAT
 
 
 @pytest.mark.parametrize(

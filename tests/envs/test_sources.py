@@ -153,7 +153,6 @@ REASONED = {"role": "assistant", "content": "#### 7", "reasoning_content": "3 an
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"questions": "?", "answer": "1"}, "did you mean questions? env.columns={question: questions} renames"),
         ({"messages": [*CHAT, REASONED]}, "reasoning_content"),
         ({"messages": CHAT, "answer": "#### 7", "tools": [{"name": "add"}]}, "has tools, which this task would leave"),
     ],

@@ -98,8 +98,6 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
         load_rows(tmp_path)
     with pytest.raises(ValueError, match=r"part-\*\.jsonl matches no file"):
         load_rows(tmp_path / "part-*.jsonl")
-    with pytest.raises(ValueError, match=r"set env\.path to a JSONL, .* such as trl-lib/tldr"):
-        load_rows()
 
 
 @pytest.mark.slow

@@ -117,7 +117,6 @@ def _corpus(name: str) -> Callable[[Path], Sequence[Any]]:
 def _file(name: str) -> Callable[[Any, Path], Path]:
     def write(data: Any, folder: Path) -> Path:
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
         path.write_bytes(as_bytes(data) if isinstance(data, str) else data)
         return path
 
@@ -135,10 +134,7 @@ def _lazily(module: str, name: str) -> Callable[..., Any]:
     return lambda *arguments, **named: found()(*arguments, **named)
 
 
-_calculate = _lazily("envs.tools.arithmetic", "calculate")
-
-
-_verdict = _lazily("envs.rewards.judge", "verdict")
+_calculate, _verdict = _lazily("envs.tools.arithmetic", "calculate"), _lazily("envs.rewards.judge", "verdict")
 
 
 def _in_range(result: float) -> None:
@@ -426,21 +422,14 @@ def _no_foreign_markup(html: str) -> None:
     assert not any("javascript:" in (names.get("href") or "") for _, names in parser.found)
 
 
-def _rows(path: Path) -> Any:
-    from grpo_rl.envs.gsm8k import load_rows
-
-    return list(load_rows(path))
+def _load_rows(module: str) -> Callable[[Path], list]:
+    load_rows = _lazily(module, "load_rows")
+    return lambda path: list(load_rows(path))
 
 
 def _program(text: str) -> Any:
     module = importlib.import_module("grpo_rl.envs.grading.program_tests")
     return module.program_of(text), module.equal_outputs(text, "7 0.5"), module.equal_outputs("7 0.5", text)
-
-
-def _program_rows(path: Path) -> Any:
-    from grpo_rl.envs.code import load_rows
-
-    return list(load_rows(path))
 
 
 def _action(text: str) -> Any:
@@ -486,9 +475,9 @@ TARGETS = [
     Target("report responses", _completions, _page_of_responses, _corpus("responses"), _no_foreign_markup,
            deadline_s=DEAR_S, examples=40),
     Target("programs", _as_is, _program, _corpus("responses"), error=None, examples=60),
-    Target("program tests", _file("rows.jsonl"), _program_rows, _corpus("program tests"), examples=60),
+    Target("program tests", _file("rows.jsonl"), _load_rows("envs.code"), _corpus("program tests"), examples=60),
     Target("actions", _as_is, _action, _corpus("actions"), examples=60),
     Target("trl", _trl_file, _trl, _corpus("trl"), _is_converted, examples=200),
-    Target("data rows", _file("rows.jsonl"), _rows, _corpus("data rows"), examples=60),
+    Target("data rows", _file("rows.jsonl"), _load_rows("envs.gsm8k"), _corpus("data rows"), examples=60),
 ]  # fmt: skip
 BY_NAME = {target.name: target for target in TARGETS}

@@ -14,17 +14,9 @@ from tests.helpers import to_fp64
 pytestmark = pytest.mark.gpu
 
 SIZES = dict(
-    vocab_size=301,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=8192,
-    initializer_range=0.05,
-    tie_word_embeddings=True,
-)
+    vocab_size=301, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, initializer_range=0.05, tie_word_embeddings=True,
+)  # fmt: skip
 # Prompt and responses of each group: a few tokens, one block of 128 but for one token, one, one and a token, many.
 LENGTHS = {
     "10": [(4, [5, 1])],

@@ -14,11 +14,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.head import log_prob_and_entropy
-from grpo_rl.policies.head_liger import liger_log_prob_and_entropy
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 from tests.helpers import forked_groups
 from tests.policies.test_attention_flex import SHAPES, dense, layout_of, who_sees_whom
+from tests.policies.test_head import full
 
 pytestmark = pytest.mark.gpu
 
@@ -49,15 +49,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def full_logits(hidden, weight, bias, target, temperature, softcap):
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits / temperature).log_softmax(-1)
-    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
 def head_problem(dtype: torch.dtype):
     tokens, size, vocabulary = 300, 64, 5003
     inputs = [random(tokens, size), random(vocabulary, size, seed=1, spread=0.3), random(vocabulary, seed=2)]
@@ -69,7 +60,7 @@ def head_problem(dtype: torch.dtype):
 def test_the_head_in_fp32_equals_full_logits_in_fp64(temperature, softcap):
     inputs, target, up = head_problem(torch.float32)
     exact = values_and_gradients(
-        lambda h, w, b: full_logits(h, w, b, target, temperature, softcap), [x.double() for x in inputs], up
+        lambda h, w, b: full(h, w, target, b, temperature, softcap), [x.double() for x in inputs], up
     )
     tiled = values_and_gradients(
         lambda h, w, b: log_prob_and_entropy(h, w, target, b, temperature, softcap), inputs, up
@@ -80,10 +71,8 @@ def test_the_head_in_fp32_equals_full_logits_in_fp64(temperature, softcap):
 
 def test_the_head_in_bf16_is_no_further_from_fp64_than_the_plain_bf16_road():
     inputs, target, up = head_problem(torch.bfloat16)
-    exact = values_and_gradients(
-        lambda h, w, b: full_logits(h, w, b, target, 0.7, None), [x.double() for x in inputs], up
-    )
-    plain = values_and_gradients(lambda h, w, b: full_logits(h, w, b, target, 0.7, None), inputs, up)
+    exact = values_and_gradients(lambda h, w, b: full(h, w, target, b, 0.7), [x.double() for x in inputs], up)
+    plain = values_and_gradients(lambda h, w, b: full(h, w, target, b, 0.7), inputs, up)
     tiled = values_and_gradients(lambda h, w, b: log_prob_and_entropy(h, w, target, b, 0.7), inputs, up)
     for result, other, expected in zip(tiled, plain, exact, strict=True):
         assert (result - expected).abs().mean() <= 1.2 * (other - expected).abs().mean()
@@ -168,16 +157,9 @@ def test_flex_attention_holds_no_scores():
 
 
 SIZES = dict(
-    vocab_size=301,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    initializer_range=0.1,
-)
+    vocab_size=301, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.1,
+)  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "gemma2": lambda: Gemma2ForCausalLM(
@@ -210,27 +192,6 @@ def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing, as
     for parameter, grad in grads.items():
         error = (grad - expected_grads[parameter]).norm() / expected_grads[parameter].norm()
         assert error <= 1e-3, f"{parameter}: {error}"
-
-
-@pytest.mark.parametrize("tokens", [300, 5000])  # one wave of Liger's sum over tokens, and five
-def test_the_head_by_liger_is_about_as_near_to_fp64_as_the_plain_bf16_road(tokens):
-    pytest.importorskip("cutlass")
-    pytest.importorskip("liger_kernel")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Liger's kernels are for Hopper")
-    size, vocabulary = 256, 5003
-    inputs = [random(tokens, size, dtype=torch.bfloat16), random(vocabulary, size, seed=1, spread=0.2).bfloat16()]
-    target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    up = [random(tokens, seed=4), random(tokens, seed=5)]
-
-    def of_full_logits(hidden, weight):
-        return full_logits(hidden, weight, None, target, 0.7, None)
-
-    exact = values_and_gradients(of_full_logits, [x.double() for x in inputs], up)
-    plain = values_and_gradients(of_full_logits, inputs, up)
-    theirs = values_and_gradients(lambda h, w: liger_log_prob_and_entropy(h, w, target, 0.7), inputs, up)
-    for result, other, expected in zip(theirs, plain, exact, strict=True):
-        assert (result - expected).abs().mean() <= 2 * (other - expected).abs().mean() + 2**-8 * expected.abs().mean()
 
 
 def test_a_model_with_compiled_layers_needs_no_cpp_compiler(tmp_path):

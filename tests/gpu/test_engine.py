@@ -6,32 +6,24 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from tests.engines.test_contract import engine_of
 
 pytestmark = pytest.mark.gpu
 
 MODEL = dict(
-    vocab_size=320,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=2,
-    pad_token_id=2,
-)
+    vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=2,
+)  # fmt: skip
+ENGINE = dict(max_model_len=128, gpu_memory_utilization=0.1, max_num_seqs=16)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request, tmp_path_factory):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
     made = tmp_path_factory.mktemp("model")
     config = Qwen3Config(**MODEL, tie_word_embeddings=request.param)
@@ -41,18 +33,12 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    made = VLLMEngine(folder, max_model_len=128, gpu_memory_utilization=0.1, max_num_seqs=16, can_sleep=True)
-    yield made
-    made.close()
+    with engine_of("vllm", folder, **ENGINE, can_sleep=True) as made:
+        yield made
 
 
 @pytest.fixture
 def trainer(folder):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
 
 
@@ -130,11 +116,7 @@ def test_a_sleeping_engine_frees_memory_and_wakes_with_its_weights_and_takes_new
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_share_an_engine_and_its_proof_adds_up(folder, trainer):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    made = VLLMEngine(folder, max_model_len=128, gpu_memory_utilization=0.1, max_num_seqs=16, tensor_parallel_size=2)
-    try:
+    with engine_of("vllm", folder, **ENGINE, tensor_parallel_size=2) as made:
         sync = WeightSync(trainer, made)
         for seed in (30, 31):
             change(trainer, seed)
@@ -142,5 +124,3 @@ def test_two_gpus_share_an_engine_and_its_proof_adds_up(folder, trainer):
             sync.verify()
         assert made.fingerprints(shapes(trainer)) == on_host(trainer)
         assert made.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=4))
-    finally:
-        made.close()

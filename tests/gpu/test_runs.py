@@ -34,13 +34,8 @@ KINDS = {
 @pytest.fixture(scope="module")
 def tiny(tiny_run, own_cache):
     pytest.importorskip("vllm")
-    return [
-        *tiny_run,
-        "inference_model.engine=vllm",
-        "inference_model.gpu_memory_utilization=0.1",
-        "optimizer.lr=1e-3",
-        "train_model.compile=null",
-    ]
+    vllm = ["inference_model.engine=vllm", "inference_model.gpu_memory_utilization=0.1"]
+    return [*tiny_run, *vllm, "optimizer.lr=1e-3", "train_model.compile=null"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,35 +34,23 @@ LENGTHS, SIZES = torch.tensor([2, 3, 0, 1]), torch.tensor([2, 2])
 
 def pairwise(factors):
     """A few combinations of the factors in which every two choices of two factors come together."""
-    missing = {pair for a, b in itertools.combinations(factors.items(), 2) for pair in pairs_of(a, b)}
-    pairs = {chosen: met(factors, chosen) for chosen in itertools.product(*factors.values())}
+    combinations = itertools.product(*([(name, choice) for choice in of] for name, of in factors.items()))
+    pairs = {chosen: set(itertools.combinations(chosen, 2)) for chosen in combinations}
+    missing = set().union(*pairs.values())
     while missing:
         best = max(pairs, key=lambda chosen: len(missing & pairs[chosen]))
         missing -= pairs[best]
-        yield dict(zip(factors, best, strict=True))
-
-
-def pairs_of(a, b):
-    return {((a[0], x), (b[0], y)) for x in a[1] for y in b[1]}
-
-
-def met(factors, chosen):
-    return set(itertools.combinations(zip(factors, chosen, strict=True), 2))
+        yield dict(best)
 
 
 def make_loss(surrogate="clipped", ratio="token", kl="none", correction="none", entropy_coef=0.0):
     surrogate, _, dual = surrogate.partition(" ")
     level, _, how = correction.rpartition(" ")
     return GRPOLoss(
-        kl_coef=0.0 if kl == "none" else 0.2,
-        entropy_coef=entropy_coef,
-        surrogate=surrogate,
-        ratio=ratio,
-        dual_clip=2.0 if dual else None,
-        kl="k3" if kl == "none" else kl,
-        correction=how,
-        correction_level=level or "token",
-    )
+        kl_coef=0.0 if kl == "none" else 0.2, kl="k3" if kl == "none" else kl, entropy_coef=entropy_coef,
+        surrogate=surrogate, ratio=ratio, dual_clip=2.0 if dual else None,
+        correction=how, correction_level=level or "token",
+    )  # fmt: skip
 
 
 def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script
@@ -19,8 +18,7 @@ PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
 
 
 def config(*overrides):
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose("grpo_gsm8k", overrides=list(overrides))
+    return compose_config("grpo_gsm8k", overrides)
 
 
 @pytest.mark.slow

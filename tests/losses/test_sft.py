@@ -98,12 +98,9 @@ def test_the_loss_is_torchrls_sum_over_responses_by_the_number_of_tokens():
     responses = [-torch.rand(n, generator=generator) for n in (1, 5, 3)]
     summed = torch.stack([response.sum() for response in responses])
     tokens = TensorDict(
-        log_prob=torch.cat(responses),
-        entropy=torch.arange(9.0),
-        trainable=torch.ones(9, dtype=torch.bool),
-        weight=torch.full((9,), 1 / 9),
-        batch_size=[9],
-    )
+        log_prob=torch.cat(responses), entropy=torch.arange(9.0), trainable=torch.ones(9, dtype=torch.bool),
+        weight=torch.full((9,), 1 / 9), batch_size=[9],
+    )  # fmt: skip
     losses = SFTLoss()(tokens)
     torch.testing.assert_close(losses["loss"], torchrl_sft.sft_loss(summed, "sum") / 9)
     assert (losses["tokens"].item(), losses["entropy"].item()) == (9, 36)

@@ -105,15 +105,10 @@ RESPONSE = torch.tensor([0, 0, 0, 2, 2])  # response 1 is empty
 LOGS = [1.0, 3.0, 0.0, -2.0, 0.0]  # of the untrained token 0, as the loss puts it
 
 
-def test_a_responses_ratio_is_the_geometric_mean_of_its_trained_tokens():
-    got = leveled_log_ratio(torch.tensor(LOGS), "sequence", TRAINED, RESPONSE)
-    assert got.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
-
-
 def test_gspo_gives_every_token_of_a_response_an_equal_share_of_the_gradient_and_gspo_token_its_own():
     # f = 1 r0 + 10 r1 + 100 r2 + 1000 r3 + 10000 r4, with r the ratio at each token; e^2 = a and e^-1 = b.
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0], dtype=torch.float64)
-    a, b = math.exp(2.0), math.exp(-1.0)
+    a, b = math.exp(2.0), math.exp(-1.0)  # means over the trained tokens
     # Two trained tokens share 111 a, and the untrained one is given its share too: the loss puts its weight to 0.
     expected = {
         "sequence": [111 * a / 2, 111 * a / 2, 111 * a / 2, 5500 * b, 5500 * b],

@@ -20,8 +20,8 @@ from grpo_rl.cli import main
 from grpo_rl.migration.from_trl import convert
 from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, RENAMED, UNNEEDED
+from grpo_rl.section import select
 from grpo_rl.settings.compose import FOLDER
-from grpo_rl.settings.declaration import select
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.schema import Settings

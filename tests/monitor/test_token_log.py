@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
@@ -20,7 +19,7 @@ from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group, same
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 
@@ -116,13 +115,7 @@ def test_groups_come_back_as_they_were(tmp_path):
     assert [update.groups for update in stored.updates] == [[0, 1], [2]]
     for ours, theirs in zip(groups, stored.groups, strict=True):
         for name in (f.name for f in fields(Group)):
-            a, b = getattr(ours, name), getattr(theirs, name)
-            if isinstance(a, dict):
-                assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
-            elif isinstance(a, torch.Tensor):
-                assert torch.equal(a, b) and a.dtype == b.dtype, name
-            else:
-                assert a == b, name
+            assert same(getattr(ours, name), getattr(theirs, name)), name
     log_prob, entropy = stored.updates[0].scored[1]
     assert torch.equal(log_prob, plain.log_probs + 0.125) and torch.equal(entropy, plain.response_ids.float())
 
@@ -175,11 +168,6 @@ def test_without_lineage_the_text_of_the_group_that_was_scored_first_is_recorded
     log.begin([group])
     log.write(4, [group], 0.0)  # all of this step had zero variance
     assert read(tmp_path, 4)["log_prob"].isna().all() and len(read(tmp_path, 4)) == 3
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @given(st.lists(st.integers(1, 255), max_size=40))

@@ -77,14 +77,9 @@ def scenario_of(model, cluster, *overrides, mode="async", **lengths):
 
 
 LARGE = (
-    "train_model.gradient_checkpointing=true",
-    "env.num_envs=64",
-    "env.repeats=16",
-    "train.optim_batch_size=1024",
-    "inference_model.max_model_len=1280",
-    "sampling.max_new_tokens=1024",
-    "train.micro_batch_tokens=16384",
-)
+    "train_model.gradient_checkpointing=true", "env.num_envs=64", "env.repeats=16", "train.optim_batch_size=1024",
+    "inference_model.max_model_len=1280", "sampling.max_new_tokens=1024", "train.micro_batch_tokens=16384",
+)  # fmt: skip
 
 
 def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
@@ -478,16 +473,11 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
-        ("qwen_0_5b_1gpu", "1xH100"),
-        ("qwen_1_5b_1gpu", "1xH100"),
-        ("plan_1_5b_1gpu", "1xH100"),
-        ("plan_1_5b_2gpus", "2xH100"),
-        ("plan_1_5b_3gpus", "3xH100"),
-        ("plan_7b_8gpus", "8xH100"),
-        ("plan_70b_64gpus", "64xH100"),
-        ("plan_70b_128gpus", "128xH100"),
+        ("qwen_0_5b_1gpu", "1xH100"), ("qwen_1_5b_1gpu", "1xH100"), ("plan_1_5b_1gpu", "1xH100"),
+        ("plan_1_5b_2gpus", "2xH100"), ("plan_1_5b_3gpus", "3xH100"), ("plan_7b_8gpus", "8xH100"),
+        ("plan_70b_64gpus", "64xH100"), ("plan_70b_128gpus", "128xH100"),
     ],
-)
+)  # fmt: skip
 def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_path):
     folder = LLAMA_70B
     for size, (parameters, numbers) in QWEN.items():

@@ -144,10 +144,7 @@ def test_block_tables_are_those_that_pytorch_derives_and_contiguous():
     layout = pack([random_group(140, [60] * 4), random_group(9, [200, 0, 300], group_id=1)]).layout
     tables = flex.block_tables(layout.nodes, 1024, None, torch.device("cpu"))
     derived = BlockMask.from_kv_blocks(*tables[1:5], BLOCK_SIZE=flex.BLOCK)
-    for ours, theirs in zip(
-        tables[5:9],
-        (derived.q_num_blocks, derived.q_indices, derived.full_q_num_blocks, derived.full_q_indices),
-        strict=True,
-    ):
+    expected = (derived.q_num_blocks, derived.q_indices, derived.full_q_num_blocks, derived.full_q_indices)
+    for ours, theirs in zip(tables[5:9], expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs)

@@ -14,8 +14,10 @@ from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
 
-def full(hidden, weight, target, bias, temperature, softcap):
-    logits = hidden @ weight.T + (0 if bias is None else bias)
+def full(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
+    """The definition, by all logits at once, with softmax in fp32 at least."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -102,7 +104,7 @@ def test_logits_far_from_zero_cost_no_digits_and_no_entropy_is_negative(shift):
         )
         return log_prob.detach().double(), entropy.detach().double(), by_log_prob, by_entropy
 
-    exact = results(lambda h, w: full(h, w, target, None, 1.0, None), torch.float64)
+    exact = results(lambda h, w: full(h, w, target), torch.float64)
     tiled = results(lambda h, w: log_prob_and_entropy(h, w, target, tile=(5, 512)), torch.float32)
     torch.testing.assert_close(tiled[:2], exact[:2], rtol=0, atol=4e-6)
     assert (tiled[1] >= 0).all()
@@ -126,7 +128,7 @@ def test_words_that_a_model_masks_out_count_nothing(tile, masked):
         out = fn(hidden, weight)
         return *out, torch.autograd.grad(sum((u * x).sum() for u, x in zip(up, out, strict=True)), weight)[0]
 
-    expected = results(lambda h, w: full(h, w, target, None, 1.0, None), logits.T[kept])
+    expected = results(lambda h, w: full(h, w, target), logits.T[kept])
     targets = torch.tensor(kept)[target]
     found = results(lambda h, w: log_prob_and_entropy(h, w, targets, bias, tile=tile), logits.T)
     torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=1e-12)
@@ -149,15 +151,12 @@ def test_bf16_sums_over_many_tiles_are_about_as_near_to_fp64_as_one_product():
         fn(h, w).sum().backward()
         return torch.stack([h.grad.double().norm(), w.grad.double().norm()]), h.grad.double(), w.grad.double()
 
-    def full(h, w):
-        log_p = (h @ w.T).to(torch.promote_types(h.dtype, torch.float32)).log_softmax(-1)
-        return log_p.gather(1, target[:, None])
-
-    norms, *exact = grads(hidden.double(), weight.double(), full)
+    whole = lambda h, w: full(h, w, target)[0]  # noqa: E731
+    norms, *exact = grads(hidden.double(), weight.double(), whole)
     tiled = lambda h, w: log_prob_and_entropy(h, w, target, tile=(16, 64))[0]  # noqa: E731 - 6 x 64 tiles
     plain, ours = (
         torch.stack([(a - b).norm() for a, b in zip(grads(hidden, weight, fn)[1:], exact, strict=True)]) / norms
-        for fn in (full, tiled)
+        for fn in (whole, tiled)
     )
     assert (plain > 1e-3).all(), "bf16 rounds"
     assert (ours <= 1.25 * plain).all(), f"hidden, weight: {ours}, one product: {plain}"

@@ -8,12 +8,7 @@ import re
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2ForCausalLM,
-    LlamaForCausalLM,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
 
 from grpo_rl.policies.adapters import LoRA
 from grpo_rl.policies.compiler import has_compiler
@@ -23,7 +18,7 @@ from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
 from tests.helpers import to_fp64
 from tests.policies.test_every_model import tiny_config
-from tests.policies.test_exactness import SIZES, plain_road
+from tests.policies.test_exactness import SIZES, groups_of, plain_road, random_loss
 
 peft = pytest.importorskip("peft")
 
@@ -34,10 +29,7 @@ FAMILIES = {
     "gemma2": (Gemma2ForCausalLM, dict(sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
 }
 TARGETS = {"all-linear": "all-linear", "some": ["q_proj", "mlp.down_proj"]}
-GROUPS = [
-    random_group(p, lengths, 50, group_id=i, seed=i)
-    for i, (p, lengths) in enumerate([(5, [3, 2, 0, 3]), (1, [4, 7]), (9, [1, 1]), (20, [17, 33])])
-]
+GROUPS = groups_of([(5, [3, 2, 0, 3]), (1, [4, 7]), (9, [1, 1]), (20, [17, 33])])
 
 
 def randomize(model, seed=1):
@@ -52,11 +44,6 @@ def randomize(model, seed=1):
 
 def adapters_of(model):
     return {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if "lora_" in name}
-
-
-def weighted(log_prob, entropy):
-    weights = torch.randn(2, len(log_prob), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return (weights * torch.stack([log_prob, entropy])).sum()
 
 
 @pytest.mark.cases(4)
@@ -76,12 +63,12 @@ def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(fa
     assert adapters.keys() == expected_adapters.keys()
 
     expected = plain_road(theirs, GROUPS, 0.7)
-    weighted(*expected).backward()
+    random_loss(*expected, GROUPS).backward()
     if checkpointing:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     policy = TrainPolicy(ours, 0.7)
     scored = policy.score(GROUPS)
-    weighted(*scored).backward()
+    random_loss(*scored, GROUPS).backward()
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-9)
     for name, parameter in adapters.items():
         assert parameter.grad.abs().max() > 1e-3, name  # something to compare
@@ -178,7 +165,7 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(tiny_model):
         groups = [random_group(5, lengths, 50)]
         for p in (plain, policy):
             randomize(p.model, seed).zero_grad()
-            weighted(*(x.double() for x in p.score(groups))).backward()
+            random_loss(*(x.double() for x in p.score(groups)), groups).backward()
         torch.testing.assert_close(policy.score(groups), plain.score(groups), rtol=1e-4, atol=1e-4)
         for ours, theirs in zip(adapters_of(policy.model).values(), adapters_of(plain.model).values(), strict=True):
             assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm()

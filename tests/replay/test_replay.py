@@ -104,10 +104,8 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
                     left.remove(i)
         told = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
         assert outcome.losses == pytest.approx(told, abs=1e-7)
-        metrics = {name: logged[step - 1][name] for name in outcome.numbers if name in logged[step - 1]}
-        assert len(metrics) > 6 and {name: outcome.numbers[name] for name in metrics} == pytest.approx(
-            metrics, abs=1e-6
-        )
+        numbers = {name: value for name, value in outcome.numbers.items() if name in logged[step - 1]}
+        assert len(numbers) > 6 and numbers == pytest.approx({n: logged[step - 1][n] for n in numbers}, abs=1e-6)
         assert gradients.count_nonzero() > 20
     assert next(seen, None) is None
 

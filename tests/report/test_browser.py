@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import time
 
 import pytest
@@ -34,6 +36,21 @@ class Tab:
 
     def card(self, title: str):
         return self.page.locator("article.chart", has=self.page.get_by_role("heading", name=title, exact=True))
+
+
+# Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of
+# another module could run one.
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium, from $CHROMIUM or the system; tests that need one are skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; see CONTRIBUTING.md")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not path:
+        pytest.skip("no Chromium on this machine; CONTRIBUTING.md says how to get one")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ def test_rows_pair_the_first_and_the_last_evaluation(tmp_path):
     assert [row["gain"] for row in data["rows"]] == [2.0, -0.5, None]  # a response without a reward gains nothing
     first = data["rows"][0]
     assert (first["prompt"], first["gold"]) == ("Prompt 0", "4")
-    assert [(one["step"], one["text"], one["reward"]) for one in first["responses"]] == [
-        (0, "before 0", 0.0),
-        (9, "after 0", 2.0),
-    ]
+    responses = [(one["step"], one["text"], one["reward"]) for one in first["responses"]]
+    assert responses == [(0, "before 0", 0.0), (9, "after 0", 2.0)]
     assert data["rows"][2]["responses"][0]["reward"] is None

@@ -14,11 +14,8 @@ def test_a_small_run_is_there_whole_in_the_order_of_the_run(tmp_path):
     log.log(2, [row(7, 1.0), row(7, 0.0, "5", truncated=True)])
     log.log(1, [row(3, 0.5), row(3, 0.5), row(4, 0.25), row(4, 2.0)])
     data = responses.build(tmp_path)
-    assert [(group["step"], group["id"], group["row"]) for group in data["groups"]] == [
-        (1, 3, 13),
-        (1, 4, 14),
-        (2, 7, 17),
-    ]
+    places = [(group["step"], group["id"], group["row"]) for group in data["groups"]]
+    assert places == [(1, 3, 13), (1, 4, 14), (2, 7, 17)]
     assert (data["all_responses"], data["all_groups"]) == (6, 3)
     last = data["groups"][2]["responses"][1]
     assert (last["text"], last["reward"], last["truncated"], last["version"]) == ("5", 0.0, True, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.waits.registry import PROCESS
 
-SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1, "totals": {}, "within_memory": {}}
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +19,9 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.summary import best_kept
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.storage.whole_file import whole_folder
-from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
+from tests.run.test_run import assert_resumes, run
 
-run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.slow]
 
 
@@ -77,11 +74,8 @@ def test_the_model_of_the_best_evaluation_is_kept_and_named_in_the_summary(finis
 
 
 def test_a_resumed_run_evaluates_and_keeps_as_the_uninterrupted_one(finished, settings, tmp_path):
-    cut = tmp_path / "cut"
-    shutil.copytree(finished, cut)
-    run([*settings, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
     # No exception: sampled evaluations must not move the generators that training samples with.
-    assert [without_clocks(row) for row in read_metrics(cut)] == [without_clocks(row) for row in read_metrics(finished)]
+    assert_resumes(finished, settings, 2, tmp_path / "cut")
 
 
 @pytest.mark.nightly

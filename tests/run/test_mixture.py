@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from string import digits
 
@@ -13,10 +12,8 @@ import pytest
 from grpo_rl.monitor.completions import TURN_ENDS
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report.charts import build
-from grpo_rl.testing import run_script, without_clocks
-from grpo_rl.training.checkpoint import checkpoints
+from tests.run.test_run import assert_resumes, run
 
-SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 NAMES = ("gsm8k", "halved", "again")
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.nightly]
 
@@ -41,7 +38,7 @@ def tiny(tiny_run):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    return run_script(SCRIPT, tiny, tmp_path_factory.mktemp("mixture") / "run")
+    return run(tiny, tmp_path_factory.mktemp("mixture") / "run")
 
 
 def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
@@ -76,10 +73,5 @@ def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
 
 
 def test_a_resumed_mixture_is_the_run_that_went_on_to_the_last_bit(finished, tiny, tmp_path):
-    cut = tmp_path / "cut"
-    shutil.copytree(finished, cut)
-    run_script(SCRIPT, [*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
-    assert [without_clocks(row) for row in read_metrics(cut)] == [without_clocks(row) for row in read_metrics(finished)]
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (cut, finished)]
-    assert weights[0] == weights[1]
+    assert_resumes(finished, tiny, 1, cut := tmp_path / "cut")
     assert json.loads((cut / "summary.json").read_text())["steps"] == 2

@@ -32,7 +32,7 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
-from grpo_rl.testing import run_script, without_clocks
+from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
@@ -47,6 +47,20 @@ def tiny(tiny_run):
 
 def comparable(folder):
     return [without_clocks(row) for row in read_metrics(folder)]
+
+
+def masters(folder):
+    return load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"]
+
+
+def assert_resumes(whole, words, step, cut):
+    """A copy of the run that goes on from its checkpoint of this step has its metrics and weights to the last bit."""
+    shutil.copytree(whole, cut)
+    start = checkpoints(cut / "checkpoints")[step - 1]  # later ones are there too, and must not be mixed in
+    torch.manual_seed(12345)  # whatever happened since
+    run([*words, f"resume={start}"], cut.with_name("unused"))
+    assert comparable(cut) == comparable(whole)
+    assert same(masters(cut), masters(whole))
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +131,10 @@ def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
-    cut = tmp_path / "cut"
-    shutil.copytree(finished, cut)
-    start = checkpoints(cut / "checkpoints")[step - 1]  # later ones are there too, and must not be mixed in
-    torch.manual_seed(12345)  # whatever happened since
-    run([*tiny, f"resume={start}"], tmp_path / "unused")
-    assert comparable(cut) == comparable(finished)
+    assert_resumes(finished, tiny, step, cut := tmp_path / "cut")
     for name in ("time", "time/at_s"):  # the clocks go on
         clock = [row[name] for row in read_metrics(cut)]
         assert clock == sorted(clock) and clock[: step + 1] == [row[name] for row in read_metrics(finished)][: step + 1]
-    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     columns = ["step", "completion", "reward", "advantage"]
     a, b = (pd.read_parquet(f / "completions.parquet")[columns] for f in (cut, finished))
     pd.testing.assert_frame_equal(a, b)
@@ -331,8 +338,7 @@ def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, mo
         run(short, folder)
     run(auto, folder)
     assert comparable(folder) == comparable(whole)
-    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (folder, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(masters(folder), masters(whole))
 
 
 def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_read_back(tmp_path):

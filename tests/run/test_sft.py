@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report import charts, headline
-from grpo_rl.testing import run_script, without_clocks
+from grpo_rl.testing import run_script
 from grpo_rl.training.checkpoint import checkpoints, load
+from tests.run.test_run import comparable, masters
 
 SOTA = Path(__file__).parents[2] / "sota"
 run = functools.partial(run_script, SOTA / "sft.py")
@@ -33,14 +34,6 @@ def tiny(tiny_run):
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     return run(tiny, tmp_path_factory.mktemp("sft") / "run")
-
-
-def comparable(folder):
-    return [without_clocks(row) for row in read_metrics(folder)]
-
-
-def masters(folder):
-    return load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"]
 
 
 def test_the_loss_falls_and_a_run_leaves_all_its_files(finished):

@@ -94,30 +94,23 @@ def ending(group: Group) -> Group:
     return replace(group, response_ids=ids)
 
 
-def groups_of(kind: str) -> list[Group]:
-    """Batches that have broken trainers, with rewards that differ."""
-    if kind == "one-token responses":
-        return [random_group(lengths=[1, 1, 1], vocab=257, rewards=[0.0, 1.0, 2.0])]
-    if kind == "pad is eos":
-        # An end of sequence inside the prompt, too: a mask made by comparing with the padding would hide both.
-        group = ending(random_group(prompt=5, lengths=[3, 1, 4], vocab=257, rewards=[0.0, 1.0, 5.0]))
-        return [replace(group, prompt_ids=group.prompt_ids.index_fill(0, torch.tensor([0, 2]), END))]
-    if kind == "very long responses":
-        return [random_group(lengths=[1500, 2, 700], vocab=257, rewards=[0.0, 1.0, 3.0])]
-    if kind == "empty responses":
-        return [
-            random_group(lengths=[0, 3, 0, 2], vocab=257, rewards=[1.0, 0.0, 0.0, 2.0]),
-            random_group(lengths=[0, 0], vocab=257, rewards=[0.0, 1.0], group_id=1),
-        ]
-    raise AssertionError(kind)
-
-
-ODD = ("one-token responses", "pad is eos", "very long responses", "empty responses")
+ENDED = ending(random_group(prompt=5, lengths=[3, 1, 4], vocab=257, rewards=[0.0, 1.0, 5.0]))
+ODD = {
+    "one-token responses": [random_group(lengths=[1, 1, 1], vocab=257, rewards=[0.0, 1.0, 2.0])],
+    # An end of sequence inside the prompt, too: a mask made by comparing with the padding would hide both.
+    "pad is eos": [replace(ENDED, prompt_ids=ENDED.prompt_ids.index_fill(0, torch.tensor([0, 2]), END))],
+    "very long responses": [random_group(lengths=[1500, 2, 700], vocab=257, rewards=[0.0, 1.0, 3.0])],
+    "empty responses": [
+        random_group(lengths=[0, 3, 0, 2], vocab=257, rewards=[1.0, 0.0, 0.0, 2.0]),
+        random_group(lengths=[0, 0], vocab=257, rewards=[0.0, 1.0], group_id=1),
+    ],
+}
+"""Batches that have broken trainers, with rewards that differ."""
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_gradients_of_odd_batches_equal_those_of_plain_forward_passes(tiny_model, kind):
-    groups = groups_of(kind)
+    groups = ODD[kind]
     ours, plain = our_gradients(tiny_model, groups, GRPOLoss()), plain_gradients(tiny_model, groups, no_std)
     assert ours.keys() == plain.keys()
     for name in plain:

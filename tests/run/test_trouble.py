@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training import micro_batches
-from grpo_rl.training.checkpoint import checkpoints, load
 from grpo_rl.training.optimizer import PolicyOptimizer
+from tests.run.test_run import assert_resumes, run
 
-run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -43,11 +38,7 @@ def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(t
     assert [row["train/micro_batches"] for row in rows] == [2, 4, 4]
     assert "Memory ran out with a micro-batch of 2 groups" in capsys.readouterr().out
 
-    shutil.copytree(whole, cut := tmp_path / "cut")
-    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
-    assert list(map(without_clocks, read_metrics(cut))) == list(map(without_clocks, read_metrics(whole)))
-    ours, theirs = (load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"] for folder in (cut, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_resumes(whole, tiny, 2, tmp_path / "cut")
 
 
 def test_memory_that_runs_out_in_the_optimizers_own_step_is_reported_in_one_line(tiny_run, tmp_path, monkeypatch):

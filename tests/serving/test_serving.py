@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
@@ -24,12 +23,12 @@ from grpo_rl.serving import serving
 
 
 @contextlib.contextmanager
-def served(folder, engine, monkeypatch):
+def served(tokenizer, engine, monkeypatch):
     """The base URL of a model that is served, and the stream of what is printed."""
     # `capsys.readouterr()` would lose what is printed while it reads.
     monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
     until = Future()
-    arguments = ("tiny", AutoTokenizer.from_pretrained(folder), engine, Sampling(max_new_tokens=9), None, 0, until)
+    arguments = ("tiny", tokenizer, engine, Sampling(max_new_tokens=9), None, 0, until)
     thread = threading.Thread(target=serving.serve, args=arguments)
     thread.start()
     try:
@@ -43,14 +42,13 @@ def served(folder, engine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(tiny_model, monkeypatch):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(tokenizer, monkeypatch):
     ids = [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
     engine, seen = ScriptedEngine(lambda prompt, g: ids, max_model_len=100), set()
     generate = engine.generate
     engine.generate = lambda prompts, n, sampling: seen.add(sampling.temperature) or generate(prompts, n, sampling)
     monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
-    with served(tiny_model, engine, monkeypatch) as (url, printed):
+    with served(tokenizer, engine, monkeypatch) as (url, printed):
         for key in ("a", "b", "c"):
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
@@ -61,16 +59,15 @@ def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(tiny_m
     assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens" and seen == {0.2}
 
 
-def test_a_request_at_which_the_engine_fails_fails_alone(tiny_model, monkeypatch):
+def test_a_request_at_which_the_engine_fails_fails_alone(tokenizer, monkeypatch):
     class Fails(ScriptedEngine):
         def generate(self, prompts, n, sampling):
             if sampling.top_p == 0.5:
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             return super().generate(prompts, n, sampling)
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Fails(lambda prompt, g: tokenizer("abc")["input_ids"], max_model_len=100)
-    with served(tiny_model, engine, monkeypatch) as (url, _):
+    with served(tokenizer, engine, monkeypatch) as (url, _):
         with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
 
@@ -86,13 +83,13 @@ def test_a_request_at_which_the_engine_fails_fails_alone(tiny_model, monkeypatch
             assert ask(0.9) == "abc"
 
 
-def test_another_name_for_this_machine_is_refused(tiny_model, monkeypatch):
+def test_another_name_for_this_machine_is_refused(tokenizer, monkeypatch):
     def status(host):
         connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
         connection.request("GET", "/v1/models", headers={"Host": host, "Authorization": "Bearer any"})
         return connection.getresponse().status
 
-    with served(tiny_model, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
+    with served(tokenizer, ScriptedEngine(lambda prompt, g: [1], max_model_len=100), monkeypatch) as (url, _):
         assert [status(host) for host in ("evil.example:80", "127.0.0.1:1", "localhost")] == [403, 200, 200]
 
 

@@ -28,11 +28,7 @@ class Killed(BaseException):
 
 
 class Loop(VirtualLoop):
-    """An event loop in virtual time that calls ``after_turn`` after each of its turns.
-
-    Args:
-        begun_s: virtual seconds since the simulation's beginning.
-    """
+    """An event loop in virtual time from ``begun_s`` on, which calls ``after_turn`` after each of its turns."""
 
     def __init__(self, begun_s: float, after_turn: Callable[[], None]) -> None:
         super().__init__()
@@ -121,10 +117,6 @@ class Process:
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Calls a function once so many virtual seconds have passed."""
         self.events.call_later(seconds, call)
-
-    def executor(self, seconds: Callable[[], float]) -> Executor:
-        """A stand-in for a thread of the process; see :class:`Executor`."""
-        return Executor(self, seconds)
 
     def ask_to_kill(self) -> None:
         """Kills the process where it stands now; called from its event loop."""

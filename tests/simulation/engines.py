@@ -10,6 +10,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,22 +51,16 @@ class SimulatedEngine:
         self._groups += 1
         for _ in range(n):
             ids.append([])
+            log_probs.append([])
             for _ in range(1 + int(self._world.seconds(1.0))):
                 await asyncio.sleep(self._world.token_s(self._groups) * self._slowness)
                 await self._running.wait()
                 ids[-1].append(int(prompt[0]))
-                log_probs.append(-self._updates())
+                log_probs[-1].append(-self._updates())
                 versions.append(self.version)
         self._groups -= 1
-        offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
-        return Samples(
-            torch.tensor([i for response in ids for i in response]),
-            torch.tensor(log_probs),
-            offsets,
-            torch.zeros(n, dtype=torch.bool),
-            self.version,
-            torch.tensor(versions),
-        )
+        samples = Samples.from_lists(ids, log_probs, [False] * n, self.version)
+        return replace(samples, token_versions=torch.tensor(versions))
 
     def _updates(self) -> float:
         """Optimizer steps that the weights have seen; a quarter more where they do not all say the same."""
@@ -109,38 +105,25 @@ class SimulatedEngine:
         """Ends an update."""
         self.version = int(weight_version)
 
-    async def abandon_weight_update(self) -> None:
-        """Gives up an update."""
+    async def abandon_weight_update(self) -> None: ...
 
     async def weight_version(self) -> int:
-        """The version of the weights."""
         return self.version
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
         return {name: fingerprint(self.weights[name]) for name in shapes}
 
-    async def close(self) -> None:
-        """Ends the engine."""
+    async def close(self) -> None: ...
 
 
-class _Answer:
+class _Answer(Future):
     """Stands for a Ray object reference."""
 
-    def __init__(self, value: Future[Any]) -> None:
-        self._value = value
-
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self._value).__await__()
+        return asyncio.wrap_future(self).__await__()
 
     def future(self) -> Future[Any]:
-        return self._value
-
-
-class _Method:
-    """A method of an actor, called by ``remote``."""
-
-    def __init__(self, call: Callable[..., _Answer]) -> None:
-        self.remote = call
+        return self
 
 
 class SimulatedActor:
@@ -160,7 +143,7 @@ class SimulatedActor:
         """Calls that were not answered yet, in their order."""
         self._tasks: list[asyncio.Task[None]] = []  # in order: a set's is another in each process
         self.engine = make()
-        self.about, self.call = _Method(self._about), _Method(self._call)
+        self.about, self.call = SimpleNamespace(remote=self._about), SimpleNamespace(remote=self._call)
 
     def _about(self) -> _Answer:
         async def about() -> dict[str, Any]:
@@ -184,11 +167,11 @@ class SimulatedActor:
         return answer
 
     def _answer(self, method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> _Answer:
-        value: Future[Any] = Future()
+        value = _Answer()
         self._open[value] = None
         value.add_done_callback(lambda call: self._open.pop(call, None))
         self._world.later(self._message_s(method), lambda: self._begin(value, method, work))
-        return _Answer(value)
+        return value
 
     def _message_s(self, method: str) -> float:
         """Seconds that a message takes; calls overtake each other, as with Ray."""

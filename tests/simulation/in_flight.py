@@ -18,10 +18,11 @@ from typing import Any
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.staleness import InFlightGroup
+from simulation.engines import SimulatedActor
 from simulation.stand_ins import Environment
 from simulation.stored import metrics_of, sampled_in
 from simulation.violation import Violation, check_equal
-from simulation.world import Actor, World
+from simulation.world import World
 
 COUNTS = {"resampled": "groups/resampled", "replaced": "engines/replaced"}
 """Counts that go on over a resume: their names in a checkpoint, and as metrics."""
@@ -47,7 +48,7 @@ class InFlight:
         """Begins to watch a life."""
         self._fleet, self._env = fleet, env
         self._collector, self._staleness, self._scheduler = collector, collector.staleness, collector._scheduler
-        self._calls: dict[int, tuple[Actor, Future[Any]]] = {}
+        self._calls: dict[int, tuple[SimulatedActor, Future[Any]]] = {}
         """The call by which each group is sampled, and the actor of the engine."""
         self._asked, self._stored = Counter[int](), Counter[int]()
         """How often engines were asked for each group in this life; and how often is stored."""
@@ -106,7 +107,7 @@ class InFlight:
         sampled = Counter(place for place in found if place is not None)
         return sampled, sum(not group.finished for group in self._staleness.open) - sampled.total()
 
-    def _begins(self, actor: Actor, group_id: int, call: Future[Any]) -> None:
+    def _begins(self, actor: SimulatedActor, group_id: int, call: Future[Any]) -> None:
         """Takes note that an engine is asked for a group; it has to be one with the least to do."""
         sampled, others = self._sampled()
         ready = [slot for slot in self._fleet._slots if slot.engine is not None]

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
 from simulation.engines import DEADLINE_S, SimulatedActor
 from simulation.in_flight import InFlight
-from simulation.stand_ins import Environment, Model, Optimizer, has_zero_variance
+from simulation.stand_ins import has_zero_variance
 from simulation.stored import Stored, number_of, steps_of
 from simulation.violation import Violation, check_equal
 from simulation.world import OF_ENGINES, World
@@ -87,7 +86,6 @@ class Invariants:
         self._parts, self._collector, self._last_version = parts, collector, parts.weights.version
         self._held: dict[int, int] = {}
         self._last_progress_s = self._world.now()
-        assert isinstance(parts.engine, FleetEngine) and isinstance(parts.env, Environment)
         self._in_flight.begin(parts.engine.fleet, collector, parts.env)
         parts.weights.subscribe(self._pushed)
         try:
@@ -115,7 +113,6 @@ class Invariants:
         if weights.version < self._last_version:
             raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
         self._last_version = weights.version
-        assert isinstance(self._parts.engine, FleetEngine)
         fleet = self._parts.engine.fleet
         # The fleet's own count goes on from the checkpoint's.
         replaced = sum(max(0, slot.launches - 1) for slot in fleet._slots)
@@ -142,9 +139,7 @@ class Invariants:
     # By the thread that trains.
 
     def _pushed(self, version: int) -> None:
-        model = self._parts.policy.model if self._parts else None
-        assert isinstance(model, Model)
-        updates = int(model.steps.item())
+        updates = int(self._parts.policy.model.steps.item())
         if self._updates_at.get(version, updates) != updates:
             raise Violation(
                 f"version {version} stood for {self._updates_at[version]} optimizer steps, and now for {updates}"
@@ -154,14 +149,12 @@ class Invariants:
 
     def resumed(self, step: int, restored: Mapping[str, Any] | None) -> None:
         """Checks what is under way when a run goes on after this step, with the state that was restored."""
-        assert self._parts is not None
         check_equal(self._parts.weights.version, step + 1, "the first push after a resume has another version")
         self._accounts(())
         self._in_flight.resumed(step, restored, self._world.disk.root)
 
     def collected(self, groups: Sequence[Group]) -> None:
         """Checks the groups of a step, and the whereabouts of all others."""
-        assert self._parts is not None
         version, bound = self._parts.weights.version, self._world.setup.max_staleness
         for group in groups:
             late = version - int(group.versions.min())
@@ -178,11 +171,8 @@ class Invariants:
 
     def _accounts(self, in_hand: Sequence[int]) -> None:
         """Checks that each group is trained on, in hand, open or dropped with a reason, and exactly one of these."""
-        parts, staleness = self._parts, self._collector.staleness
-        assert parts is not None
-        env, optimizer = parts.env, parts.optimizer
-        assert isinstance(env, Environment) and isinstance(optimizer, Optimizer)
-        trained = {group_id for _, group_id in optimizer.trained}
+        env, staleness = self._parts.env, self._collector.staleness
+        trained = {group_id for _, group_id in self._parts.optimizer.trained}
         open_ids = [prompt.group_id for _, prompt, _ in self._collector._scheduler.open()]
         whereabouts = Counter([*trained, *in_hand, *open_ids])
         if twice := [group_id for group_id, count in whereabouts.items() if count > 1]:
@@ -204,7 +194,6 @@ class Invariants:
     def stepped(self, step: int, folder: RunFolder) -> None:
         """Checks a step when it is logged, and saved where that was due."""
         parts = self._parts
-        assert parts is not None and isinstance(parts.optimizer, Optimizer)
         self._last_progress_s = self._world.now()
         check_equal(parts.weights.version, step + 1, f"the version after step {step}")
         visits = Counter(group_id for _, group_id in parts.optimizer.trained)
@@ -224,7 +213,6 @@ class Invariants:
     def finished(self, step: int, folder: RunFolder) -> None:
         """Checks a run that is over."""
         parts, staleness, setup = self._parts, self._collector.staleness, self._world.setup
-        assert parts is not None and isinstance(parts.optimizer, Optimizer) and isinstance(parts.env, Environment)
         check_equal(len(staleness.open), 0, "groups are left")
         check_equal(parts.collector.collected, setup.responses, "the number of responses")
         check_equal(parts.env.issued * setup.group_size, setup.responses, "the number of prompts")

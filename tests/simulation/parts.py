@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
 from unittest import mock
 
 from grpo_rl.cluster import engine_actors
@@ -14,9 +13,11 @@ from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
 from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.engines.base import Sampling
 from grpo_rl.run.parts import Parts
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.weights import push, shared_memory
+from simulation.clock import Executor
 from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
 from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
 from simulation.world import World
@@ -25,31 +26,19 @@ BUCKET_BYTES = 256
 """Memory for weights: the model comes in two buckets."""
 
 
-class _ActorClass:
-    """Stands for the class of the engines' actors, as Ray makes it."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def options(self, **_: object) -> _ActorClass:
-        return self
-
-    def remote(self, make: Any) -> SimulatedActor:
-        actor = SimulatedActor(make, len(self._world.actors) % 2, self._world)  # on one of two nodes
-        self._world.actors.append(actor)
-        return actor
-
-
-def _kill(actor: SimulatedActor) -> None:
-    actor.die()
-
-
 @contextmanager
 def simulated_ray(world: World) -> Iterator[None]:
     """Has engines run in simulated actors; ends after everything that calls them, or Ray would start a cluster."""
+
+    def start(make: Callable[[], SimulatedEngine]) -> SimulatedActor:
+        actor = SimulatedActor(make, len(world.actors) % 2, world)  # on one of two nodes
+        world.actors.append(actor)
+        return actor
+
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
     with (
-        mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)),
-        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)),
+        mock.patch.object(engine_actors, "_EngineActor", actor_class),
+        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=SimulatedActor.die)),
     ):
         yield
 
@@ -62,16 +51,15 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
         collected: responses that were sampled before, when the run is resumed.
     """
     process, setup = world.process, world.setup
-    assert process is not None
     env = Environment(world)
 
     async def start(number: int) -> FleetMember:
         name = f"engine {number}"
         make = partial(SimulatedEngine, name, world)
-        return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
+        return await engine_actors.launch(name, make, deadline_s=world.engine_start_s)
 
     with ExitStack() as stack:
-        executor = lambda **_: process.executor(env.score_s)  # noqa: E731
+        executor = lambda **_: Executor(process, env.score_s)  # noqa: E731
         stack.enter_context(mock.patch.object(asynchronous, "ThreadPoolExecutor", executor))
         fleet = Fleet(start, setup.engines)
         try:
@@ -80,36 +68,29 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
             process.run(fleet.close())
             raise
         transport = partial(shared_memory.SharedMemoryTransport, bucket_bytes=BUCKET_BYTES, deadline_s=DEADLINE_S)
-        engine = FleetEngine(fleet, cast(Any, process), transport)
+        engine = FleetEngine(fleet, process, transport)
         stack.callback(engine.close)
         stack.callback(engine._transport.close)  # a killed process keeps no memory
         model = Model()
-        weights = push.WeightSync(model, cast(Any, engine))
+        weights = push.WeightSync(model, engine)
         collector = asynchronous.AsyncCollector(
-            cast(Any, env),
-            engine,
-            asynchronous.Sampling(),
-            setup.responses,
-            weights,
-            setup.max_staleness,
-            collected,
-            drops_zero_variance=setup.drops_zero_variance,
+            env, engine, Sampling(), setup.responses, weights, setup.max_staleness, collected, setup.drops_zero_variance
         )
         stack.callback(collector.shutdown)
-        policy, optimizer = cast(Any, SimpleNamespace(model=model)), cast(Any, Optimizer(model))
+        policy, optimizer = SimpleNamespace(model=model), Optimizer(model)
         yield (
             Parts(
-                env=cast(Any, env),
-                tokenizer=cast(Any, None),
+                env=env,
+                tokenizer=None,
                 policy=policy,
                 reference=None,
                 optimizer=optimizer,
                 engine=engine,
                 weights=weights,
                 collector=collector,
-                schedules=cast(Any, Schedules()),
-                loss=cast(Any, None),
-                compute_advantages=cast(Any, None),
+                schedules=Schedules(),
+                loss=None,
+                compute_advantages=None,
                 buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),
                 within_memory=WithinMemory(policy, MICRO_BATCHING, optimizer.clear_gradients),
                 needs_old_log_probs=False,

@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 from grpo_rl.engines.base import EngineDeadError, Sampling
@@ -25,7 +25,7 @@ from grpo_rl.weights.transport import WeightDeliveryError
 from simulation.clock import Killed, Process, lived_by
 from simulation.invariants import Invariants
 from simulation.parts import simulated_parts, simulated_ray
-from simulation.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, Optimizer, config_of
+from simulation.stand_ins import STEPPED, AtOnce, Diagnosis, Logs, config_of
 from simulation.violation import Violation
 from simulation.world import OF_ENGINES, World
 
@@ -145,7 +145,6 @@ def _live(world: World, invariants: Invariants) -> bool:
 def _train(world: World, invariants: Invariants) -> None:
     """A run in the folder, from its beginning or from its newest checkpoint, as ``sota/grpo_async.py`` has it."""
     process, setup = world.process, world.setup
-    assert process is not None
     root, text = world.disk.root, config_of(world)
     config = json.loads(text)
     expected = invariants.expected()
@@ -156,18 +155,18 @@ def _train(world: World, invariants: Invariants) -> None:
         invariants.opened(folder, expected)
         with simulated_parts(world, folder.collected) as (parts, collector):
             logs = Logs(folder.path, config, world.tell, process.now)
-            held_out = HeldOut(cast(Any, parts.env), [], Sampling(), Evaluate())
+            held_out = HeldOut(parts.env, [], Sampling(), Evaluate())
             options = RunOptions(train, 0, "", "", "merged", "wait", False, {})
             step_metrics = lambda parts, groups, record: parts.collector.metrics()  # noqa: E731
-            others = cast(Any, Diagnosis()), held_out, step_metrics, cast(Any, SimpleNamespace(asked=False)), options
+            others = Diagnosis(), held_out, step_metrics, SimpleNamespace(asked=False), options
             with invariants.watching(parts, collector):
-                with Run(folder, cast(Any, logs), parts, *others) as run:
+                with Run(folder, logs, parts, *others) as run:
                     _loop(run, world, process, invariants)
                 invariants.finished(run.step, folder)
 
 
 def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> None:
-    parts, optimizer = run.parts, cast(Optimizer, run.parts.optimizer)
+    parts, optimizer = run.parts, run.parts.optimizer
     parts.weights.push()
     for groups in _collections(run, invariants):
         invariants.collected(groups)
@@ -190,14 +189,12 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
 
 def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
     """The run's collections; what is under way after a resume is checked before the first is asked for."""
-    asked, collect = False, run.parts.collector.collect
+    collector, collect = run.parts.collector, run.parts.collector.collect
 
     def check_and_collect() -> list[Any]:
-        nonlocal asked
-        if not asked:
-            invariants.resumed(run.step, run.folder.restored[1] if run.folder.restored else None)
-        asked = True
+        collector.collect = collect
+        invariants.resumed(run.step, run.folder.restored[1] if run.folder.restored else None)
         return collect()
 
-    run.parts.collector.collect = check_and_collect
+    collector.collect = check_and_collect
     return run.collections()

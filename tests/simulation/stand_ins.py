@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -56,7 +56,7 @@ class Environment:
         rows = [{"number": number} for number in range(ROWS)]
         prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
         self.task = SimpleNamespace(rows=rows, prompt=prompt, tools_of=lambda row: ())
-        self._source = PromptSource(cast(Any, self.task), cast(Any, _tokenizer), None, "error", world.seed)
+        self._source = PromptSource(self.task, _tokenizer, None, "error", world.seed)
         self._hangs: deque[bool] = deque()
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -74,33 +74,21 @@ class Environment:
         return lazy_stack(rows)
 
     def _step(self, batch: TensorDictBase) -> TensorDictBase:
+        """The ends of a group's conversations: the rewards, or that the scorer gave none."""
         rows, yes, no = list(batch.unbind(0)), torch.tensor([True]), torch.tensor([False])
-        results = self.score(int(rows[0][keys.ROW]), rows)
-        over = {"done": yes, "terminated": yes, "truncated": no}
-        return lazy_stack(
-            [
-                TensorDict(
-                    {"reward": torch.tensor([result.total]), (*keys.REWARD_PARTS, "right"): result.total, **over}
-                )
-                if isinstance(result, Reward)
-                else TensorDict({"reward": torch.tensor([torch.nan]), keys.FAILED: yes, **over})
-                for result in results
-            ]
-        )
+        row, over = int(rows[0][keys.ROW]), {"done": yes, "terminated": yes, "truncated": no}
+        if self._hangs.popleft() or self._world.happens("crash of a scorer", f"row {row}"):
+            self._world.unscored.add(row)
+            ends = [{"reward": torch.tensor([torch.nan]), keys.FAILED: yes} for _ in rows]
+        else:
+            rewards = [float(g == 0 or has_zero_variance(self._world.seed, row)) for g in range(len(rows))]
+            ends = [{"reward": torch.tensor([reward]), (*keys.REWARD_PARTS, "right"): reward} for reward in rewards]
+        return lazy_stack([TensorDict({**end, **over}) for end in ends])
 
     def score_s(self) -> float:
         """Seconds that the next group's scoring takes; a scorer that hangs is given up after its deadline."""
         self._hangs.append(self._world.happens("scorer hangs"))
         return SCORE_TIMEOUT_S if self._hangs[-1] else self._world.seconds(0.1)
-
-    def score(self, row: int, responses: Sequence[Any]) -> list[Reward | Failure]:
-        """The rewards of the responses, or why the scorer gave none."""
-        if self._hangs.popleft() or self._world.happens("crash of a scorer", f"row {row}"):
-            self._world.unscored.add(row)
-            return [Failure("error", f"row {row}")] * len(responses)
-        if has_zero_variance(self._world.seed, row):
-            return [Reward({"right": 1.0})] * len(responses)
-        return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
@@ -148,14 +136,10 @@ class AtOnce:
     """Stands for the thread that writes checkpoints: a seed's events have one order, which a thread would change."""
 
     def start(self, work: Callable[[], object]) -> None:
-        """Does the work."""
         work()
 
-    def wait(self) -> None:
-        """Does nothing: no work is under way."""
-
-    def close(self) -> None:
-        """Does nothing, likewise."""
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Optimizer:
@@ -167,20 +151,18 @@ class Optimizer:
         """Step and group, for each optimizer step and group in it."""
         self.updates = 0
 
-    @torch.no_grad()
     def train(self, step: int, groups: Sequence[Group]) -> None:
         """Takes an optimizer step."""
         self.trained += [(step, group.group_id) for group in groups]
         self.updates += 1
         self._move()
 
-    def clear_gradients(self) -> None:
-        """There are none."""
+    def clear_gradients(self) -> None: ...
 
+    @torch.no_grad()
     def _move(self) -> None:
-        with torch.no_grad():
-            self._model.steps.fill_(self.updates)
-            self._model.more.fill_(self.updates)
+        for weights in self._model.parameters():
+            weights.fill_(self.updates)
 
     def state_dict(self) -> dict[str, Any]:
         return {"trained": torch.tensor(self.trained, dtype=torch.long).reshape(-1, 2), "updates": self.updates}
@@ -213,7 +195,7 @@ class Logs:
     ) -> None:
         self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
         # No text is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
-        self.tokens = TokenLog(folder, config, 0, lambda ids: [], cast(Any, "a loss"))
+        self.tokens = TokenLog(folder, config, 0, lambda ids: [], "a loss")
         self.sampling = SamplingLog(folder)
         self.note, self.started, self.observers = note, now(), []
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)

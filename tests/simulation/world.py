@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from simulation.clock import Process
 from simulation.disk import Disk, damaged
@@ -46,17 +46,6 @@ RARER = 0.3
 """Chances of faults in long runs and in half of the others, over those in the rest: not all come in the first steps."""
 LAST_EVENTS = 25
 """Events that are shown of a seed that fails."""
-
-
-class Actor(Protocol):
-    """A process with an engine in it; see `simulation.engines.SimulatedActor`."""
-
-    node: int
-    alive: bool
-
-    def die(self) -> None:
-        """Ends the process."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -124,8 +113,8 @@ class World:
         self._digest = hashlib.sha256()
         self.disk = Disk(root, draw, self._before_write)
         self.process: Process | None = None
-        self.actors: list[Actor] = []
-        """Actors that were started in this life."""
+        self.actors: list[Any] = []
+        """Actors (`simulation.engines.SimulatedActor`) that were started in this life."""
         self._cuts_power = False
         self.life = 0
         self.rows: dict[int, int] = {}
@@ -134,7 +123,7 @@ class World:
         """The files that the last kill has left of the run's folder, until the next life."""
         self.unscored: set[int] = set()
         """Rows of which a scorer has failed at least once."""
-        self.on_sampling: Callable[[Actor, int, Future[Any]], None] = lambda actor, group_id, call: None
+        self.on_sampling: Callable[[Any, int, Future[Any]], None] = lambda actor, group_id, call: None
         """Called with the actor, the group and the call when an engine is asked to sample a group."""
 
     def now(self) -> float:
@@ -200,13 +189,7 @@ class World:
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""
         process = self.process
-        assert process is not None
-
-        def unless_gone() -> None:
-            if not process.killed:
-                call()
-
-        process.call_later(seconds, unless_gone)
+        process.call_later(seconds, lambda: process.killed or call())
 
     # The process that trains.
 
@@ -242,17 +225,14 @@ class World:
 
     def jump_clock(self) -> None:
         """Sets the wall clock, forward or back; the monotonic one goes on."""
-        assert self.process is not None
         self.process.wall_jump_s += self._rng.choice([-1e6, -3600.0, 3600.0, 1e6])
 
     def kill_trainer(self) -> None:
         """Kills the process that trains, where it stands now."""
-        assert self.process is not None
         self.process.ask_to_kill()
 
     def _before_write(self, what: str, path: Path) -> None:
         where = f"{what} {path.name}"
-        assert self.process is not None
         self.process.check()
         if self.happens("disk full", where):
             raise OSError(28, "No space left on device")
@@ -267,8 +247,7 @@ class World:
 
     def put_back(self) -> None:
         """Makes the folder hold what the kill has left."""
-        if self.left is not None:
-            self.disk.put(self.left)
+        self.disk.put(self.left)
         self.left = None
 
     # Data.
@@ -280,7 +259,7 @@ class World:
 
     def damage_newest(self) -> str | None:
         """Damages the newest of several checkpoints and returns its path; None where it leaves them as they are."""
-        left = self.left or {}
+        left = self.left
         checkpoints = sorted(name for name in left if name.startswith("checkpoints/") and name.endswith(".pt"))
         # Beside the other faults, as it does not keep a run from its end: only kills are followed by one.
         if len(checkpoints) < 2 or self._rng.random() >= self._chances["checkpoint damaged"]:

@@ -22,10 +22,7 @@ def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clippe
     assert AdaptiveKL(0.1).update(5.0) == 0.1  # without a target
 
 
-def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
-    rule = RefreshRule("steps", steps=3)
-    due = [rule.is_due() for _ in range(7)]
-    assert due == [False, False, True, False, False, True, False]
+def test_the_reference_is_renewed_never_or_after_each_step():
     assert not any(RefreshRule("never", steps=1).is_due() for _ in range(5))
     rule = RefreshRule("average", steps=3)
     assert all(rule.is_due() for _ in range(5))

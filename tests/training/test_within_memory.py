@@ -63,8 +63,7 @@ class Small(TrainPolicy):
 def trained(model, max_tokens, dtype=torch.float32, count=None, **room):
     """The gradients of a step by WithinMemory, what it said, and what it trains with afterwards."""
     policy = Small.load(model, dtype)
-    for name, tokens in room.items():
-        setattr(policy, name, tokens)
+    vars(policy).update(room)
     optimizer, loss, said, summed = PolicyOptimizer(policy.model, mixed_precision=True), GRPOLoss(), [], []
     within = WithinMemory(policy, MicroBatching(max_tokens, count), optimizer.clear_gradients)
 
@@ -114,11 +113,8 @@ def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bi
 def test_a_step_that_began_again_draws_the_same_dropout(tiny_model):
     def gradients(**room):
         policy = Small.load(tiny_model, torch.float32, lora=LoRA(rank=2, dropout=0.5))
-        for name, tokens in room.items():
-            setattr(policy, name, tokens)
-        torch.nn.init.ones_(
-            policy.model.get_parameter(next(n for n, _ in policy.model.named_parameters() if "_B" in n))
-        )
+        vars(policy).update(room)
+        torch.nn.init.ones_(next(p for n, p in policy.model.named_parameters() if "_B" in n))
         torch.manual_seed(3)
         within = WithinMemory(policy, MicroBatching(80 if room else 40), policy.model.zero_grad)
         for micro_batch in within.micro_batches(GROUPS, lambda why: None):
@@ -291,18 +287,16 @@ def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(tiny_model, m
         return generate(input_ids=input_ids, **settings)
 
     monkeypatch.setattr(engine._model, "generate", limited)
-    prompts = [[5, 6, 7 + i] for i in range(6)]
-    samples = engine.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
+    asked = [[5, 6, 7 + i] for i in range(6)], 1, Sampling(temperature=0.0, max_new_tokens=4)
+    samples = engine.generate(*asked)
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and engine.out_of_memory == 2
     again = TransformersEngine(tiny_model, 64, dtype="float32")
     again.restore(engine.state())
     monkeypatch.setattr(again._model, "generate", limited)
     sizes.clear()
-    again.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
+    again.generate(*asked)
     assert sizes == [1] * 6 and again.out_of_memory == 2
-    alone = TransformersEngine(tiny_model, 64, dtype="float32").generate(
-        prompts, 1, Sampling(temperature=0.0, max_new_tokens=4)
-    )
+    alone = TransformersEngine(tiny_model, 64, dtype="float32").generate(*asked)
     for ours, theirs in zip(samples, alone, strict=True):
         assert torch.equal(ours.response_ids, theirs.response_ids)
     assert "goes on with 3" in capsys.readouterr().err

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script, without_clocks
-from grpo_rl.training.checkpoint import checkpoints, load
+from tests.run.test_run import assert_resumes, masters, run
 
 pytest.importorskip("peft")
-
-SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-run = functools.partial(run_script, SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +43,8 @@ def test_the_base_is_loaded_for_policy_and_engine_and_no_third_time_for_the_refe
 
 def test_checkpoints_hold_adapters_alone_and_the_run_leaves_a_whole_model_that_has_moved(finished, tiny):
     folder, _ = finished
-    masters = load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"]
-    assert len(masters) == 2 * 2 * 3 and all(".lora_" in name for name in masters)
+    saved = masters(folder)
+    assert len(saved) == 2 * 2 * 3 and all(".lora_" in name for name in saved)
     start = AutoModelForCausalLM.from_pretrained(tiny[0].split("=")[1])
     trained = dict(AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters())
     for name, parameter in start.named_parameters():
@@ -64,12 +56,4 @@ def test_checkpoints_hold_adapters_alone_and_the_run_leaves_a_whole_model_that_h
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
     whole, _ = finished
-    cut = tmp_path / "cut"
-    shutil.copytree(whole, cut)
-    torch.manual_seed(12345)  # whatever happened since
-    start = checkpoints(cut / "checkpoints")[step - 1]
-    run([*tiny, f"resume={start}"], tmp_path / "unused")
-    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, whole))
-    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    timeless = [[without_clocks(row) for row in read_metrics(f)] for f in (cut, whole)]
-    assert timeless[0] == timeless[1]
+    assert_resumes(whole, tiny, step, tmp_path / "cut")

@@ -26,10 +26,10 @@ TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # only a part of what vL
 PROMPT = list(range(3, 48))  # longer than a block of the prefix cache
 
 
-def adapted(tiny_model, dtype=torch.bfloat16, seed=1, **settings):
+def adapted(tiny_model, dtype=torch.bfloat16, quantization=None):
     """A policy whose adapters matter: what they add is about as large as the weights."""
-    policy = TrainPolicy.load(tiny_model, dtype, lora=LoRA(**dict(rank=4, alpha=8, targets=TARGETS) | settings))
-    return randomize(policy, seed)
+    lora = LoRA(rank=4, alpha=8, targets=TARGETS)
+    return randomize(TrainPolicy.load(tiny_model, dtype, lora=lora, quantization=quantization), seed=1)
 
 
 def randomize(policy, seed):
@@ -227,7 +227,7 @@ def test_one_changed_number_of_an_adapter_is_a_failed_delivery(tiny_model, engin
 @pytest.mark.parametrize("kind", ["tied", "untied", "embedding"])
 def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(tiny_model, tmp_path, monkeypatch, kind):
     """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
-    vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
+    pytest.importorskip("vllm")
     from grpo_rl.engines.vllm import cpu, worker
 
     model, tied = AutoModelForCausalLM.from_pretrained(tiny_model), kind != "untied"
@@ -242,9 +242,8 @@ def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(tiny_m
     model.save_pretrained(tmp_path)
     policy = TrainPolicy.load(tmp_path, torch.float32)
     assert (policy.model.lm_head.weight is policy.model.model.embed_tokens.weight) == tied
-    engine = vllm.VLLMEngine(tmp_path, max_model_len=64, dtype="float32")
-    sync = WeightSync(policy.model, engine)
-    try:
+    with engine_of("vllm", tmp_path, 64, "float32") as engine:
+        sync = WeightSync(policy.model, engine)
         with torch.no_grad():
             policy.model.lm_head.weight.mul_(2)
         sync.push()
@@ -266,8 +265,6 @@ def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(tiny_m
             with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors .*embed_tokens"):
                 sync.push()
             assert gap(policy, engine) > 1e-2
-    finally:
-        engine.close()
 
 
 @pytest.mark.nightly
@@ -291,9 +288,7 @@ def test_conversations_are_answered_by_the_adapter_too(tiny_model, engine):
     finished = []
     while not finished:
         finished = engine.step()
-    with torch.no_grad():
-        groups = as_groups([PROMPT], [finished[0][1]])
-        assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
+    assert gap_of(policy, as_groups([PROMPT], [finished[0][1]])) < 1e-3
 
 
 @BESIDE
@@ -325,15 +320,12 @@ def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(tiny_mo
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_a_quantised_base_reaches_the_engine_as_the_trainer_computes_with_it(tiny_model, quantization):
     pytest.importorskip("bitsandbytes")
-    lora = LoRA(rank=4, alpha=8, targets=TARGETS)
     # In fp32: rounding to bf16 would cover how little int8 weights are off.
-    policy = randomize(TrainPolicy.load(tiny_model, torch.float32, lora=lora, quantization=quantization), 1)
+    policy = adapted(tiny_model, torch.float32, quantization)
     merged = TransformersEngine(tiny_model, max_model_len=64, dtype="float32")
     WeightSync(policy.model, merged).push()
     groups = sampled(merged)
-    exact = randomize(TrainPolicy.load(tiny_model, torch.float32, lora=lora), 1)
-    with torch.no_grad():
-        ours, unquantised = ((p.score(groups)[0] - groups[0].log_probs).abs().mean() for p in (policy, exact))
+    ours, unquantised = (gap_of(p, groups) for p in (policy, adapted(tiny_model, torch.float32)))
     assert ours < 2e-3 and ours < 0.2 * unquantised, (ours, unquantised)
     beside = TakesAdapters()
     WeightSync(policy.model, beside, beside.version).push()
@@ -348,8 +340,7 @@ def test_a_quantised_base_reaches_the_engine_as_the_trainer_computes_with_it(tin
 def test_exports_compute_what_the_policy_computes(tiny_model, tmp_path, how, quantization):
     if quantization:
         pytest.importorskip("bitsandbytes")
-    lora = LoRA(rank=4, alpha=8, targets=TARGETS)
-    policy = randomize(TrainPolicy.load(tiny_model, torch.float32, lora=lora, quantization=quantization), 1)
+    policy = adapted(tiny_model, torch.float32, quantization)
     export(policy.model, AutoTokenizer.from_pretrained(tiny_model), tmp_path, how)
     files = {path.name for path in tmp_path.iterdir()}
     ids = torch.tensor([PROMPT])
@@ -377,7 +368,7 @@ def test_exports_compute_what_the_policy_computes(tiny_model, tmp_path, how, qua
 @pytest.mark.parametrize("push", ["adapter", "merged"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
     """They agree within what rounding explains, as without adapters too (tests/engines/test_sampler_mismatch.py)."""
-    vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
+    pytest.importorskip("vllm")
     lora = LoRA(rank=16, push=push)
     policy = TrainPolicy.load(default_model, torch.bfloat16, lora=lora)
     generator = torch.Generator().manual_seed(0)
@@ -386,12 +377,9 @@ def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(def
             if "lora_B" in name:
                 parameter.copy_(4e-2 * torch.randn(parameter.shape, generator=generator))
     beside = dict(adapter_rank=16, adapter_targets=target_names(default_model, lora)) if push == "adapter" else {}
-    engine = vllm.VLLMEngine(default_model, max_model_len=256, **beside)
-    try:
+    with engine_of("vllm", default_model, 256, **beside) as engine:
         WeightSync(policy.model, engine).push()
         groups = sampled(engine)
         assert gap_of(policy, groups) < 0.1  # on this prompt of nonsense; 0.06 without adapters
         policy.model.disable_adapters()
         assert gap_of(policy, groups) > 0.2  # adapters that change what is said
-    finally:
-        engine.close()

@@ -210,23 +210,17 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
     from grpo_rl.policies.loading import target_names
     from grpo_rl.policies.lora import LoRA
     from grpo_rl.policies.policy import TrainPolicy
+    from tests.weights.test_sources import randomize
 
     lora = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
     policy = TrainPolicy.load(folders[0], torch.bfloat16, lora=lora)
-
-    def move(seed):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in policy.model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
     with served_engine(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora)) as served:
         sync = WeightSync(policy.model, served.transport)
         sync.push()
         answer = served.start(served.engine.generate("long", PROMPTS[0], 1, LONG))
         served.wait_for_tokens(40)
-        move(seed=1)
+        randomize(policy, seed=1)
         sync.push()
         assert served.transport.sent_bytes == 2 * sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
         sync.verify()

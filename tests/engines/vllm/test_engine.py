@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.planner.memory import CPU_CACHE_GIB
-from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync
 
 pytest.importorskip("vllm")
@@ -44,18 +43,17 @@ class Proxy:
 
 
 @pytest.mark.nightly
-def test_a_closed_engine_has_shared_its_prompts_and_leaves_no_layer_behind(tmp_path, monkeypatch):
+def test_a_closed_engine_has_shared_its_prompts_and_leaves_no_layer_behind(tiny_model, monkeypatch):
     """A sweep builds one engine after another in one process; notes on reloaded layers used to keep every one alive."""
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
-    folder = save_tiny_model(tmp_path / "model")
     monkeypatch.setitem(globals(), "proxy", Proxy())
     calls = []
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
-    engine = VLLMEngine(folder, max_model_len=128)
+    engine = VLLMEngine(tiny_model, max_model_len=128)
     assert calls.count("freeze") > 0 and calls[-1] == "unfreeze", "what is frozen is never freed"
-    WeightSync(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), engine).push()
+    WeightSync(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), engine).push()
     engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
     if not torch.cuda.is_available():
         check_work_on_cpu(engine)
@@ -67,18 +65,17 @@ def test_a_closed_engine_has_shared_its_prompts_and_leaves_no_layer_behind(tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
-def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_path, monkeypatch):
+def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tiny_model, monkeypatch):
     from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_arguments
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    folder = save_tiny_model(tmp_path / "model")
-    with closing(VLLMEngine(folder, max_model_len=70, max_num_seqs=1)) as engine:
+    with closing(VLLMEngine(tiny_model, max_model_len=70, max_num_seqs=1)) as engine:
         assert engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 3 + 1  # of 32 tokens, and vLLM's own
         (samples,) = engine.generate([[5] * 6], n=1, sampling=Sampling(max_new_tokens=64, min_new_tokens=64))
         assert len(samples.response_ids) == 64
     assert CACHE_BYTES == CPU_CACHE_GIB * 2**30
-    assert cpu_arguments(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
+    assert cpu_arguments(tiny_model, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")

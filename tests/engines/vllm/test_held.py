@@ -111,24 +111,23 @@ class Here:
     def answers(self):
         return [(s.response_ids.tolist(), s.log_probs.tolist()) for s in self.engine.generate(PROMPTS, 1, GREEDY)]
 
+    def close(self):
+        self.engine.close()
+
 
 @pytest.fixture(scope="module", params=["untied", "biased", "mixture"])  # the latter two tied
 def saved(request, tmp_path_factory):
     """Two models of a kind, and the answers of an engine that loaded the second one."""
     folders = [save(request.param, seed, tmp_path_factory.mktemp("model") / str(seed)) for seed in range(2)]
-    engine = Here(folders[1])
-    try:
+    with closing(Here(folders[1])) as engine:
         return folders, engine.answers()
-    finally:
-        engine.engine.close()
 
 
 @pytest.mark.cases(1)
 @pytest.mark.slow
 def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
     folders, second = saved
-    engine = Here(folders[0])
-    try:
+    with closing(Here(folders[0])) as engine:
         first = engine.answers()
         assert first != second
         for version, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
@@ -137,8 +136,6 @@ def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
             with closing(SharedMemoryTransport([engine], bucket_bytes)) as transport:
                 assert WeightSync(model, transport, version - 1).push() == version
             assert engine.answers() == expected
-    finally:
-        engine.engine.close()
 
 
 @pytest.mark.cases(1)
@@ -149,11 +146,11 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
 
     folders, second = saved
     weights = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() for folder in folders]
-    here = Here(folders[0])
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
-    products, by_product, runner = [], held.read_by_product, here.worker.model_runner
+    products, by_product = [], held.read_by_product
     monkeypatch.setattr(held, "read_by_product", lambda *args: products.append(args) or by_product(*args))
-    try:
+    with closing(Here(folders[0])) as here:
+        runner = here.worker.model_runner
         first, sync = here.answers(), WeightSync(model, here.engine)
         for number, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
             products.clear()
@@ -180,19 +177,16 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
                 patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))
                 with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
                     sync.push()
-    finally:
-        here.engine.close()
 
 
 @pytest.mark.nightly
 def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
     from grpo_rl.engines.vllm import experts
 
-    here = Here(save("mixture", 0, tmp_path / "model"))
-    model = AutoModelForCausalLM.from_pretrained(save("mixture", 1, tmp_path / "other"), dtype=torch.bfloat16)
     reads, unpacked = [], experts.unpacked
     monkeypatch.setattr(experts, "unpacked", lambda *args: reads.append(args) or unpacked(*args))
-    try:
+    with closing(Here(save("mixture", 0, tmp_path / "model"))) as here:
+        model = AutoModelForCausalLM.from_pretrained(save("mixture", 1, tmp_path / "other"), dtype=torch.bfloat16)
         sync = WeightSync(model, here.engine)
         for number in (1, 2):  # the first is read back, the second answers by digests
             reads.clear()
@@ -215,8 +209,6 @@ def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
             patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))
             with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
                 sync.push()
-    finally:
-        here.engine.close()
 
 
 def altering(name, update):

@@ -26,7 +26,9 @@ PROMPTS = [list(range(5, 80)), [3, 9, 4]]  # more than two blocks of the KV cach
 SAMPLING = Sampling(max_new_tokens=40)
 
 
-def save(folder):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random mixture of experts."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=200, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1)
     config = Qwen3MoeConfig(
@@ -40,13 +42,8 @@ def save(folder):
         initializer_range=0.2,
         eos_token_id=0,
     )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("mixture") / "model")
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(made := tmp_path_factory.mktemp("mixture"))
+    return made
 
 
 def own_choice(model, ids):

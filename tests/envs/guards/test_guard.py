@@ -12,9 +12,12 @@ import pytest
 from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.guards import guard as guard_module
+from grpo_rl.envs.task import raised
 
 ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
        "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
+RESULTS = {"nan": Reward({"good": math.nan}), "text": Reward({"good": "much"}), "parts": Reward({"bad": 1.0}),
+           "none": None, "raise": KeyError("gold"), "gold": Unjudgeable("the gold answer is empty")}  # fmt: skip
 
 
 class Judge(Task):
@@ -27,22 +30,9 @@ class Judge(Task):
         return []
 
     def score(self, row, response):
-        match response.split()[0]:
-            case "raise":
-                raise KeyError("gold")
-            case "hang":
-                threading.Event().wait(30)
-            case "nan":
-                return Reward({"good": math.nan})
-            case "text":
-                return Reward({"good": "much"})
-            case "parts":
-                return Reward({"bad": 1.0})
-            case "none":
-                return None
-            case "gold":
-                raise Unjudgeable("the gold answer is empty")
-        return Reward({"good": True})
+        if response == "hang":
+            threading.Event().wait(30)
+        return raised(RESULTS.get(response.split()[0], Reward({"good": True})))
 
 
 class Together(Judge):

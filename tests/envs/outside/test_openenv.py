@@ -11,6 +11,7 @@ from http import HTTPStatus
 import pytest
 
 from grpo_rl.envs.openenv import OpenEnv, action_of, load_rows
+from tests.envs.conftest import said
 
 SCHEMA = {"required": ["number"], "properties": {"number": {"type": "integer"}}}
 
@@ -53,28 +54,20 @@ def spoken():
 
 def test_a_servers_fault_is_not_reported_to_the_policy(spoken, monkeypatch):
     task = OpenEnv(load_rows(), url=spoken)
-    messages = [*task.prompt({"seed": 3}), {"role": "assistant", "content": "0"}]
     session, _ = task.reset({"seed": 3})
     monkeypatch.setattr(session, "recv", lambda timeout: "<html>502 Bad Gateway")
     with pytest.raises(RuntimeError, match="answers '<html>502 Bad Gateway', which is no JSON object"):
-        task.step(session, messages[-1]["content"])
+        task.step(session, "0")
     task.close(session)
-
-
-def right(row):
-    return str(random.Random(row["seed"]).randint(1, 9))
 
 
 def test_a_conversation_is_an_episode_in_a_session_and_earns_what_the_server_gives(spoken):
     task, row = OpenEnv(load_rows(), url=spoken, system_prompt="Play."), {"seed": 3}
-    messages = task.prompt(row)
-    assert [message["content"] for message in messages] == ["Play.", "Guess."]
-    for said, heard in (("0", "No."), ("x", "Error: Invalid message; number: no"), ('{"number": 0}', "No.")):
-        messages = [*messages, {"role": "assistant", "content": said}]
-        messages += (reply := task.reply(row, messages))
-        assert [message["content"] for message in reply] == [heard]
-    messages = [*messages, {"role": "assistant", "content": right(row)}]
-    assert task.reply(row, messages) is None and task.score_dialog(row, messages).parts == {"episode": 1.0}
+    right = str(random.Random(3).randint(1, 9))
+    messages = said(task, row, "0", "x", '{"number": 0}', right)
+    heard = ["Play.", "Guess.", "0", "No.", "x", "Error: Invalid message; number: no", '{"number": 0}', "No.", right]
+    assert [message["content"] for message in messages] == heard
+    assert task.score_dialog(row, messages).parts == {"episode": 1.0}
 
 
 def test_a_server_that_is_not_there_or_sends_elsewhere_is_refused(spoken):

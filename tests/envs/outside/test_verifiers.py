@@ -11,13 +11,12 @@ from grpo_rl.envs.verifiers import Verifiers, load_rows
 from grpo_rl.testing import check_task
 from tests.envs.conftest import said
 
-needs_verifiers = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None,
     reason="needs verifiers==0.4.*, which dev leaves out (CONTRIBUTING.md)",
 )
 
 
-@needs_verifiers
 def test_a_taskset_has_its_prompts_rewards_and_metrics():
     rows = load_rows(name="small-taskset")
     task = Verifiers(rows)
@@ -31,7 +30,6 @@ def test_a_taskset_has_its_prompts_rewards_and_metrics():
     assert pickle.loads(pickle.dumps(task)).score(rows[3], "4") == reward
 
 
-@needs_verifiers
 def test_an_environment_that_talks_leads_the_conversation_and_ends_it():
     task = Verifiers(rows := load_rows(name="small-dialog", episodes=5, held_out=0.2))
     messages = said(task, rows[1], "7", "2", "unread")
@@ -44,7 +42,6 @@ def test_an_environment_that_talks_leads_the_conversation_and_ends_it():
     assert task.score_dialog(rows[1], said(task, rows[1], "7")).measures["patience"] == 0.25
 
 
-@needs_verifiers
 def test_what_the_policy_cannot_play_is_refused():
     with pytest.raises(ValueError, match=r"env.name=small-dialog makes tasks without end; set env.episodes"):
         load_rows(name="small-dialog")
@@ -52,7 +49,6 @@ def test_what_the_policy_cannot_play_is_refused():
         load_rows(name="harbor", taskset={"dataset": "x"})
 
 
-@needs_verifiers
 @pytest.mark.slow
 def test_an_environment_of_verifiers_keeps_a_tasks_promises():
     check_task(Verifiers(load_rows(name="small-dialog", episodes=4)), responses=["1", "2", "stop", "no idea"])

@@ -20,8 +20,6 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from transformers import AutoTokenizer
-
 from grpo_rl.assembly.environment import make_env
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.calculator import Calculator
@@ -46,11 +44,6 @@ def task():
     made = with_mcp(GSM8K([ROW]), [{"command": COMMAND, "timeout_s": 30.0}])
     yield made
     made._of["add"].close()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def results(task, *calls):

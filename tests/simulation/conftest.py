@@ -1,8 +1,0 @@
-"""Makes the simulation importable, as by ``PYTHONPATH=tests python -m simulation``."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
