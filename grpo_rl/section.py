@@ -18,6 +18,7 @@ from grpo_rl.by_name import is_name
 
 REQUIRED: Any = PydanticUndefined
 """Marks a setting without a default, whose value the config must give."""
+S = TypeVar("S", bound="Section")
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's limits of a number, in words."""
 
@@ -208,9 +209,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {close[0]}? (all: {', '.join(known)})" if close else f"choose one of {', '.join(known)}"
     return f"unknown {kind} {name!r}; {guess}"
-
-
-S = TypeVar("S", bound=Section)
 
 
 def read_section(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
