@@ -70,7 +70,7 @@ class Section(BaseModel, Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a section declares of one setting.
+    """The declaration of one setting in a section.
 
     Args:
         default: the default; :data:`REQUIRED`: the config must give a value.
@@ -161,8 +161,6 @@ def wrong_values(section: type[Section], values: Mapping[str, Any], prefix: str 
     try:
         section.model_validate(values)
         return []
-    except TypeError as error:  # of a limit that the user's own type has no order for
-        return [f"{prefix.rstrip('.')}: {error}"]
     except ValidationError as failure:
         error = failure
     known = declared(section)
