@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
@@ -23,7 +23,7 @@ from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
-from grpo_rl.envs.rows import DONE, dialog_of, led_to, row_specs
+from grpo_rl.envs.rows import DONE, Row, dialog_of, led_to, row_specs, stacked
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 from grpo_rl.envs.tools.functions import check_functions
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
@@ -253,24 +253,25 @@ class LLMEnv(EnvBase):
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         return next_tensordict_out  # likewise
 
-    def _reset(
+    def _reset(self, tensordict: TensorDictBase | None = None, **which: Any) -> TensorDictBase:
+        """The beginning of conversations, see :meth:`begin`, lazily stacked."""
+        if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
+            raise ValueError("a part of the batch can't be reset alone: a group's responses begin at the same time")
+        return stacked(self.begin(**which))
+
+    def begin(
         self,
-        tensordict: TensorDictBase | None = None,
-        *,
         prompts: int | Sequence[Prompt] | None = None,
         repeats: int | None = None,
         rows: Sequence[dict] | None = None,
-        **_: object,
-    ) -> TensorDictBase:
-        """The beginning of conversations, lazily stacked.
+    ) -> list[Row]:
+        """The beginning of conversations, as plain mappings: ``reset`` without the stacking of rows.
 
         Args:
             prompts: the number of next prompts, ``num_envs`` if None; or prompts that were taken before.
             repeats: rows of each; those of the environment if None.
             rows: held-out rows in the place of next prompts; these are numbered by themselves.
         """
-        if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
-            raise ValueError("a part of the batch can't be reset alone: a group's responses begin at the same time")
         if rows is None:
             taken = self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts
             begun = [(prompt, self.task.rows[prompt.row], f"row {prompt.row}") for prompt in taken]
@@ -279,26 +280,24 @@ class LLMEnv(EnvBase):
                 (Prompt(i, i, "", torch.tensor(self.encode(row))), row, f"held-out row {i}")
                 for i, row in enumerate(rows)
             ]
-        beginnings = []
+        beginnings: list[Row] = []
         for prompt, row, where in begun:
-            beginning = TensorDict(
-                {
-                    keys.QUERY: NonTensorData(prompt.query),  # pyrefly: ignore[bad-assignment]
-                    keys.HISTORY: NonTensorData(Dialog(self.task.prompt(row), row, where, self.turns_of(row))),  # pyrefly: ignore[bad-assignment]
-                    keys.TOKENS_PROMPT: prompt.ids,
-                    keys.GROUP_ID: torch.tensor([prompt.group_id]),
-                    keys.ROW: torch.tensor([prompt.row]),
-                    **{name: torch.tensor([False]) for name in (keys.FAILED, *DONE)},
-                }
-            )
+            beginning = {
+                keys.QUERY: prompt.query,
+                keys.HISTORY: Dialog(self.task.prompt(row), row, where, self.turns_of(row)),
+                keys.TOKENS_PROMPT: prompt.ids,
+                keys.GROUP_ID: prompt.group_id,
+                keys.ROW: prompt.row,
+                **dict.fromkeys((keys.FAILED, *DONE), False),
+            }
             # Shallow copies: the rows of a group share their tensors, and each gets a place for its own response.
             beginnings += [beginning.copy() for _ in range(repeats or self.repeats)]
-        return lazy_stack(beginnings)
+        return beginnings
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return lazy_stack(self.step_rows(list(tensordict.unbind(0))))
+        return stacked(self.step_rows(list(tensordict.unbind(0))))
 
-    def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+    def step_rows(self, rows: Sequence[Row]) -> list[Row]:
         """The result of each row's step: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
         open_rows = [i for i, row in enumerate(rows) if not dialog_of(row).over]
@@ -322,7 +321,7 @@ class LLMEnv(EnvBase):
         self._judge(rows, dialogs, [i for i in open_rows if i not in prompts])
         return led_to(rows, dialogs, cut, prompts, self.task.reward_parts)
 
-    def _reply(self, row: TensorDictBase, dialog: Dialog) -> tuple[Messages, Tensor] | None:
+    def _reply(self, row: Row, dialog: Dialog) -> tuple[Messages, Tensor] | None:
         """The task's reply, and the ids of the conversation with it; None where the conversation is over."""
         reply = dialog.reply_of(self.task)
         if reply is None:
@@ -336,7 +335,7 @@ class LLMEnv(EnvBase):
         message = f"{type(self.task).__name__}.reply failed on {dialog.where}, turn {dialog.turns}: {one_line(error)}"
         return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
 
-    def _judge(self, rows: Sequence[TensorDictBase], dialogs: dict[int, Dialog], ended: Sequence[int]) -> None:
+    def _judge(self, rows: Sequence[Row], dialogs: dict[int, Dialog], ended: Sequence[int]) -> None:
         """Scores the conversations that have ended, those of a group together."""
         groups: dict[int, list[int]] = {}
         for i in ended:

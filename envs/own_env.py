@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -32,7 +32,7 @@ from typing_extensions import override
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Failure, LLMEnv
 from grpo_rl.envs.prompts import Prompt
-from grpo_rl.envs.rows import DONE
+from grpo_rl.envs.rows import DONE, Row, stacked
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 GOLD = "gold"
@@ -144,22 +144,20 @@ class OwnEnv(LLMEnv):
         self._prompts: Any = OwnPrompts(env, num_envs * repeats, repeats, self.task.rows)
 
     @override
-    def _reset(
-        self, tensordict: TensorDictBase | None = None, *, prompts: Any = None, repeats: int | None = None, **_: object
-    ) -> TensorDictBase:
-        rows = []
+    def begin(self, prompts: Any = None, repeats: int | None = None, rows: Any = None) -> list[Row]:
+        begun: list[Row] = []
         for prompt in self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts:
             plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-assignment]
             # A checkpoint keeps the prompt alone of a group in flight.
             group = self._prompts.begun.get(prompt) or [plain] * (repeats or self.repeats)
             ids = {keys.GROUP_ID: torch.tensor([prompt.group_id]), keys.ROW: torch.tensor([prompt.row])}
             flags = {name: torch.tensor([False]) for name in (keys.FAILED, *DONE)}
-            rows += [row.copy().update(ids | flags) for row in group]
-        return lazy_stack(rows)
+            begun += [row.copy().update(ids | flags) for row in group]
+        return begun
 
     @override
-    def step_rows(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        batch = lazy_stack(list(rows))
+    def step_rows(self, rows: Sequence[Row]) -> list[Row]:
+        batch = stacked(rows)
         if (self.env.batch_locked or self.env.batch_size) and batch.batch_size != self.env.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__} is locked to its batch of {math.prod(self.env.batch_size)} rows, and "

@@ -1,13 +1,17 @@
-"""The rows that steps lead to, and the TorchRL specs of a batch of rows."""
+"""Rows of a batch, by the keys of `grpo_rl.data.keys`, the rows that steps lead to, and the TorchRL specs of a batch.
+
+Between our own environment and policy a row is a plain mapping, as tensors for its numbers and flags would take longer
+than the step itself; where a part of TorchRL or of the user reads it, a TensorDict. Both are read in the same way.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 
@@ -17,16 +21,35 @@ from grpo_rl.envs.guards.guard import Failure
 from grpo_rl.envs.task import Reward
 
 DONE = ("done", "terminated", "truncated")
+Row = dict[Any, Any] | TensorDictBase
 
 
-def dialog_of(row: TensorDictBase) -> Dialog:
+def stacked(rows: Sequence[Row]) -> TensorDictBase:
+    """The rows as TensorDicts, lazily stacked: a number is a tensor of one, what is no tensor is kept as it is."""
+    return lazy_stack(
+        [
+            TensorDict({key: _entry(value) for key, value in row.items()}) if isinstance(row, dict) else row
+            for row in rows
+        ]
+    )
+
+
+def _entry(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: torch.tensor([number]) for name, number in value.items()}
+    if isinstance(value, bool | int | float):
+        return torch.tensor([value])
+    return value if isinstance(value, Tensor | NonTensorData) else NonTensorData(value)
+
+
+def dialog_of(row: Row) -> Dialog:
     """The conversation of a row of an `LLMEnv`."""
     return cast(Dialog, row[keys.HISTORY])
 
 
-def next_of(row: TensorDictBase) -> TensorDictBase:
+def next_of(row: Row) -> Row:
     """The result of a row's step."""
-    return cast(TensorDictBase, row["next"])
+    return cast(Row, row["next"])
 
 
 def row_specs(
@@ -58,37 +81,34 @@ def row_specs(
 
 
 def led_to(
-    rows: Sequence[TensorDictBase],
+    rows: Sequence[Row],
     dialogs: Mapping[int, Dialog],
     cut: Collection[int],
     prompts: Mapping[int, Tensor],
     reward_parts: Sequence[str],
-) -> list[TensorDictBase]:
-    """The results of the rows' steps, each as it stands under ``next``.
+) -> list[Row]:
+    """The results of the rows' steps, each as it stands under ``next``, as plain mappings.
 
     Args:
         dialogs: conversations of the rows that were stepped, with the turn and what followed; the others were over.
         cut: rows whose conversation met a limit before the policy was done.
         prompts: of the next turns, of the rows that go on.
     """
-    after: list[TensorDictBase] = []
+    after: list[Row] = []
     for i, row in enumerate(rows):
         dialog = dialogs.get(i) or dialog_of(row)
         verdict = dialog.verdict if i in dialogs else None  # a conversation that was over had its reward
         reward, failed = verdict if isinstance(verdict, Reward) else None, isinstance(dialog.verdict, Failure)
         total = reward.total if reward else math.nan if failed and verdict else 0.0
         flags = (failed, dialog.over, dialog.over and i not in cut, i in cut)
-        parts = {name: torch.tensor([reward.parts.get(name, 0.0) if reward else 0.0]) for name in reward_parts}
         after.append(
-            TensorDict(
-                {
-                    keys.HISTORY: NonTensorData(dialog),
-                    keys.TOKENS_PROMPT[0]: {keys.TOKENS_PROMPT[1]: prompts.get(i, row[keys.TOKENS_PROMPT])},
-                    keys.REWARD[-1]: torch.tensor([total]),
-                    keys.REWARD_PARTS[0]: parts,
-                    **{name: torch.tensor([flag]) for name, flag in zip((keys.FAILED, *DONE), flags, strict=True)},
-                    **{key: row.get(key) for key in (keys.QUERY, keys.GROUP_ID, keys.ROW)},
-                }
-            )
+            {
+                keys.HISTORY: dialog,
+                keys.TOKENS_PROMPT: prompts[i] if i in prompts else row[keys.TOKENS_PROMPT],
+                keys.REWARD[-1]: total,
+                keys.REWARD_PARTS[0]: {name: reward.parts.get(name, 0.0) if reward else 0.0 for name in reward_parts},
+                **dict(zip((keys.FAILED, *DONE), flags, strict=True)),
+                **{key: row.get(key) for key in (keys.QUERY, keys.GROUP_ID, keys.ROW)},
+            }
         )
     return after

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.engine_policy import act
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.rollouts import Respond, at_own_pace, gathered, note, play, step, step_in_thread
+from grpo_rl.collectors.rollouts import Respond, at_own_pace, begin, gathered, note, play, step, step_in_thread
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
@@ -30,6 +29,7 @@ from grpo_rl.waits.registry import waiting
 
 if TYPE_CHECKING:
     from grpo_rl.collectors.agents import AgentGroups
+    from grpo_rl.envs.rows import Row
     from grpo_rl.weights.push import WeightSync
 
 
@@ -204,7 +204,7 @@ class AsyncCollector(Collector):
     async def _rollouts(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
         """The rewarded group of a prompt, sampled on one engine, whose cache holds the turns before."""
         env, name = self._env, f"group-{prompt.group_id}-{self._scheduler.resampled}"
-        together = at_own_pace(env.reset(prompts=[prompt], repeats=self._group_size).unbind(0))
+        together = at_own_pace(begin(env, prompts=[prompt], repeats=self._group_size))
         stepping = self._step_in_turn if len(together) == 1 else step_in_thread
         names = [name] if len(together) == 1 else [f"{name}-{i}" for i in range(len(together))]
         with self._timed(engine, prompt) as ended:
@@ -256,6 +256,6 @@ class AsyncCollector(Collector):
                 Sampled(engine.name, prompt.group_id, version, begun_s, ended_s or time.perf_counter())
             )
 
-    async def _step_in_turn(self, env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+    async def _step_in_turn(self, env: EnvBase, rows: Sequence[Row]) -> list[Row]:
         with waiting("its group's turn at the scorer, and rewards", deadline_s=math.inf):
             return await asyncio.get_running_loop().run_in_executor(self._scorers, step, env, rows)

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampler, Samples, Sampling, StepByGenerate
+from grpo_rl.envs.rows import Row, stacked
 
 Sample = Callable[[Sequence[int], int, Sampling], Awaitable[Samples]]
 """Samples so many responses to a prompt, on an engine that is awaited."""
@@ -51,7 +52,12 @@ class EnginePolicy(TensorDictModuleBase):
         Kept sets and the experts of each token, of prompt and response, come with them where the engine gives any.
         """
         rows = list(tensordict.unbind(0))
-        calls: dict[Sampling, list[TensorDictBase]] = {}
+        self.respond(rows)
+        return stacked(rows)
+
+    def respond(self, rows: Sequence[Row]) -> None:
+        """Writes what :meth:`forward` writes into rows that are not stacked."""
+        calls: dict[Sampling, list[Row]] = {}
         for row in rows:
             if row.get("done", False):
                 write([row], _NOTHING, self.engine.max_model_len)
@@ -66,13 +72,12 @@ class EnginePolicy(TensorDictModuleBase):
             sampled = self.engine.generate(prompts, len(groups[0]), sampling)
             for members, samples in zip(groups, sampled, strict=True):
                 write(members, samples, self.engine.max_model_len)
-        return lazy_stack(rows)
 
 
-async def act(rows: Sequence[TensorDictBase], sample: Sample, sampling: Sampling, max_model_len: int) -> None:
+async def act(rows: Sequence[Row], sample: Sample, sampling: Sampling, max_model_len: int) -> None:
     """Writes a response into each row, as :class:`EnginePolicy` does, for an engine that is awaited."""
 
-    async def of_prompt(prompt: tuple[int, ...], members: Sequence[TensorDictBase]) -> None:
+    async def of_prompt(prompt: tuple[int, ...], members: Sequence[Row]) -> None:
         settings = turn_sampling(len(prompt), sampling, max_model_len)
         write(members, await sample(prompt, len(members), settings), max_model_len)
 
@@ -80,9 +85,9 @@ async def act(rows: Sequence[TensorDictBase], sample: Sample, sampling: Sampling
     await (asyncio.gather(first, *others) if others else first)  # a single one at once
 
 
-def by_prompt(rows: Iterable[TensorDictBase]) -> dict[tuple[int, tuple[int, ...]], list[TensorDictBase]]:
+def by_prompt(rows: Iterable[Row]) -> dict[tuple[int, tuple[int, ...]], list[Row]]:
     """The rows of each group that go on from the same tokens, by the group's id and these tokens."""
-    found: dict[tuple[int, tuple[int, ...]], list[TensorDictBase]] = {}
+    found: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
     for row in rows:
         found.setdefault((int(row[keys.GROUP_ID]), tuple(row[keys.TOKENS_PROMPT].tolist())), []).append(row)
     return found
@@ -96,15 +101,13 @@ def turn_sampling(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
     return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
 
 
-def write(rows: Sequence[TensorDictBase], samples: Samples, max_model_len: int) -> None:
+def write(rows: Sequence[Row], samples: Samples, max_model_len: int) -> None:
     """Writes the responses to one prompt into the rows that ask for them."""
     lengths = samples.offsets.diff().tolist()
-    log_probs, versions = samples.log_probs.split(lengths), samples.versions.split(lengths)
-    longest = torch.tensor([max_model_len])
-    for g, (row, ids) in enumerate(zip(rows, samples.responses, strict=True)):
-        row[keys.TOKENS_RESPONSE] = ids
-        row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
-        row[keys.VERSIONS] = versions[g]
+    log_probs, versions = samples.log_probs.split_with_sizes(lengths), samples.versions.split_with_sizes(lengths)
+    ids, longest = samples.response_ids.split_with_sizes(lengths), torch.tensor([max_model_len])
+    for g, row in enumerate(rows):
+        row[keys.TOKENS_RESPONSE], row[keys.LOG_PROBS_RESPONSE], row[keys.VERSIONS] = ids[g], log_probs[g], versions[g]
         row[keys.TRUNCATED] = samples.truncated[g : g + 1]
         row[keys.MAX_TOKENS] = longest
     if samples.kept:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
 from grpo_rl.data import keys
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples
 from grpo_rl.envs.base import Prompt, Reward
-from grpo_rl.envs.rows import dialog_of, next_of
+from grpo_rl.envs.rows import Row, dialog_of, next_of
 
 
 def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
@@ -83,7 +82,7 @@ class Trajectory:
         self.kept.append((kept, len(ids)))
 
     @classmethod
-    def of_rollout(cls, rollout: Sequence[TensorDictBase]) -> Trajectory:
+    def of_rollout(cls, rollout: Sequence[Row]) -> Trajectory:
         """The trajectory of a row's steps.
 
         Raises:
@@ -110,7 +109,7 @@ class Trajectory:
         return made
 
 
-def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | None:
+def group_of_rollouts(rollouts: Sequence[Sequence[Row]]) -> Group | None:
     """The group of all rows of one prompt, with their rewards; None where fewer than two have one."""
     rollouts = [rollout for rollout in rollouts if not bool(next_of(rollout[-1]).get(keys.FAILED, False))]
     if len(rollouts) < 2:
@@ -125,20 +124,20 @@ def group_of_rollouts(rollouts: Sequence[Sequence[TensorDictBase]]) -> Group | N
     verdicts = [verdict_of(end) for end in ends]
     return replace(
         group,
-        rewards=torch.stack([end[keys.REWARD[-1]].reshape(()) for end in ends]).float(),
+        rewards=_numbers(float(end[keys.REWARD[-1]]) for end in ends),
         reward_parts=_by_name([_parts(end, verdict) for end, verdict in zip(ends, verdicts, strict=True)]),
         measures=_by_name([verdict.measures if verdict else {} for verdict in verdicts]),
     )
 
 
-def verdict_of(end: TensorDictBase) -> Any:
+def verdict_of(end: Row) -> Any:
     """The scorer's reward or failure of a row that is done; None in an environment that is no `LLMEnv`."""
     return None if end.get(keys.HISTORY, None) is None else dialog_of(end).verdict
 
 
-def _parts(end: TensorDictBase, verdict: Reward | None) -> dict[str, float]:
+def _parts(end: Row, verdict: Reward | None) -> dict[str, float]:
     """The parts of the reward that apply to the response."""
-    parts = end.get(keys.REWARD_PARTS, None)
+    parts = end.get(keys.REWARD_PARTS[0], None)
     if parts is None:
         return {}
     names = verdict.parts if verdict else parts.keys()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from grpo_rl.collectors.engine_policy import OPTIONAL, WRITTEN, EnginePolicy, turn_sampling, write
@@ -22,34 +22,48 @@ from grpo_rl.collectors.groups import verdict_of
 from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.guards.guard import in_thread, outcome
-from grpo_rl.envs.rows import dialog_of, next_of
+from grpo_rl.envs.rows import Row, dialog_of, next_of, stacked
 
-Rollout = list[TensorDictBase]
+Rollout = list[Row]
 Policy = Callable[[TensorDictBase], TensorDictBase]
-Respond = Callable[[Sequence[TensorDictBase]], Awaitable[None]]
-Step = Callable[[EnvBase, Sequence[TensorDictBase]], Awaitable[list[TensorDictBase]]]
+Respond = Callable[[Sequence[Row]], Awaitable[None]]
+Step = Callable[[EnvBase, Sequence[Row]], Awaitable[list[Row]]]
 
 
-def step(env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+def begin(env: EnvBase, policy: Policy | None = None, **which: Any) -> list[Row]:
+    """The rows that ``reset`` gives: plain mappings where environment and policy are our own, else TensorDicts.
+
+    Args:
+        policy: None for an engine that is awaited.
+        which: see `LLMEnv.begin`.
+    """
+    ours = isinstance(env, LLMEnv) and (policy is None or type(policy) is EnginePolicy)
+    return env.begin(**which) if ours else list(env.reset(**which).unbind(0))
+
+
+def step(env: EnvBase, rows: Sequence[Row]) -> list[Row]:
     """The rows, with what their step led to under ``next``."""
-    if isinstance(env, LLMEnv):
+    if isinstance(env, LLMEnv) and isinstance(rows[0], dict):
         after = env.step_rows(rows)
-    else:  # a transformed one, whose `step` takes nothing but the whole batch
-        after = list(env._step(lazy_stack(list(rows))).unbind(0))
+    else:  # `step` of a transformed environment takes nothing but the whole batch
+        after = env._step(stacked(rows)).unbind(0)
     for row, led_to in zip(rows, after, strict=True):
-        row.set("next", led_to)
+        row["next"] = led_to
     return list(rows)
 
 
-def is_done(row: TensorDictBase) -> bool:
+def is_done(row: Row) -> bool:
     """True if nothing follows a step."""
-    return bool(row["next", "done"].all())
+    done = next_of(row)["done"]
+    return done if isinstance(done, bool) else bool(done.all())
 
 
-def following(row: TensorDictBase) -> TensorDictBase:
+def following(row: Row) -> Row:
     """The row of the next step: what the step led to, and what no step changes."""
     after = next_of(row)
-    return after if keys.GROUP_ID in after.keys() else row.exclude("next", *WRITTEN, *OPTIONAL).update(after)
+    if isinstance(row, dict) or keys.GROUP_ID in after.keys():
+        return after
+    return row.exclude("next", *WRITTEN, *OPTIONAL).update(after)
 
 
 def note(env: LLMEnv, rollouts: Sequence[Rollout]) -> None:
@@ -59,7 +73,7 @@ def note(env: LLMEnv, rollouts: Sequence[Rollout]) -> None:
         env.note(int(rollouts[0][0][keys.ROW]), verdicts)
 
 
-def in_rounds(env: EnvBase, policy: Policy, rows: Iterable[TensorDictBase]) -> tuple[list[Rollout], float]:
+def in_rounds(env: EnvBase, policy: Policy, rows: Iterable[Row]) -> tuple[list[Rollout], float]:
     """The rollouts of the rows, the turns of all that are not done sampled and stepped together.
 
     Returns the seconds that the policy took, too.
@@ -67,14 +81,17 @@ def in_rounds(env: EnvBase, policy: Policy, rows: Iterable[TensorDictBase]) -> t
     ready, seconds = dict(enumerate(rows)), 0.0
     rollouts: list[Rollout] = [[] for _ in ready]
     while ready:
-        batch, begun_s = lazy_stack(list(ready.values())), time.perf_counter()
-        batch = policy(batch)
+        batch, begun_s = list(ready.values()), time.perf_counter()
+        if isinstance(policy, EnginePolicy) and isinstance(batch[0], dict):
+            policy.respond(batch)
+        else:
+            batch = list(policy(stacked(batch)).unbind(0))
         seconds += time.perf_counter() - begun_s
-        _advance(ready, rollouts, step(env, list(batch.unbind(0))))
+        _advance(ready, rollouts, step(env, batch))
     return rollouts, seconds
 
 
-def _advance(ready: dict[int, TensorDictBase], rollouts: list[Rollout], stepped: Sequence[TensorDictBase]) -> None:
+def _advance(ready: dict[int, Row], rollouts: list[Rollout], stepped: Sequence[Row]) -> None:
     """Appends a step to each rollout that was ready; those that are not done are ready for the next."""
     for i, row in zip(list(ready), stepped, strict=True):
         rollouts[i].append(row)
@@ -84,7 +101,7 @@ def _advance(ready: dict[int, TensorDictBase], rollouts: list[Rollout], stepped:
             ready[i] = following(row)
 
 
-async def play(env: EnvBase, rows: Sequence[TensorDictBase], respond: Respond, step: Step) -> list[Rollout]:
+async def play(env: EnvBase, rows: Sequence[Row], respond: Respond, step: Step) -> list[Rollout]:
     """The rollouts of rows that go on together: those of one group, or a single one.
 
     Args:
@@ -99,7 +116,7 @@ async def play(env: EnvBase, rows: Sequence[TensorDictBase], respond: Respond, s
     return rollouts
 
 
-async def step_in_thread(env: EnvBase, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+async def step_in_thread(env: EnvBase, rows: Sequence[Row]) -> list[Row]:
     """:func:`step` in a thread of its own."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
@@ -118,16 +135,16 @@ async def step_in_thread(env: EnvBase, rows: Sequence[TensorDictBase]) -> list[T
     return await result
 
 
-def at_own_pace(rows: Iterable[TensorDictBase]) -> list[list[TensorDictBase]]:
+def at_own_pace(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows that go on together: a group whose task has one turn, as it may be scored together; else each alone."""
-    found: list[list[TensorDictBase]] = []
+    found: list[list[Row]] = []
     for _, members in groupby(rows, key=lambda row: int(row[keys.GROUP_ID])):
         group = list(members)
         found += [[row] for row in group] if takes_turns(group[0]) else [group]
     return found
 
 
-def takes_turns(row: TensorDictBase) -> bool:
+def takes_turns(row: Row) -> bool:
     """True if the policy may have several turns in a conversation of an `LLMEnv`."""
     return row.get(keys.HISTORY, None) is not None and dialog_of(row).max_turns > 1
 
@@ -145,7 +162,7 @@ async def gathered(work: Iterable[Coroutine[Any, Any, list[Rollout]]]) -> list[R
             task.cancel()
 
 
-def play_all(env: EnvBase, policy: Policy, rows: Sequence[TensorDictBase]) -> tuple[list[Rollout], float]:
+def play_all(env: EnvBase, policy: Policy, rows: Sequence[Row]) -> tuple[list[Rollout], float]:
     """The rollouts of the rows: each at its own pace where the policy's engine lets them, else in rounds.
 
     Returns the seconds that the policy took, too; where replies come meanwhile, those of all.
@@ -159,7 +176,7 @@ def play_all(env: EnvBase, policy: Policy, rows: Sequence[TensorDictBase]) -> tu
         policy.engine.abort()
 
 
-def _at_own_pace(env: EnvBase, policy: EnginePolicy, rows: list[TensorDictBase]) -> list[Rollout]:
+def _at_own_pace(env: EnvBase, policy: EnginePolicy, rows: list[Row]) -> list[Rollout]:
     """The rollouts of the rows: those that have a response are stepped in threads while the engine samples others."""
     engine, longest = policy.engine, policy.engine.max_model_len
     rollouts: list[Rollout] = [[] for _ in rows]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -173,7 +173,7 @@ class Samples:
         return cls(
             response_ids=torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64)),
             log_probs=torch.from_numpy(np.fromiter(chain.from_iterable(log_probs), np.float32)),
-            offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
+            offsets=torch.tensor([0, *accumulate(map(len, ids))]),
             truncated=torch.tensor(truncated, dtype=torch.bool),
             version=version,
             kept_ids=sets and sets.ids,

@@ -15,7 +15,7 @@ from scipy import stats
 
 from grpo_rl.collectors.base import unchanged
 from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.rollouts import play_all
+from grpo_rl.collectors.rollouts import begin, play_all
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampler, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
@@ -175,8 +175,9 @@ def evaluate(
         with draws:
             return sessions.evaluate(env, engine, rows, sampling, samples)
     with draws, unchanged(env):
-        asked = list(env.reset(rows=rows, repeats=samples).unbind(0))
-        rollouts, _ = play_all(env, EnginePolicy(engine, sampling), asked)
+        policy = EnginePolicy(engine, sampling)
+        asked = begin(env, policy, rows=rows, repeats=samples)
+        rollouts, _ = play_all(env, policy, asked)
     dialogs = [dialog_of(next_of(rollout[-1])) for rollout in rollouts]
     return judged(
         env.task,
@@ -185,7 +186,7 @@ def evaluate(
         [dialog.messages for dialog in dialogs],
         [dialog.text for dialog in dialogs],
         [sum(len(turn[keys.TOKENS_RESPONSE]) for turn in rollout) for rollout in rollouts],
-        [bool(rollout[-1]["next", "truncated"]) for rollout in rollouts],
+        [bool(next_of(rollout[-1])["truncated"]) for rollout in rollouts],
         samples,
     )
 

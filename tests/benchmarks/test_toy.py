@@ -33,6 +33,7 @@ TOYS = {
     "ragged": "--model {model} --prompts 2 --repeats 4 --prompt 4 --median 4 --longest 16 --trl-batch 4 8",
     "report": "--steps 4 --groups 2 --size 2",
     "share": "--steps 4 --runs 1",
+    "rollouts": "--trajectories 8",
     "scoring": "--data {data} --responses 8",
     "soak": "--minutes 0.05 --every 0.1",
     "staleness": "--steps 4 --out {folder}/staleness.svg",
