@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -193,7 +195,13 @@ def lived_by(process: Process) -> Iterator[None]:
     with ExitStack() as stack:
         for name, clock in clocks.items():
             stack.enter_context(mock.patch.object(time, name, clock))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("grpo_rl.") and getattr(module, "wait", None) is concurrent.futures.wait:
-                stack.enter_context(mock.patch.object(module, "wait", process.wait))
+        for module in _waiting(len(sys.modules)):
+            stack.enter_context(mock.patch.object(module, "wait", process.wait))
         yield
+
+
+@cache
+def _waiting(_: int) -> list[ModuleType]:
+    """The modules of the package, among so many that are loaded, that import `concurrent.futures.wait`."""
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("grpo_rl.")]
+    return [module for module in ours if getattr(module, "wait", None) is concurrent.futures.wait]
