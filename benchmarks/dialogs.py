@@ -20,7 +20,7 @@ import torch
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import Trajectory, verdict_of
-from grpo_rl.collectors.rollouts import Rollout, play_all
+from grpo_rl.collectors.rollouts import Rollout, play_all, reset_rows
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import Messages, Reward
@@ -122,9 +122,10 @@ def main() -> None:
         nonlocal compared
         env.task.delay_s = delay_s
         watched = Watched(engine)
-        asked = list(env.reset(rows=env.task.rows[:count], repeats=1).unbind(0))
+        policy = EnginePolicy(watched, sampling)
+        asked = reset_rows(env, policy, rows=env.task.rows[:count], repeats=1)
         start = time.perf_counter()
-        rollouts, _ = play_all(env, EnginePolicy(watched, sampling), asked)
+        rollouts, _ = play_all(env, policy, asked)
         all_s = time.perf_counter() - start
         watched.close()
         verdicts = [verdict_of(rollout[-1]["next"]) for rollout in rollouts]

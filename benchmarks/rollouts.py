@@ -1,4 +1,4 @@
-"""CPU time of a turn outside the engine and the trainer: `python benchmarks/rollouts.py`, pinned to one core.
+"""CPU time of a turn, the trainer's left out: `taskset -c 0 python benchmarks/rollouts.py`.
 
 Trajectories are sampled by the scripted engine in groups of four, all in flight at once: single responses, and
 conversations of three turns. Printed is the median of five collections, in ms a turn.
@@ -66,8 +66,9 @@ def main() -> None:
         collector, found = SyncCollector(env, policy, 10**9), []
         for _ in range(1 + STEPS):
             begun_s = time.process_time()
-            assert len(collector.collect()) == groups
+            collected = collector.collect()
             found.append((time.process_time() - begun_s) / (groups * GROUP * task.turns) * 1e3)
+            assert len(collected) == groups
         print(f"{task.turns} turns: {statistics.median(found[1:]):.3f} ms of CPU time a turn")
 
 

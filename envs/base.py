@@ -40,7 +40,7 @@ class LLMEnv(EnvBase):
     ``reset`` takes the next rows of the epoch's seeded shuffle; ``step`` scores the responses and ends the episode.
     If the task replies, the next step's prompt is the whole conversation, and a row's episode ends with it.
 
-    The environment keeps nothing of a conversation: each row's TensorDict holds it (`grpo_rl.data.keys`). So ``step``
+    The environment keeps nothing of a conversation: each row holds it (`grpo_rl.data.keys`). So ``step``
     takes any rows, those of one group together if the task scores groups, also from several threads at once. Replies of
     the rows of one step are computed at the same time, each under the deadline of scorers; a row whose reply or scorer
     fails is over, with :data:`~grpo_rl.data.keys.FAILED` set and NaN as its reward.
@@ -253,19 +253,20 @@ class LLMEnv(EnvBase):
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         return next_tensordict_out  # likewise
 
+    @override
     def _reset(self, tensordict: TensorDictBase | None = None, **which: Any) -> TensorDictBase:
-        """The beginning of conversations, see :meth:`begin`, lazily stacked."""
         if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
             raise ValueError("a part of the batch can't be reset alone: a group's responses begin at the same time")
-        return stacked(self.begin(**which))
+        return stacked(self.reset_rows(**which))
 
-    def begin(
+    def reset_rows(
         self,
+        *,
         prompts: int | Sequence[Prompt] | None = None,
         repeats: int | None = None,
         rows: Sequence[dict] | None = None,
     ) -> list[Row]:
-        """The beginning of conversations, as plain mappings: ``reset`` without the stacking of rows.
+        """The beginning of conversations, as dicts: ``reset`` without the stacking of rows.
 
         Args:
             prompts: the number of next prompts, ``num_envs`` if None; or prompts that were taken before.
@@ -298,7 +299,7 @@ class LLMEnv(EnvBase):
         return stacked(self.step_rows(list(tensordict.unbind(0))))
 
     def step_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """The result of each row's step: ``step`` without the stacking of rows and TorchRL's checks."""
+        """The result of each row's step, as dicts: ``step`` without the stacking of rows and TorchRL's checks."""
         # A conversation that is over waits for the others; it had its reward.
         open_rows = [i for i, row in enumerate(rows) if not dialog_of(row).over]
         texts = decode_responses(self.tokenizer, [rows[i][keys.TOKENS_RESPONSE] for i in open_rows])

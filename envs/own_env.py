@@ -144,7 +144,7 @@ class OwnEnv(LLMEnv):
         self._prompts: Any = OwnPrompts(env, num_envs * repeats, repeats, self.task.rows)
 
     @override
-    def begin(self, prompts: Any = None, repeats: int | None = None, rows: Any = None) -> list[Row]:
+    def reset_rows(self, *, prompts: Any = None, repeats: int | None = None, rows: Any = None) -> list[Row]:
         begun: list[Row] = []
         for prompt in self.next_prompts(prompts) if prompts is None or isinstance(prompts, int) else prompts:
             plain = TensorDict({keys.QUERY: NonTensorData(prompt.query), keys.TOKENS_PROMPT: prompt.ids})  # pyrefly: ignore[bad-assignment]

@@ -1,7 +1,7 @@
 """Rows of a batch, by the keys of `grpo_rl.data.keys`, the rows that steps lead to, and the TorchRL specs of a batch.
 
-Between our own environment and policy a row is a plain mapping, as tensors for its numbers and flags would take longer
-than the step itself; where a part of TorchRL or of the user reads it, a TensorDict. Both are read in the same way.
+Between an `LLMEnv` and an `EnginePolicy` a row is a dict with Python's numbers and flags, as tensors for them would take
+longer than the step itself; everywhere else it is a TensorDict. ``row[key]`` reads both, :func:`next_of` a step's result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 
@@ -22,10 +22,14 @@ from grpo_rl.envs.task import Reward
 
 DONE = ("done", "terminated", "truncated")
 Row = dict[Any, Any] | TensorDictBase
+"""One trajectory's entries, by the keys of `grpo_rl.data.keys`."""
 
 
 def stacked(rows: Sequence[Row]) -> TensorDictBase:
-    """The rows as TensorDicts, lazily stacked: a number is a tensor of one, what is no tensor is kept as it is."""
+    """The rows as TensorDicts, lazily stacked.
+
+    Numbers and flags become tensors of shape [1]; anything else that is no tensor is stored as `NonTensorData`.
+    """
     return lazy_stack(
         [
             TensorDict({key: _entry(value) for key, value in row.items()}) if isinstance(row, dict) else row
@@ -39,7 +43,7 @@ def _entry(value: Any) -> Any:
         return {name: torch.tensor([number]) for name, number in value.items()}
     if isinstance(value, bool | int | float):
         return torch.tensor([value])
-    return value if isinstance(value, Tensor | NonTensorData) else NonTensorData(value)
+    return value if isinstance(value, Tensor) or is_tensor_collection(value) else NonTensorData(value)
 
 
 def dialog_of(row: Row) -> Dialog:
@@ -87,7 +91,7 @@ def led_to(
     prompts: Mapping[int, Tensor],
     reward_parts: Sequence[str],
 ) -> list[Row]:
-    """The results of the rows' steps, each as it stands under ``next``, as plain mappings.
+    """The results of the rows' steps, each as it stands under ``next``, as dicts.
 
     Args:
         dialogs: conversations of the rows that were stepped, with the turn and what followed; the others were over.

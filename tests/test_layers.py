@@ -28,10 +28,10 @@ LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in fol
 # Folders that may import less than their layer would allow, by the beginnings of modules.
 ONLY_MODULES = {
     "envs": ("data", "by_name", "section", "storage.cache", "storage.hub", "storage.masking", "waits.registry"),
-    "losses": ("data.keys", "by_name"),
+    "losses": ("data.keys", "by_name", "section"),
     "waits": ("storage.whole_file",),
 }
-ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
+ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping", "pydantic"}}
 # Folders that only these may import.
 COMMANDS = {"checks", "evaluation", "migration", "replay", "serving"}
 ONLY_FOR = {folder: {"cli"} for folder in COMMANDS} | {

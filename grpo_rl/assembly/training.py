@@ -129,7 +129,7 @@ def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> No
 
 def make_loss(settings: Settings) -> GRPOLoss:
     """The loss of ``loss`` and ``policy``."""
-    return GRPOLoss(**derived.loss_terms(settings))
+    return GRPOLoss(derived.loss_terms(settings))
 
 
 def make_optimizer(

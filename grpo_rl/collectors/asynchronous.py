@@ -20,7 +20,7 @@ from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.engine_policy import act
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.rollouts import Respond, at_own_pace, begin, gathered, note, play, step, step_in_thread
+from grpo_rl.collectors.rollouts import Respond, at_own_pace, gathered, note, play, step, step_in_thread, reset_rows
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
@@ -204,7 +204,7 @@ class AsyncCollector(Collector):
     async def _rollouts(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
         """The rewarded group of a prompt, sampled on one engine, whose cache holds the turns before."""
         env, name = self._env, f"group-{prompt.group_id}-{self._scheduler.resampled}"
-        together = at_own_pace(begin(env, prompts=[prompt], repeats=self._group_size))
+        together = at_own_pace(reset_rows(env, prompts=[prompt], repeats=self._group_size))
         stepping = self._step_in_turn if len(together) == 1 else step_in_thread
         names = [name] if len(together) == 1 else [f"{name}-{i}" for i in range(len(together))]
         with self._timed(engine, prompt) as ended:

@@ -105,9 +105,11 @@ def write(rows: Sequence[Row], samples: Samples, max_model_len: int) -> None:
     """Writes the responses to one prompt into the rows that ask for them."""
     lengths = samples.offsets.diff().tolist()
     log_probs, versions = samples.log_probs.split_with_sizes(lengths), samples.versions.split_with_sizes(lengths)
-    ids, longest = samples.response_ids.split_with_sizes(lengths), torch.tensor([max_model_len])
-    for g, row in enumerate(rows):
-        row[keys.TOKENS_RESPONSE], row[keys.LOG_PROBS_RESPONSE], row[keys.VERSIONS] = ids[g], log_probs[g], versions[g]
+    longest = torch.tensor([max_model_len])
+    for g, (row, ids) in enumerate(zip(rows, samples.response_ids.split_with_sizes(lengths), strict=True)):
+        row[keys.TOKENS_RESPONSE] = ids
+        row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
+        row[keys.VERSIONS] = versions[g]
         row[keys.TRUNCATED] = samples.truncated[g : g + 1]
         row[keys.MAX_TOKENS] = longest
     if samples.kept:

@@ -30,15 +30,17 @@ Respond = Callable[[Sequence[Row]], Awaitable[None]]
 Step = Callable[[EnvBase, Sequence[Row]], Awaitable[list[Row]]]
 
 
-def begin(env: EnvBase, policy: Policy | None = None, **which: Any) -> list[Row]:
-    """The rows that ``reset`` gives: plain mappings where environment and policy are our own, else TensorDicts.
+def reset_rows(env: EnvBase, policy: Policy | None = None, **which: Any) -> list[Row]:
+    """The rows that ``reset`` gives: an `LLMEnv`'s own for an `EnginePolicy`, else TensorDicts.
 
     Args:
         policy: None for an engine that is awaited.
-        which: see `LLMEnv.begin`.
+        which: see `LLMEnv.reset_rows`.
     """
-    ours = isinstance(env, LLMEnv) and (policy is None or type(policy) is EnginePolicy)
-    return env.begin(**which) if ours else list(env.reset(**which).unbind(0))
+    if isinstance(env, LLMEnv) and (policy is None or type(policy) is EnginePolicy):
+        if (type(env)._reset, type(env)._step) == (LLMEnv._reset, LLMEnv._step):  # a user's own take effect
+            return env.reset_rows(**which)
+    return list(env.reset(**which).unbind(0))
 
 
 def step(env: EnvBase, rows: Sequence[Row]) -> list[Row]:
@@ -61,7 +63,7 @@ def is_done(row: Row) -> bool:
 def following(row: Row) -> Row:
     """The row of the next step: what the step led to, and what no step changes."""
     after = next_of(row)
-    if isinstance(row, dict) or keys.GROUP_ID in after.keys():
+    if isinstance(row, dict) or keys.GROUP_ID in after.keys():  # a dict is an `LLMEnv`'s
         return after
     return row.exclude("next", *WRITTEN, *OPTIONAL).update(after)
 
@@ -82,7 +84,7 @@ def in_rounds(env: EnvBase, policy: Policy, rows: Iterable[Row]) -> tuple[list[R
     rollouts: list[Rollout] = [[] for _ in ready]
     while ready:
         batch, begun_s = list(ready.values()), time.perf_counter()
-        if isinstance(policy, EnginePolicy) and isinstance(batch[0], dict):
+        if type(policy) is EnginePolicy:
             policy.respond(batch)
         else:
             batch = list(policy(stacked(batch)).unbind(0))

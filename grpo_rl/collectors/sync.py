@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.collectors.base import Collector, env_state, restore_env
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
-from grpo_rl.collectors.rollouts import Policy, begin, note, play_all
+from grpo_rl.collectors.rollouts import Policy, note, play_all, reset_rows
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv, ScoreError
 
@@ -125,7 +125,7 @@ class SyncCollector(Collector):
             groups = self._agents.play(self._env.next_prompts(count), group_size)
             self.sample_s += time.perf_counter() - start
         else:
-            rows = begin(self._env, self._policy, prompts=count, repeats=group_size)
+            rows = reset_rows(self._env, self._policy, prompts=count, repeats=group_size)
             rollouts, sample_s = play_all(self._env, self._policy, rows)
             self.sample_s += sample_s
             by_prompt = [rollouts[at : at + group_size] for at in range(0, len(rollouts), group_size)]

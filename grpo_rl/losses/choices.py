@@ -1,12 +1,15 @@
-"""The choices in a config's section ``loss``, and the checks of its numbers.
+"""The terms of the loss, which are settings of a config's section ``loss``, and the checks of what goes together.
 
 Nothing here imports torch: a wrong setting is reported before the seconds that its import takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from pydantic import WrapValidator
+
+from grpo_rl.section import Named, Section, setting
 
 Surrogate = Literal["clipped", "cispo", "sapo", "plain", "none"]
 """The values of ``loss.surrogate``."""
@@ -24,61 +27,75 @@ REWARD_KL = ("k1", "k2", "k3")
 """The kinds with different values, for a KL in the reward; the others differ only in their gradient."""
 Advantage = Literal["zscore", "no_std", "leave_one_out", "batch_std", "batch_zscore", "multi_reward"]
 """The values of ``loss.advantage``."""
+_OR_A_FUNCTION = WrapValidator(lambda value, check: value if callable(value) else check(value))
 
 
-def check_loss(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    *,
-    surrogate: str | Callable[..., object] = "clipped",
-    ratio: str = "token",
-    dual_clip: float | None = None,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    kl: str | Callable[..., object] = "k3",
-    correction: str = "none",
-    correction_level: str = "token",
-    correction_low: float = 0.5,
-    correction_high: float = 2.0,
-) -> None:
-    """Refuses arguments of `grpo_rl.losses.grpo.GRPOLoss` that give no loss, but for those of functions.
+class LossTerms(Section):
+    """The terms of `grpo_rl.losses.grpo.GRPOLoss`: settings of ``loss``, and the coefficients that come from ``policy``.
+
+    In the place of a surrogate's or KL estimate's name there can be a function, see `grpo_rl.losses.grpo.Term`.
+    """
+
+    surrogate: Annotated[Surrogate | Named, _OR_A_FUNCTION] = setting(
+        "clipped",
+        "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
+        "none: only the KL | package.module:function: your own (docs/losses.md)",
+    )
+    ratio: Ratio = setting(
+        "token",
+        "r of each token | sequence: its response's geometric mean, so that all its tokens share one gradient | "
+        "sequence_token: that value with the token's own gradient",
+    )
+    clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", ge=0, le=1)
+    clip_high: float = setting(0.2, "r is clipped above at 1 + clip_high", ge=0)
+    dual_clip: float | None = setting(
+        None, "for surrogate=clipped: for negative advantages, r is capped at this; null: no cap", ge=0
+    )
+    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature for positive advantages", gt=0)
+    tau_neg: float = setting(1.05, "for surrogate=sapo: temperature for other advantages", gt=0)
+    kl: Annotated[KL | Named, _OR_A_FUNCTION] = setting(
+        "k3",
+        "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
+        "unbiased off-policy too | package.module:function: your own, in the loss (docs/losses.md)",
+    )
+    correction: Correction = setting(
+        "none",
+        "sampler against trainer, rho = pi_old(trainer) / pi_old(sampler). none: r = pi / pi_sampler, which also "
+        "absorbs the mismatch | truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
+    )
+    correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
+    correction_low: float = setting(0.5, "low, the lower bound of rho", ge=0)
+    correction_high: float = setting(2.0, "high, the upper bound of rho", ge=0)
+    kl_coef: float = 0.0
+    """Weight of the estimate of KL(policy || reference)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+
+def check_loss(terms: LossTerms) -> None:
+    """Refuses terms that give no loss together.
 
     Raises:
-        ValueError: a choice is unknown, a bound is on the wrong side, the KL estimate would have no effect, or there is
-            no term at all.
+        ValueError: a bound is on the wrong side, the KL estimate would have no effect, or there is no term at all.
     """
-    for name, value, choices in (
-        ("surrogate", surrogate, Surrogate),
-        ("ratio", ratio, Ratio),
-        ("kl", kl, KL),
-        ("correction", correction, Correction),
-        ("correction_level", correction_level, Level),
-    ):
-        if value not in get_args(choices) and not callable(value):
-            raise ValueError(f"loss.{name} is {value!r}; it can be {', '.join(get_args(choices))}")
-    if surrogate == "none" and not kl_coef:
+    if terms.surrogate == "none" and not terms.kl_coef:
         raise ValueError(
             "loss.surrogate=none trains on the KL to the reference alone, which is off; set policy.kl_coef=1 and "
             "ref_model.name=TEACHER, with loss.kl_in=loss"
         )
-    if not 0 <= clip_low <= 1 or not clip_high >= 0:
-        raise ValueError(
-            f"loss.clip_low is {clip_low} and loss.clip_high {clip_high}; need clip_low in [0, 1], clip_high >= 0"
-        )
-    if dual_clip is not None and not dual_clip >= 1 + clip_high:
+    dual_clip = terms.dual_clip
+    if dual_clip is not None and not dual_clip >= 1 + terms.clip_high:
         raise ValueError(f"loss.dual_clip is {dual_clip}; use at least 1 + loss.clip_high (3 is usual), or null")
-    if dual_clip is not None and surrogate != "clipped" and not callable(surrogate):
-        raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={surrogate} has none; set it to null")
-    if not min(tau_pos, tau_neg) > 0:
-        raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; temperatures are above 0")
-    if not correction_low <= 1 <= correction_high:
+    if dual_clip is not None and terms.surrogate != "clipped" and not callable(terms.surrogate):
         raise ValueError(
-            f"loss.correction_low is {correction_low} and loss.correction_high {correction_high}; a weight of 1 must "
-            "lie between them"
+            f"loss.dual_clip is {dual_clip}, and loss.surrogate={terms.surrogate} has none; set it to null"
         )
-    if kl_coef and kl == "k1":
+    if not terms.correction_low <= 1 <= terms.correction_high:
+        raise ValueError(
+            f"loss.correction_low is {terms.correction_low} and loss.correction_high {terms.correction_high}; a weight "
+            "of 1 must lie between them"
+        )
+    if terms.kl_coef and terms.kl == "k1":
         raise ValueError(
             "loss.kl=k1 in the loss has a gradient of mean zero, so it would have no effect; use k2, k3, k3+ or "
             "k3_is, or loss.kl_in=reward"

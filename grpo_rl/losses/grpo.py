@@ -17,21 +17,22 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from grpo_rl.losses.choices import KL, Correction, Level, Ratio, Surrogate, check_loss
+from grpo_rl.losses.choices import LossTerms, check_loss
 from grpo_rl.losses.correction import correction_weight
 from grpo_rl.losses.kl import k3, kl_estimate
-from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, surrogate_loss
+from grpo_rl.losses.surrogate import SURROGATES, clipped_tokens, leveled_log_ratio
+from grpo_rl.section import read_section
 
 SURROGATE_TAKES = (
     "log_ratio", "advantage", "log_prob", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg",
 )  # fmt: skip
-"""The parameters that a surrogate of the user's own may have; see `grpo_rl.losses.surrogate.surrogate_loss`."""
+"""The parameters that a surrogate of the user's own may have; see `grpo_rl.losses.surrogate`."""
 KL_TAKES = ("log_prob", "ref_log_prob", "log_ratio")
 """The parameters that a KL estimate of the user's own may have; see `grpo_rl.losses.kl.kl_estimate`."""
 
 
-class OwnTerm:
-    """A function of the user's own that gives one value per token; it gets the arguments that its signature names.
+class Term:
+    """A function of the project's or the user's that gives one value per token, from the arguments that it names.
 
     The value of a token must follow from what is known of this token: a function that looks at the others, as one that
     divides by their mean does, would give another gradient with other micro-batches. For what concerns several tokens
@@ -45,7 +46,7 @@ class OwnTerm:
     Raises:
         ValueError: it asks for something else.
 
-    >>> OwnTerm(lambda log_ratio, advantage: -log_ratio.exp() * advantage, "loss.surrogate", SURROGATE_TAKES).takes
+    >>> Term(lambda log_ratio, advantage: -log_ratio.exp() * advantage, "loss.surrogate", SURROGATE_TAKES).takes
     ('log_ratio', 'advantage')
     """
 
@@ -85,22 +86,9 @@ class GRPOLoss(LossModule):
     losses of micro-batches add up to the step's loss, and the gradient does not depend on how the step is split.
 
     Args:
-        clip_low: ratios below ``1 - clip_low`` are clipped.
-        clip_high: ratios above ``1 + clip_high`` are clipped.
-        kl_coef: weight of the estimate of KL(policy || reference).
-        entropy_coef: weight of the entropy bonus.
-        surrogate: the loss ``s`` of a ratio and an advantage, see `grpo_rl.losses.surrogate`; or a function of the
-            user's own in its place, see `grpo_rl.losses.grpo.OwnTerm`.
-        ratio: the ratio ``r`` of each token, or of its response.
-        dual_clip: bound on ratios of negative advantages, for ``surrogate=clipped``; None: no bound.
-        tau_pos: temperature for positive advantages, for ``surrogate=sapo``.
-        tau_neg: temperature for the others.
-        kl: the estimate, see `grpo_rl.losses.kl.kl_estimate`; or a function in its place.
-        correction: importance weight ``c`` of trainer over sampler, see `grpo_rl.losses.correction`. Without it the
-            ratio is to the sampler, with it to the trainer's own log-probabilities before the update.
-        correction_level: ``c`` of each token, or of its response.
-        correction_low: lower bound of ``c``, for ``correction=mask``.
-        correction_high: upper bound of ``c``.
+        terms: see `grpo_rl.losses.choices.LossTerms`; None: those that ``settings`` give by name, and its defaults.
+
+    With a correction the ratio is to the trainer's own log-probabilities before the update, without one to the sampler.
 
     Raises:
         ValueError: a setting is unknown or out of range, or the KL estimate would have no effect.
@@ -141,45 +129,29 @@ class GRPOLoss(LossModule):
     tensor_keys: _AcceptedKeys
     out_keys = ("loss", *LOSSES, *METRIC_SUMS)  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def __init__(
-        self,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        kl_coef: float = 0.0,
-        entropy_coef: float = 0.0,
-        *,
-        surrogate: Surrogate | Callable[..., Tensor] = "clipped",
-        ratio: Ratio = "token",
-        dual_clip: float | None = None,
-        tau_pos: float = 1.0,
-        tau_neg: float = 1.05,
-        kl: KL | Callable[..., Tensor] = "k3",
-        correction: Correction = "none",
-        correction_level: Level = "token",
-        correction_low: float = 0.5,
-        correction_high: float = 2.0,
-    ) -> None:
+    def __init__(self, terms: LossTerms | None = None, **settings: Any) -> None:
         super().__init__()
-        check_loss(
-            clip_low, clip_high, kl_coef, entropy_coef,
-            surrogate=surrogate, ratio=ratio, dual_clip=dual_clip, tau_pos=tau_pos, tau_neg=tau_neg, kl=kl,
-            correction=correction, correction_level=correction_level,
-            correction_low=correction_low, correction_high=correction_high,
-        )  # fmt: skip
-        self._taus = {"tau_pos": tau_pos, "tau_neg": tau_neg}
-        if callable(surrogate):
-            surrogate = OwnTerm(surrogate, "loss.surrogate", SURROGATE_TAKES)
-            if dual_clip is not None and "dual_clip" not in surrogate.takes:
-                raise ValueError(f"loss.dual_clip is {dual_clip}, and {surrogate.where} takes none; set it to null")
-        if callable(kl):
-            kl = OwnTerm(kl, "loss.kl", KL_TAKES)
-        self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
-        self.ratio, self.correction = ratio, correction
-        self._surrogate = {"kind": surrogate, "clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+        terms = read_section(LossTerms, settings, "loss") if terms is None else terms
+        check_loss(terms)
+        surrogate = terms.surrogate if callable(terms.surrogate) else SURROGATES[terms.surrogate]
+        self._surrogate = Term(surrogate, "loss.surrogate", SURROGATE_TAKES)
+        if terms.dual_clip is not None and "dual_clip" not in self._surrogate.takes:
+            raise ValueError(
+                f"loss.dual_clip is {terms.dual_clip}, and {self._surrogate.where} takes none; set it to null"
+            )
+        self.kl: Any = Term(terms.kl, "loss.kl", KL_TAKES) if callable(terms.kl) else terms.kl
+        self.kl_coef, self.entropy_coef = terms.kl_coef, terms.entropy_coef
+        self.ratio, self.correction = terms.ratio, terms.correction
+        self._clips = {name: terms[name] for name in ("clip_low", "clip_high", "dual_clip")}
+        self._bounds = self._clips | {"tau_pos": terms.tau_pos, "tau_neg": terms.tau_neg}
+        self._kind = terms.surrogate
         self._correction = {
-            "how": correction, "level": correction_level, "low": correction_low, "high": correction_high,
+            "how": terms.correction, "level": terms.correction_level,
+            "low": terms.correction_low, "high": terms.correction_high,
         }  # fmt: skip
-        self._per_response = ratio != "token" or (correction != "none" and correction_level == "sequence")
+        self._per_response = terms.ratio != "token" or (
+            terms.correction != "none" and terms.correction_level == "sequence"
+        )
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
@@ -217,8 +189,9 @@ class GRPOLoss(LossModule):
         leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, response)
         weight, corrected = correction_weight(old - sampler, **self._correction, response=response)
         terms = TensorDict(
-            objective=weight * surrogate_loss(**self._surrogate, **self._taus, log_ratio=leveled,
-                                              advantage=advantage, log_prob=log_prob),
+            objective=weight * self._surrogate(
+                log_ratio=leveled, advantage=advantage, log_prob=log_prob, **self._bounds
+            ),
             entropy=self._read(tensordict, keys.entropy),
             kl=torch.zeros_like(log_prob),
             log_ratio=log_ratio,
@@ -227,7 +200,7 @@ class GRPOLoss(LossModule):
             corrected=corrected,
             batch_size=log_ratio.shape,
         )  # fmt: skip
-        terms.update(clipped_tokens(**self._surrogate, log_ratio=leveled.detach(), advantage=advantage))
+        terms.update(clipped_tokens(self._kind, leveled.detach(), advantage, **self._clips))
         if self.kl_coef:
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
             terms["kl"] = kl_estimate(self.kl, log_prob, self._read(tensordict, keys.ref_log_prob), log_prob - sampler)

@@ -41,41 +41,6 @@ def leveled_log_ratio(
     return mean if level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
 
 
-def surrogate_loss(
-    kind: Surrogate | Callable[..., Tensor],
-    log_ratio: Float[Tensor, " N"],
-    advantage: Float[Tensor, " N"],
-    log_prob: Float[Tensor, " N"],
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> Float[Tensor, " N"]:
-    """Loss per token of the chosen surrogate; see the functions below.
-
-    Args:
-        kind: the name of one, or an `grpo_rl.losses.grpo.OwnTerm`, which gets of the other arguments what it names.
-        log_ratio: from :func:`leveled_log_ratio`.
-        advantage: of the token's response; 0 on tokens without a policy gradient.
-        log_prob: log pi_theta of the token itself, read by ``cispo``.
-    """
-    if callable(kind):
-        return kind(
-            log_ratio=log_ratio, advantage=advantage, log_prob=log_prob, clip_low=clip_low, clip_high=clip_high,
-            dual_clip=dual_clip, tau_pos=tau_pos, tau_neg=tau_neg,
-        )  # fmt: skip
-    if kind == "cispo":
-        return cispo_surrogate(log_ratio, advantage, log_prob, clip_low, clip_high)
-    if kind == "sapo":
-        return sapo_surrogate(log_ratio, advantage, tau_pos, tau_neg)
-    if kind == "plain":
-        return plain_surrogate(log_ratio, advantage)
-    if kind == "none":  # distillation: the KL to the teacher is the whole loss, and rewards are only logged
-        return torch.zeros_like(log_prob)
-    return clipped_surrogate(log_ratio, advantage, clip_low, clip_high, dual_clip)
-
-
 def clipped_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
@@ -174,6 +139,21 @@ def plain_surrogate(log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N
     """
     # Without an advantage the loss is zero, even if the ratio overflows.
     return -torch.where(advantage == 0, 0.0, log_ratio).exp() * advantage
+
+
+def no_surrogate(log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """0: in distillation the KL to the teacher is the whole loss, and rewards are only logged."""
+    return torch.zeros_like(log_prob)
+
+
+SURROGATES: dict[Surrogate, Callable[..., Tensor]] = {
+    "clipped": clipped_surrogate,
+    "cispo": cispo_surrogate,
+    "sapo": sapo_surrogate,
+    "plain": plain_surrogate,
+    "none": no_surrogate,
+}
+"""The loss per token by the values of ``loss.surrogate``; each gets the arguments that its signature names."""
 
 
 def clipped_tokens(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
+from grpo_rl.losses.choices import LossTerms
 from grpo_rl.policies.adapters import LoRA, check_adapters
 from grpo_rl.settings.sections import Sections
 
@@ -130,18 +131,16 @@ def _evaluated_at_once(settings: Sections) -> int:
     return max(tasks * evaluate.rows * max(evaluate.samples, 1), *others, 0)
 
 
-def loss_terms(settings: Sections) -> dict[str, Any]:
-    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`, with functions of the user's own in the place of their names.
+def loss_terms(settings: Sections) -> LossTerms:
+    """The terms of the loss, with functions of the user's own in the place of their names.
 
     Raises:
         ValueError: such a function can't be had.
     """
-    names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
-    corrections = ("correction", "correction_level", "correction_low", "correction_high")
-    terms = {name: settings.loss[name] for name in names + corrections}
+    terms = {name: settings.loss[name] for name in LossTerms.model_fields if name in settings.loss}
     own = [name for name in ("surrogate", "kl") if is_name(terms[name])]
     terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
-    return terms | {"kl_coef": kl_in_loss(settings), "entropy_coef": settings.policy.entropy_coef}
+    return LossTerms(**terms, kl_coef=kl_in_loss(settings), entropy_coef=settings.policy.entropy_coef)
 
 
 def adapters(settings: Sections) -> LoRA:

@@ -131,7 +131,7 @@ def _check_loss(settings: Sections) -> None:
         )
     if loss.normalizer is not None and loss.aggregate != "constant":
         raise ValueError(f"loss.normalizer={loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null")
-    check_loss(**loss_terms(settings))
+    check_loss(loss_terms(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
     check_advantage(loss.advantage, kl_in_reward(settings), loss.kl)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_rl.losses.choices import KL, Advantage, Aggregation, Correction, Level, Ratio, Surrogate
+from grpo_rl.losses.choices import Advantage, Aggregation, LossTerms
 from grpo_rl.section import REQUIRED, Named, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
 from grpo_rl.settings.tasks import TASKS, task_section
@@ -238,26 +238,9 @@ class Ray(Section):
     )
 
 
-class Loss(Section):
+class Loss(LossTerms):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
-    surrogate: Surrogate | Named = setting(
-        "clipped",
-        "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
-        "none: only the KL | package.module:function: your own (docs/losses.md)",
-    )
-    ratio: Ratio = setting(
-        "token",
-        "r of each token | sequence: its response's geometric mean, so that all its tokens share one gradient | "
-        "sequence_token: that value with the token's own gradient",
-    )
-    clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", ge=0)
-    clip_high: float = setting(0.2, "r is clipped above at 1 + clip_high", ge=0)
-    dual_clip: float | None = setting(
-        None, "for surrogate=clipped: for negative advantages, r is capped at this; null: no cap", ge=0
-    )
-    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature for positive advantages", gt=0)
-    tau_neg: float = setting(1.05, "for surrogate=sapo: temperature for other advantages", gt=0)
     aggregate: Aggregation = setting(
         "sequence_mean",
         "sequence_mean: each response weighs the same | token_mean: each token | prompt_mean: each prompt | constant: "
@@ -276,22 +259,9 @@ class Loss(Section):
     reward_weights: Mapping[str, float] = setting(
         {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
     )
-    kl: KL | Named = setting(
-        "k3",
-        "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
-        "unbiased off-policy too | package.module:function: your own, in the loss (docs/losses.md)",
-    )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
     )
-    correction: Correction = setting(
-        "none",
-        "sampler against trainer, rho = pi_old(trainer) / pi_old(sampler). none: r = pi / pi_sampler, which also "
-        "absorbs the mismatch | truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
-    )
-    correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
-    correction_low: float = setting(0.5, "low, the lower bound of rho", ge=0)
-    correction_high: float = setting(2.0, "high, the upper bound of rho", ge=0)
     mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
     top_entropy_fraction: float = setting(
         1.0, "share of tokens, those of highest entropy, in the policy gradient", gt=0, le=1

@@ -15,7 +15,7 @@ from scipy import stats
 
 from grpo_rl.collectors.base import unchanged
 from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.rollouts import begin, play_all
+from grpo_rl.collectors.rollouts import play_all, reset_rows
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampler, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
@@ -176,7 +176,7 @@ def evaluate(
             return sessions.evaluate(env, engine, rows, sampling, samples)
     with draws, unchanged(env):
         policy = EnginePolicy(engine, sampling)
-        asked = begin(env, policy, rows=rows, repeats=samples)
+        asked = reset_rows(env, policy, rows=rows, repeats=samples)
         rollouts, _ = play_all(env, policy, asked)
     dialogs = [dialog_of(next_of(rollout[-1])) for rollout in rollouts]
     return judged(

@@ -106,6 +106,38 @@ def test_torchrls_collector_gives_the_groups_of_ours(tokenizer):
         collector.shutdown()
 
 
+class Failing(OneTurn):
+    """No reward for three letters."""
+
+    def score(self, row, response):
+        return super().score(row, response if len(response) < 3 else None)
+
+
+@pytest.mark.parametrize("task", [Counting(), OneTurn(), Failing()])
+def test_rows_as_dicts_and_as_tensordicts_give_equal_groups(tokenizer, task):
+    """Any policy but an `EnginePolicy` itself gets TensorDicts."""
+    policy = policy_for(tokenizer)
+    dicts = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 12)
+    tensordicts = SyncCollector(env_of(task, tokenizer), lambda rows: policy(rows), 12)
+    for ours, theirs in zip(dicts, tensordicts, strict=True):
+        assert len(ours) == 2 and all(map(same, ours, theirs))
+        assert {len(group.rewards) for group in ours} == ({2} if type(task) is Failing else {3})
+
+
+def test_a_reset_of_a_subclass_takes_effect(tokenizer):
+    class Shorter(LLMEnv):
+        def _reset(self, tensordict=None, **which):
+            rows = super()._reset(tensordict, **which)
+            for row in rows.unbind(0):
+                row[keys.TOKENS_PROMPT] = row[keys.TOKENS_PROMPT][1:]
+            return rows
+
+    [whole], [short] = (
+        SyncCollector(env(OneTurn(), tokenizer, 1, 3), policy_for(tokenizer), 3).collect() for env in (LLMEnv, Shorter)
+    )
+    assert torch.equal(short.prompt_ids, whole.prompt_ids[1:])
+
+
 @pytest.mark.parametrize("task", [Counting(), OneTurn()])
 def test_a_transform_of_the_reward_takes_effect_and_leaves_its_parts(tokenizer, task):
     plain = SyncCollector(env_of(task, tokenizer), policy_for(tokenizer), 6).collect()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +45,15 @@ def test_control_tokens_are_broken_in_prompts_and_in_what_describes_tools_and_ta
     (ids,) = encode_prompts(tokenizer, [said[:1]], [schema])
     # The system's turn, which spells one of its own, and the generation prompt.
     assert [tokenizer.decode([i]) for i in ids].count("<|im_end|>") == 2 and "Adds.< |im_end|>" in tokenizer.decode(ids)
+
+
+def test_a_template_that_writes_the_date_takes_replies_before_and_after_midnight(tokenizer, monkeypatch):
+    dated = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", dated)
+    for day in (datetime(2026, 11, 27), datetime(2026, 11, 28)):
+        for module in ("transformers.utils.chat_template_utils.datetime", "grpo_rl.envs.chat.date"):
+            monkeypatch.setattr(module, SimpleNamespace(now=lambda day=day: day, today=day.date))
+        assert tokenizer.decode(encode_reply(tokenizer, REPLY)) == "|12|"
 
 
 def test_the_reply_that_is_checked_is_the_one_that_conversations_have(tokenizer, monkeypatch):

@@ -14,7 +14,7 @@ TEACHER = ["loss=distill", "policy.kl_coef=1", "ref_model.name=teacher", "mode=s
 
 
 def distill() -> GRPOLoss:
-    return GRPOLoss(**loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))
+    return GRPOLoss(loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))
 
 
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():

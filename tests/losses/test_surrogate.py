@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
+from grpo_rl.losses.choices import Surrogate
 from grpo_rl.losses.surrogate import (
+    SURROGATES,
     cispo_surrogate,
     clipped_surrogate,
     clipped_tokens,
@@ -143,3 +146,7 @@ def test_with_a_dual_clip_no_ratio_overflows(log_ratio):
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), torch.tensor([3.0, -1.2, 0.8]))
     assert log_ratio.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_each_surrogate_that_can_be_chosen_has_a_function():
+    assert SURROGATES.keys() == {*get_args(Surrogate)}

@@ -381,7 +381,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
 
     policy = TrainPolicy(model, temperature=0.8)
     torch.testing.assert_close(policy.score(written), (log_prob, entropy), rtol=0, atol=1e-9)
-    grpo = GRPOLoss(clip, clip, kl_coef, entropy_coef)
+    grpo = GRPOLoss(clip_low=clip, clip_high=clip, kl_coef=kl_coef, entropy_coef=entropy_coef)
     losses = [grpo(micro)["loss"] for micro in scored_micro_batches(policy, written, MicroBatching(max_tokens))]
     assert len(losses) == {1: 4, 40: 2, 1000: 1}[max_tokens]
     assert_equal_gradients(gradients(model, sum(losses)), expected)
