@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from grpo_rl.by_name import one_line
 from grpo_rl.data import keys

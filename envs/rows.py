@@ -1,7 +1,7 @@
 """Rows of a batch, by the keys of `grpo_rl.data.keys`, the rows that steps lead to, and the TorchRL specs of a batch.
 
-Between an `LLMEnv` and an `EnginePolicy` a row is a dict with Python's numbers and flags, as tensors for them would take
-longer than the step itself; everywhere else it is a TensorDict. ``row[key]`` reads both, :func:`next_of` a step's result.
+Between an `LLMEnv` and an `EnginePolicy` a row is a dict with Python's numbers and flags, as tensors for them would
+take longer than the step itself; elsewhere it is a TensorDict. ``row[key]`` reads both, :func:`next_of` their ``next``.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Setting:
     @classmethod
     def of(cls, field: FieldInfo) -> Setting:
         """The setting that a field declares."""
-        limits = {name: getattr(each, name, None) for name in LIMITS for each in field.metadata}
-        limits = {name: bound for name, bound in limits.items() if bound is not None}
+        found = [(name, getattr(each, name, None)) for each in field.metadata for name in LIMITS]
+        limits = {name: bound for name, bound in found if bound is not None}
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         return cls(field.default, field.description or "", field.annotation, limits, extra.get("mode"))
 

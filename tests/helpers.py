@@ -1,11 +1,15 @@
-"""Helpers of tests of several folders: forked groups, models in fp64, and the files that a killed process leaves."""
+"""Helpers of tests of several folders: forked groups, models in fp64, ranks in threads, files that a kill leaves."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -94,3 +98,31 @@ def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
         if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
             module.forward = unrounded(module.forward)
     return model
+
+
+class ThreadRank:
+    """One of two ranks, each in a thread, as far as they agree."""
+
+    size, in_step = 2, False
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self._board, self._barrier = rank, board, barrier
+
+    def gather(self, mine: Any) -> list[Any]:
+        self._board[self.rank] = mine
+        self._barrier.wait()
+        found = list(self._board)
+        self._barrier.wait()
+        return found
+
+    def broadcast(self, mine: Any) -> Any:
+        return self.gather(mine)[0]
+
+    def close(self) -> None: ...
+
+
+def of_two_ranks(work: Callable[[ThreadRank], Any]) -> list[Any]:
+    """The results of both ranks' work."""
+    board, barrier = [None, None], threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: work(ThreadRank(rank, board, barrier)), range(2)))

@@ -222,9 +222,7 @@ def test_a_run_loads_few_files():
         ("sota/grpo.py", "from vllm import LLM", "imports vllm, which only grpo_rl/engines/vllm/ may"),
         ("grpo_rl/numbers.py", "", "numbers has no layer"),
         ("grpo_rl/run/run.py", "def start(cfg): ...", "takes the whole config as cfg"),
-        ("grpo_rl/run/run.py", "x = 1\n" * 401, "has more than 400 lines: 401"),
         ("grpo_rl/run/__init__.py", '"""A run. Its folder."""', "does not begin with the folder's one sentence"),
-        ("grpo_rl/run/run.py", "\n".join(f"import grpo_rl.data.d{i}" for i in range(13)), "imports more than 12 mod"),
     ],
 )  # fmt: skip
 def test_a_planted_breach_is_caught(tmp_path, file, source, complaint):

@@ -20,7 +20,17 @@ from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
 from grpo_rl.collectors.engine_policy import act
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.rollouts import Respond, at_own_pace, gathered, note, play, step, step_in_thread, reset_rows
+from grpo_rl.collectors.rollouts import (
+    Respond,
+    Row,
+    at_own_pace,
+    gathered,
+    note,
+    play,
+    reset_rows,
+    step,
+    step_in_thread,
+)
 from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
@@ -29,7 +39,6 @@ from grpo_rl.waits.registry import waiting
 
 if TYPE_CHECKING:
     from grpo_rl.collectors.agents import AgentGroups
-    from grpo_rl.envs.rows import Row
     from grpo_rl.weights.push import WeightSync
 
 

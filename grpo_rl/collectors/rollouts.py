@@ -37,9 +37,9 @@ def reset_rows(env: EnvBase, policy: Policy | None = None, **which: Any) -> list
         policy: None for an engine that is awaited.
         which: see `LLMEnv.reset_rows`.
     """
-    if isinstance(env, LLMEnv) and (policy is None or type(policy) is EnginePolicy):
-        if (type(env)._reset, type(env)._step) == (LLMEnv._reset, LLMEnv._step):  # a user's own take effect
-            return env.reset_rows(**which)
+    ours = isinstance(env, LLMEnv) and (policy is None or type(policy) is EnginePolicy)
+    if ours and type(env)._reset is LLMEnv._reset and type(env)._step is LLMEnv._step:  # a user's own take effect
+        return env.reset_rows(**which)
     return list(env.reset(**which).unbind(0))
 
 

@@ -1,8 +1,8 @@
 """Every TensorDict key of the project: shape, dtype, writer and reader.
 
 A row of a batch is one trajectory (one response). Letters: P prompt tokens, R response tokens, T = P + R.
-The names are TorchRL's, so that its own modules accept our TensorDicts. Where a row is a dict (`grpo_rl.envs.rows`), what
-``LLMEnv`` writes of numbers and flags is Python's.
+The names are TorchRL's, so that its own modules accept our TensorDicts. In a row that is a dict (`grpo_rl.envs.rows`)
+the numbers and flags that ``LLMEnv`` writes are Python's.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _OR_A_FUNCTION = WrapValidator(lambda value, check: value if callable(value) els
 
 
 class LossTerms(Section):
-    """The terms of `grpo_rl.losses.grpo.GRPOLoss`: settings of ``loss``, and the coefficients that come from ``policy``.
+    """The terms of `grpo_rl.losses.grpo.GRPOLoss`: settings of ``loss``, and coefficients of ``policy``.
 
     In the place of a surrogate's or KL estimate's name there can be a function, see `grpo_rl.losses.grpo.Term`.
     """

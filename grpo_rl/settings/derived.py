@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
@@ -137,7 +137,7 @@ def loss_terms(settings: Sections) -> LossTerms:
     Raises:
         ValueError: such a function can't be had.
     """
-    terms = {name: settings.loss[name] for name in LossTerms.model_fields if name in settings.loss}
+    terms = {name: settings.loss[name] for name in settings.loss if name in LossTerms.model_fields}
     own = [name for name in ("surrogate", "kl") if is_name(terms[name])]
     terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
     return LossTerms(**terms, kl_coef=kl_in_loss(settings), entropy_coef=settings.policy.entropy_coef)

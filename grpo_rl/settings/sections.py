@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_rl.losses.choices import Advantage, Aggregation, LossTerms
-from grpo_rl.section import REQUIRED, Named, Section, declared, setting
+from grpo_rl.section import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
 from grpo_rl.settings.tasks import TASKS, task_section
 

@@ -24,9 +24,6 @@ SOURCE = """def column(completions, **columns):
 def one(completions, **columns):
     return 1.0
 
-def fewer(completions, **columns):
-    return [1.0]
-
 class Judge:
     def __call__(self, completions, **columns):
         return [1.0] * len(completions)
@@ -51,7 +48,6 @@ def folder(current_folder):
 
 WRONG = [
     ("column", "rows.jsonl, line 1: RewardFunctionError: user_code:column raised KeyError: 'solution' ({}, line 2);"),
-    ("fewer", "user_code:fewer returned 1 numbers for 2 responses; it must return one for each ({}, line 7)"),
     ("Judge", "env.reward=user_code:Judge is <class 'user_code.Judge'>; it must be a function, or an instance"),
 ]
 
@@ -87,7 +83,7 @@ def test_a_script_ends_in_one_line_before_a_model_is_loaded(folder, tiny_run, tm
 
 
 def test_a_reward_that_fails_in_the_run_ends_it_in_one_line_with_its_file_and_line(folder, tiny_run, tmp_path):
-    message = r"^Stopped after step 0: .*IndexError: .*user_code\.py, line 15\).* Go on with: resume="
+    message = r"^Stopped after step 0: .*IndexError: .*user_code\.py, line 12\).* Go on with: resume="
     with pytest.raises(SystemExit, match=message) as stopped:
         run(script_words(tiny_run, "env.reward=user_code:long"), tmp_path / "run")
     assert "\n" not in str(stopped.value)

@@ -58,9 +58,6 @@ def edit(folder, file, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# ---- the whole check ----
-
-
 def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run, capsys, tmp_path):
     name = tiny_run[0].removeprefix("model.name=")
     assert main(["check-model", name, *tiny_run[1:], "train.total_dialog_turns=32", "train_model.compile=false"]) == 0
@@ -125,9 +122,6 @@ def test_damaged_weights_are_to_be_fixed(copied, check):
     assert "not finite, in model.norm.weight" in fixes(lines)["weights"]
 
 
-# ---- without weights ----
-
-
 @pytest.mark.parametrize(
     ("file", "change", "about", "told"),
     [
@@ -171,8 +165,6 @@ def test_a_model_that_does_not_fit_is_reported_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
 
-
-# ---- chat templates ----
 
 TURN = "{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}"
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -126,11 +126,6 @@ def test_what_a_run_can_not_have_is_one_line(look, tmp_path, word, folder, about
     assert (lines["memory"][0] == "SKIP") == (about == "devices")
 
 
-def test_a_list_of_devices_that_contradicts_their_number_is_refused_as_by_a_run(look):
-    lines = look("train_model.devices=[0]", "train_model.num_devices=2", only=["devices"])
-    assert "train_model.devices=[0] with train_model.num_devices=2" in to_fix(lines)["devices"]
-
-
 def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other(look, tmp_path):
     run, file = tmp_path / "run", tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
     file.parent.mkdir(parents=True)
@@ -215,8 +210,6 @@ def test_a_trial_of_a_run_with_several_trainers_keeps_the_first_and_the_engines_
     settings = trial.in_one_process(Settings.read(compose_config("grpo_gsm8k", [*tiny_run, *words])), gpus=4)
     assert (settings.train_model.devices, settings.inference_model.devices) == ((2,), (0,))
 
-
-# ---- one check never hides the others ----
 
 PLANTED = """
 import os, time

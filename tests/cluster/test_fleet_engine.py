@@ -4,67 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future
 
 import pytest
 import torch
+from loop_control import Reads
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
-from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
 
-class Engine:
-    """Loads from shared memory, answers with its number; dies at the call whose name it was given."""
-
-    dtype, max_model_len, takes_adapters, proves_bytes = torch.bfloat16, 64, False, False
+class Engine(Reads):
+    """Answers with its number; dies at the call whose name it was given."""
 
     def __init__(self, number, dies_at=None):
-        self.name, self.number, self.dies_at = f"engine {number}", number, dies_at
-        self.weights, self.version, self.calls, self.alive = {}, 0, [], True
+        super().__init__(f"engine {number}")
+        self.number, self.dies_at, self.alive = number, dies_at, True
 
-    def _check(self, method):
-        self.calls.append(method)
+    def begin(self, method):
+        super().begin(method)
         if method == self.dies_at:
             self.alive = False
         if not self.alive:
             raise EngineDeadError(f"{self.name} died")
 
-    def submit(self, method, *args):
-        call = Future()
-        try:
-            self._check(method)
-            call.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            call.set_exception(error)
-        return call
-
-    def pause(self): ...
-    def resume(self): ...
-    def start_weight_update(self): ...
-    def abandon_weight_update(self): ...
-
-    def update_weights(self, bucket):
-        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
-        for name, _, shape, start, *_ in bucket["tensors"]:
-            values = memory[start : start + 2 * torch.Size(shape).numel()].view(torch.bfloat16)
-            self.weights[name] = values.view(shape).clone()
-
-    def finish_weight_update(self, version):
-        self.version = int(version)
-
-    def weight_version(self):
-        return self.version
-
-    def fingerprints(self, shapes):
-        return {name: fingerprint(self.weights[name]) for name in shapes}
-
     async def generate(self, request_id, prompt, n, sampling):
-        self._check("generate")
+        self.begin("generate")
         await asyncio.sleep(0.01)
         return Samples.from_lists([[self.number]] * n, [[0.0]] * n, [False] * n, self.version)
 

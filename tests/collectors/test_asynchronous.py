@@ -16,23 +16,20 @@ from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
-from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError
 from grpo_rl.envs.mixture import MixtureEnv
+from tests.collectors import test_multi_turn, test_sync
 
 
-class CountA(Task):
+class CountA(test_sync.CountA):
     """Pays one for each "a" in the response; the third prompt is paid the same whatever the response is."""
 
     rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}, {"q": "four"}]
-    reward_parts = ("a",)
-
-    def prompt(self, row):
-        return [{"role": "user", "content": row["q"]}]
 
     def score(self, row, response):
         if row["q"] == "four":
             raise ZeroDivisionError("no answer is right")
-        return Reward({"a": 0.0 if row["q"] == "three" else float(response.count("a"))})
+        return Reward({"a": 0.0}) if row["q"] == "three" else super().score(row, response)
 
 
 class Engine:
@@ -259,25 +256,16 @@ def test_engines_that_were_replaced_before_a_checkpoint_are_counted_after_it(tok
     assert counts == [1, 2], "one in each run"
 
 
-class Echo(Task):
-    """The world says back what was said, three times; a conversation is worth what was said in its turns."""
+class Turns(test_multi_turn.Echo):
+    """The world says back what was said; a conversation is worth what was said in its turns."""
 
-    rows = [{"q": "one"}, {"q": "two"}]
     reward_parts = ("turns",)
-
-    def prompt(self, row):
-        return [{"role": "user", "content": row["q"]}]
-
-    def reply(self, row, messages):
-        if messages[-1]["content"] == "boom":
-            raise OSError("the tool is broken")
-        return [{"role": "user", "content": f"[{messages[-1]['content']}]"}]
-
-    def score(self, row, response):
-        raise AssertionError("conversations are judged whole")
 
     def score_dialog(self, row, messages):
         return Reward({"turns": sum(message["role"] == "assistant" for message in messages)})
+
+
+ROWS = {"prompt": "one"}, {"prompt": "two"}
 
 
 class Speaks(Engine):
@@ -296,7 +284,7 @@ class Speaks(Engine):
 
 
 def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_trained_on(tokenizer, loop):
-    env = LLMEnv(Echo(), tokenizer, num_envs=2, repeats=3, max_turns=3, max_failed_fraction=1.0)
+    env = LLMEnv(Turns(*ROWS), tokenizer, num_envs=2, repeats=3, max_turns=3, max_failed_fraction=1.0)
     engine = Speaks(tokenizer)
     weights = Weights(engine)
     collector = AsyncCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 6, weights, max_staleness=1)
@@ -325,7 +313,7 @@ def test_tasks_of_one_turn_and_of_several_go_together_and_their_rewards_reach_th
 
     settings = {"num_envs": 2, "repeats": 3, "max_turns": 3, "max_failed_fraction": 1.0}
     envs = {
-        "turns": LLMEnv(Echo(), tokenizer, **settings),
+        "turns": LLMEnv(Turns(*ROWS), tokenizer, **settings),
         "says": LLMEnv(Says(), tokenizer, **settings, curriculum={"passing": 1.0, "rest": 100}),
     }
     env, engine = MixtureEnv(envs, {"turns": 1, "says": 1}, 4, 3), Speaks(tokenizer)

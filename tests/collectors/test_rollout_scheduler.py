@@ -97,14 +97,6 @@ def test_closing_ends_what_is_in_flight():
     assert sorted(ended) == [0, 1, 2, 3]
 
 
-def test_where_all_waits_for_nothing_virtual_time_says_so():
-    async def forever():
-        await asyncio.Event().wait()
-
-    with pytest.raises(virtual_time.LockedUpError, match="nothing is scheduled"):
-        virtual_time.run(forever())
-
-
 def test_a_scheduler_goes_on_where_another_stopped_with_what_was_answered_and_what_was_not():
     asked = []
 

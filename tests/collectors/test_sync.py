@@ -113,9 +113,6 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_responses(env):
     assert steps_of_python(2000) < steps_of_python(2) + 100
 
 
-# ---- dynamic sampling ----
-
-
 class CountAInFirst(CountA):
     """Rewards the responses to one prompt differently, those to the others equally."""
 

@@ -89,9 +89,6 @@ def test_a_clip_bounds_advantages_and_leaves_the_others(kind):
         assert torch.equal(b, a.clamp(-0.8, 0.8))
 
 
-# ---- groups to groups with advantages ----
-
-
 @pytest.mark.parametrize("kind", GROUP_KINDS)
 def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last_bit(kind):
     rewards = [torch.randn(size) for size in (8, 2, 8, 3, 16, 8, 2) for _ in range(9)]
@@ -118,26 +115,26 @@ def test_a_kl_penalty_in_the_reward_moves_advantages_and_leaves_rewards_as_the_t
     assert penalised.advantages.tolist() == [-2.0, 2.0] and penalised.rewards.tolist() == [1.0, 0.0]
 
 
+def with_parts(i, **parts):
+    """A group with these parts of its responses' rewards."""
+    parts = {name: torch.tensor(values) for name, values in parts.items()}
+    size = len(next(iter(parts.values())))
+    return replace(random_group(group_id=i, lengths=[1] * size, rewards=[0.0] * size), reward_parts=parts)
+
+
 def test_parts_of_the_reward_get_z_scores_of_their_own_with_groups_of_different_sizes():
     # The z-scores of two responses are +-1/sqrt(2) whatever the part's scale, and the sums with weights 1 and 3 of the
     # first group +-2/sqrt(2) (the parts disagree), of the second +-4/sqrt(2), the third 0.
-    def group(i, a, b):
-        parts = {"a": torch.tensor(a), "b": torch.tensor(b)}
-        return replace(random_group(group_id=i, lengths=[1] * len(a), rewards=[0.0] * len(a)), reward_parts=parts)
-
     estimator = AdvantageEstimator("multi_reward", reward_weights={"b": 3.0})
-    groups = [group(0, [100.0, 0.0], [0.0, 1.0]), group(1, [0.0, 1.0], [0.0, 1.0]), group(2, [0.5] * 3, [0.0] * 3)]
+    values = [([100.0, 0.0], [0.0, 1.0]), ([0.0, 1.0], [0.0, 1.0]), ([0.5] * 3, [0.0] * 3)]
+    groups = [with_parts(i, a=a, b=b) for i, (a, b) in enumerate(values)]
     sums = torch.tensor([-2.0, 2.0, -4.0, 4.0, 0.0, 0.0, 0.0]) / 2**0.5
     got = torch.cat([group.advantages for group in estimator(groups)])
     torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
 
 
 def test_a_part_that_a_whole_group_or_all_of_them_lack_adds_nothing():
-    def group(i, **parts):
-        own = {name: torch.tensor(values) for name, values in parts.items()}
-        return replace(random_group(group_id=i, lengths=[1, 1], rewards=[0.0, 0.0]), reward_parts=own)
-
-    groups = [group(0, a=[0.0, 1.0]), group(1, b=[1.0, 0.0])]
+    groups = [with_parts(0, a=[0.0, 1.0]), with_parts(1, b=[1.0, 0.0])]
     got = AdvantageEstimator("multi_reward", reward_weights={"b": 2.0, "c": 5.0})(groups)
     sums = torch.tensor([-1.0, 1.0, 2.0, -2.0]) / 2**0.5
     torch.testing.assert_close(torch.cat([g.advantages for g in got]), sums / sums.std(), rtol=1e-3, atol=0)

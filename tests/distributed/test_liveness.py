@@ -170,9 +170,8 @@ def test_a_rank_that_fails_keeps_its_own_error_and_the_others_name_it(found):
     broken = found["broken"]
     assert broken["codes"] == {"0": LOST_CODE, "1": 1}
     assert broken["said"][1].splitlines()[-1] == "ZeroDivisionError: of rank 1"
-    assert "rank 1 (" in error_line(broken, 0) and ") ended with ZeroDivisionError: of rank 1, in" in error_line(
-        broken, 0
-    )
+    line = error_line(broken, 0)
+    assert "rank 1 (" in line and ") ended with ZeroDivisionError: of rank 1, in" in line
 
 
 def test_ranks_that_stop_in_order_log_nothing_of_each_other(found):

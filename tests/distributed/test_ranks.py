@@ -314,10 +314,6 @@ def together(request, alone) -> tuple[int, dict]:
     return size, torch.load(folder / f"of-{size}", weights_only=False)
 
 
-def with_processes(size: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("together", [size], indirect=True)
-
-
 def assert_same(records, expected, tolerance=1e-6, case=""):
     for got, want in zip(records, expected, strict=True):
         for name in ("old_log_probs", "gradient", "weights"):
@@ -347,7 +343,7 @@ def test_two_processes_go_on_with_a_checkpoint_of_four_or_of_one(alone, together
 
 
 @pytest.mark.nightly
-@with_processes(4)
+@pytest.mark.parametrize("together", [4], indirect=True)
 @pytest.mark.parametrize("case", [("fsdp", "whole model"), ("ddp", "adapters")])
 def test_one_process_goes_on_with_a_checkpoint_of_four(alone, together, case):
     assert_same(resumed(alone[0], 4, case, None), alone[1][case[1]][SAVED_AT:])
@@ -395,7 +391,7 @@ def test_bf16_weights_have_fp32_masters_when_they_are_sharded(alone, together):
     assert together[1]["bf16"][-1]["weights"].dtype == torch.float32
 
 
-@with_processes(2)
+@pytest.mark.parametrize("together", [2], indirect=True)
 def test_a_torn_checkpoint_and_a_full_disk_of_one_rank_are_the_same_to_all(alone, together):
     weights = alone[1]["whole model"][SAVED_AT - 1]["weights"]
     assert len(together[1]["torn"]) == 2

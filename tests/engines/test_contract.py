@@ -23,21 +23,10 @@ END = 2
 def model_folder(tmp_path_factory):
     """A random Llama with grouped-query heads and tied weights, its distribution far from uniform."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=END,
-        pad_token_id=END,
-        initializer_range=0.3,
-    )
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=128)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    ends = dict(bos_token_id=1, eos_token_id=END, pad_token_id=END)
+    config = LlamaConfig(**sizes, **heads, **ends, tie_word_embeddings=True, initializer_range=0.3)
     folder = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

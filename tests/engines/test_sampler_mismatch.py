@@ -51,12 +51,8 @@ def sampled(request, default_model):
 
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     rows = load_rows("quickstart-train")[:4]
-    prompts = [
-        tokenizer.apply_chat_template(
-            GSM8K(rows).prompt(row), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for row in rows
-    ]
+    as_ids = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    prompts = [tokenizer.apply_chat_template(GSM8K(rows).prompt(row), **as_ids) for row in rows]
     policy = TrainPolicy.load(default_model, torch.bfloat16, temperature=0.9)
     with engine_of(request.param, default_model, 512, sampling=Sampling(top_p=0.9)) as engine:
         weights = WeightSync(policy.model, engine)

@@ -58,14 +58,6 @@ def test_a_result_counts_as_used_however_it_is_written():
         assert task.score_dialog(row, messages).parts["tool_use"] == 0.5, later
 
 
-def test_each_call_of_a_message_is_answered_also_one_that_fails():
-    task, calls = Calculator([ROW]), "Calculator: 6*7\nCalculator: 1/0"
-    assert said(task, ROW, calls)[len(task.prompt(ROW)) + 1 :] == [
-        {"role": "tool", "content": "42"},
-        {"role": "tool", "content": "Error: division by zero"},
-    ]
-
-
 def test_the_examples_in_the_prompt_earn_nothing():
     task = Calculator([{"question": "?", "answer": "#### 17"}])
     for end in ([], [{"role": "assistant", "content": ""}]):
@@ -92,7 +84,6 @@ def test_generated_problems_are_solved_by_their_steps():
             expression = f"({expression}){dict(add='+', subtract='-', multiply='*', divide='/')[word]}{number}"
         value = extract_answer(row["answer"])
         assert calculate(expression) == str(value) and value == int(value) > 0, row
-        assert 2 <= len(words) <= 4
     assert {len(re.findall(" = ", row["answer"])) for row in rows} == {2, 3, 4}
     assert all(any(word in row["question"] for row in rows) for word in ("add", "subtract", "multiply", "divide"))
 

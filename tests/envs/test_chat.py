@@ -123,7 +123,7 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
         (FORGETS, "changes earlier turns"),
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}", "or it leaves out the reply"),
-        ("{{ raise_exception('no such role') }}", r"refuses messages with the roles \['assistant', 'user'\]: no such"),
+        ("{{ raise_exception('no such role') }}", r"roles \['assistant', 'user'\]: no such.*set env\.system_prompt"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
     ],
 )

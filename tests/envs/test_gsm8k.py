@@ -85,17 +85,6 @@ def test_a_number_in_an_example_is_its_text():
         assert all(isinstance(message["content"], str) for message in task._before)
 
 
-def test_examples_are_earlier_turns():
-    task = GSM8K([ROW], system_prompt="Be brief.", examples=[{"question": "1 + 1?", "answer": "#### 2"}])
-    assert task.prompt(ROW) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "#### 2"},
-        {"role": "user", "content": "What is 50 - 8?"},
-    ]
-    assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
-
-
 @pytest.mark.parametrize(
     ("gold", "right", "wrong"),
     [

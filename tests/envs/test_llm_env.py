@@ -9,7 +9,7 @@ from torchrl.collectors import Collector
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
-from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
+from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
 from tests.envs.scoring import policy_of
 
 
@@ -135,20 +135,13 @@ def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
     assert [bool(row[keys.FAILED]) for row in rows] == [row[keys.ROW].item() == 3 for row in rows]
     verdict = failed[0][keys.HISTORY].verdict
     assert verdict.kind == "error" and "Broken failed on row 3: KeyError: 'gold'" in verdict.message
-    with pytest.raises(ScoreError, match="row 3"):
-        for _ in range(100):
-            env.rollout(max_steps=1, policy=responding(tokenizer, ["a"] * 4))
 
 
 # A prompt is "user: " + i letters + "\nassistant:": 17 + i bytes, so rows 0 and 1 have 17 and 18 tokens.
-def test_a_long_prompt_is_refused_before_anything_else_and_named(tokenizer):
-    env = LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19)
-    with pytest.raises(ValueError, match=r"row 3 has 20 tokens, 19 fit.*env\.long_prompt=skip"):
-        env.check_prompts()
+def test_long_prompts_are_refused_or_skipped_and_counted_once_and_the_same_come_where_they_are_checked(tokenizer):
     LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=21).check_prompts()
-
-
-def test_long_prompts_are_skipped_and_counted_once_and_the_same_come_where_they_are_checked_beforehand(tokenizer):
+    with pytest.raises(ValueError, match=r"row 3 has 20 tokens, 19 fit.*env\.long_prompt=skip"):
+        LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19).check_prompts()
     envs = [LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip") for _ in range(2)]
     envs[1].check_prompts()
     assert envs[1].skipped == 2
@@ -216,12 +209,6 @@ def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):
     reset["_reset"] = torch.tensor([[True], [False]])
     with pytest.raises(ValueError, match="begin at the same time"):
         env.reset(reset)
-
-
-def test_a_template_that_refuses_a_role_says_what_to_set(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match=r"System role not supported.*env\.system_prompt=null"):
-        LLMEnv(Letters(), tokenizer, 1, 2).next_prompts()
 
 
 CALL = {"id": "x", "type": "function", "function": {"name": "spell", "arguments": "{}"}}

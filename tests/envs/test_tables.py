@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_rl.envs import gsm8k, math
+from grpo_rl.envs import gsm8k
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import load_rows
 
@@ -49,13 +49,9 @@ def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
     assert [row["answer"] for row in rows] == ["7", "0.50", "006"] and GSM8K(rows).gold(rows[2]) == "6"
     # A file of other columns keeps its numbers: a reward function may well count with them.
     assert [row["level"] for row in load_rows(tmp_path / "rows.csv")] == [1, 2, 3]
-    (tmp_path / "rows.jsonl").write_text('{"question": "3 + 4?", "answer": 7}\n{"question": "1 / 2?", "answer": 0.5}\n')
-    assert [row["answer"] for row in gsm8k.load_rows(tmp_path / "rows.jsonl")] == ["7", "0.5"]
     (tmp_path / "true.jsonl").write_text('{"question": "Is 7 odd?", "answer": true}\n')
     with pytest.raises(ValueError, match="line 1: answer is True, of type bool; it must be of type str"):
         gsm8k.load_rows(tmp_path / "true.jsonl")
-    (tmp_path / "math.csv").write_text("problem,answer\n3 + 4?,7\n")
-    assert list(math.load_rows(tmp_path / "math.csv")) == [{"problem": "3 + 4?", "answer": "7"}]
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
@@ -91,9 +87,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
         load_rows(tmp_path / name)
 
 
-def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match="missing.csv can't be read"):
-        load_rows(tmp_path / "missing.csv")
+def test_a_place_without_files_is_named_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match="is a folder without files that end in .jsonl, .json, .csv, .parquet"):
         load_rows(tmp_path)
     with pytest.raises(ValueError, match=r"part-\*\.jsonl matches no file"):
@@ -103,16 +97,14 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
 @pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
     code = """
-from grpo_rl.envs import ifeval, tables
-for load in (ifeval.load_rows, lambda: tables.load_rows("openai/gsm8k:main")):
-    try:
-        load()
-    except ValueError as error:
-        print(error)
+from grpo_rl.envs import tables
+try:
+    tables.load_rows("openai/gsm8k:main")
+except ValueError as error:
+    print(error)
 """
     # In a process of its own: the libraries read these settings when they are imported.
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=400)
-    for name, message in zip(["google/IFEval", "openai/gsm8k"], result.stdout.splitlines(), strict=True):
-        assert message.startswith(f"{name}, split train, of the hub can't be read"), result.stderr
-        assert "set env.path=FILE.jsonl" in message
+    assert result.stdout.startswith("openai/gsm8k, split train, of the hub can't be read"), result.stderr
+    assert "set env.path=FILE.jsonl" in result.stdout

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
@@ -73,20 +72,10 @@ def overrides(mode: Mode, folder: Path) -> list[str]:
     """The overrides of a run of a few steps, with all that a run can write."""
     from grpo_rl.testing import tiny_run
 
-    return [
-        *tiny_run(folder),
-        f"env.num_envs={GROUPS}",
-        f"env.repeats={REPEATS}",
-        f"train.optim_batch_size={GROUPS * REPEATS}",
-        f"train.total_dialog_turns={STEPS * GROUPS * REPEATS}",
-        "train.micro_batch_tokens=512",
-        "train.keep_checkpoints=2",
-        "train.lineage=true",
-        "train_model.compile=false",
-        "evaluate.rows=2",
-        "resume=auto",
-        *mode.overrides,
-    ]
+    sizes = [f"env.num_envs={GROUPS}", f"env.repeats={REPEATS}", f"train.optim_batch_size={GROUPS * REPEATS}"]
+    sizes += [f"train.total_dialog_turns={STEPS * GROUPS * REPEATS}", "train.micro_batch_tokens=512"]
+    written = ["train.keep_checkpoints=2", "train.lineage=true", "evaluate.rows=2", "resume=auto"]
+    return [*tiny_run(folder), *sizes, *written, *mode.overrides]
 
 
 @contextlib.contextmanager
@@ -215,63 +204,6 @@ def _be_the_run(
         os._exit(code)
 
 
-# The engines of the async mode.
-
-
-class ScriptedMember:
-    """An engine of a fleet, in this process: its responses are digits that follow from the prompt."""
-
-    max_model_len, takes_adapters, proves_bytes = 64, False, False
-
-    def __init__(self, number: int) -> None:
-        import torch
-
-        self.name, self.dtype, self.version = f"engine {number}", torch.bfloat16, 0
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def submit(self, method: str, *arguments: object) -> Future:
-        call: Future = Future()
-        try:
-            call.set_result(getattr(self, method)(*arguments))
-        except Exception as error:
-            call.set_exception(error)
-        return call
-
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def start_weight_update(self) -> None: ...
-    def abandon_weight_update(self) -> None: ...
-
-    def update_weights(self, bucket: dict) -> None:
-        import torch
-
-        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
-        for name, _, shape, at, first, count in bucket["tensors"]:
-            whole = self.weights.setdefault(name, torch.empty(shape, dtype=self.dtype))
-            whole.view(-1)[first : first + count] = memory[at : at + 2 * count].view(self.dtype)
-
-    def finish_weight_update(self, version: str) -> None:
-        self.version = int(version)
-
-    def weight_version(self) -> int:
-        return self.version
-
-    def fingerprints(self, shapes: dict) -> dict:
-        from grpo_rl.engines.fingerprint import fingerprint
-
-        return {name: fingerprint(self.weights[name]) for name in shapes}
-
-    async def generate(self, request_id: str, prompt: list[int], n: int, sampling: object) -> object:
-        """Responses after a moment that depends on the prompt, as groups end out of order in any run."""
-        from grpo_rl.engines.base import Samples
-
-        await asyncio.sleep(0.005 * (sum(prompt) % 7))
-        ids = [[1 + (sum(prompt) + g * k) % 200 for k in range(1, 5 + g)] for g in range(n)]
-        return Samples.from_lists(ids, [[-5.0] * len(row) for row in ids], [False] * n, self.version)
-
-    async def close(self) -> None: ...
-
-
 def _sample_in_this_process() -> None:
     """Gives the async script engines of this process in the place of Ray's actors."""
     from transformers import AutoConfig
@@ -279,12 +211,27 @@ def _sample_in_this_process() -> None:
     from grpo_rl.assembly import asynchronous, site
     from grpo_rl.cluster.fleet import Fleet
     from grpo_rl.cluster.fleet_engine import FleetEngine
+    from grpo_rl.engines.base import Samples
     from grpo_rl.engines.loop_thread import LoopThread
     from grpo_rl.settings.devices import allocate
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
-    async def launch(number: int) -> ScriptedMember:
-        return ScriptedMember(number)
+    sys.path.append(str(ROOT / "tests"))
+    from loop_control import Reads
+
+    class Member(Reads):
+        """An engine of a fleet, in this process: its responses are digits that follow from the prompt."""
+
+        async def generate(self, request_id: str, prompt: list[int], n: int, sampling: object) -> Samples:
+            """Responses after a moment that depends on the prompt, as groups end out of order in any run."""
+            await asyncio.sleep(0.005 * (sum(prompt) % 7))
+            ids = [[1 + (sum(prompt) + g * k) % 200 for k in range(1, 5 + g)] for g in range(n)]
+            return Samples.from_lists(ids, [[-5.0] * len(row) for row in ids], [False] * n, self.version)
+
+        async def close(self) -> None: ...
+
+    async def launch(number: int) -> Member:
+        return Member(f"engine {number}")
 
     def make_engine(*_: object) -> FleetEngine:
         loop = LoopThread()

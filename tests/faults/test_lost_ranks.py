@@ -49,10 +49,7 @@ def torchrun(folder: Path, words: list[str], launch: list[str], fault: dict[str,
     """Starts ranks in a folder of their own; ``hydra.run.dir`` is left to the date and the time."""
     folder.mkdir(exist_ok=True)
     process = launched(folder, words, launch, fault)
-    lines = []
-    assert process.stdout
-    for line in process.stdout:
-        lines.append((time.time(), line.rstrip()))
+    lines = [(time.time(), line.rstrip()) for line in process.stdout]
     code, witness = process.wait(60), folder / "witness"
     found = json.loads(witness.read_text()) if witness.exists() else {}
     return Ended(folder, code, lines, found)
@@ -60,14 +57,9 @@ def torchrun(folder: Path, words: list[str], launch: list[str], fault: dict[str,
 
 def launched(folder: Path, words: list[str], launch: list[str], fault: dict[str, Any] | None) -> subprocess.Popen:
     said = {"GRPO_RL_FAULT": json.dumps(fault | {"witness": str(folder / "witness")})} if fault else {}
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launch, str(FAULTY), *words],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | said,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, str(FAULTY), *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"} | said, **output)
 
 
 def the_run(folder: Path) -> Path:
@@ -82,14 +74,8 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def words(tiny_run) -> list[str]:
-    return [
-        *tiny_run,
-        "train_model.dtype=float32",
-        "train_model.timeout_s=120",
-        f"train_model.deadline_s={DEADLINE_S}",
-        "train.lineage=true",
-        "optimizer.lr=1e-3",
-    ]
+    waits = ["train_model.timeout_s=120", f"train_model.deadline_s={DEADLINE_S}"]
+    return [*tiny_run, *waits, "train_model.dtype=float32", "train.lineage=true", "optimizer.lr=1e-3"]
 
 
 KILLED = {"signal": signal.SIGKILL, "rank": 2, "step": 5, "after_s": 1.5}
@@ -160,16 +146,12 @@ def test_other_ranks_than_before_are_refused_with_what_to_do(by_hand, tmp_path):
     run = shutil.copytree(left, tmp_path / "left")
     refused = torchrun(tmp_path / "run", [*words, f"resume={run}"], ["--standalone", "--nproc-per-node=1"])
     assert refused.code == 1
-    assert re.search(
-        r"error: 4 ranks trained until step 2, and 1 would go on; start 4 \(.*train.elastic=true", refused.said
-    )
+    told = r"error: 4 ranks trained until step 2, and 1 would go on; start 4 \(.*train.elastic=true"
+    assert re.search(told, refused.said)
 
 
 def test_a_frozen_rank_is_named_in_time_and_the_run_goes_on_without_its_process(words, tmp_path):
-    words, fault = (
-        [*words, "train_model.parallel=ddp"],
-        {"signal": signal.SIGSTOP, "rank": 1, "step": 5, "after_s": 1.5},
-    )
+    words, fault = [*words, "train_model.parallel=ddp"], KILLED | {"signal": signal.SIGSTOP, "rank": 1}
     run = torchrun(tmp_path / "run", words, ["--standalone", "--nproc-per-node=4", "--max-restarts=1"], fault)
     assert run.code == 0, run.said[-3000:]
     ((when, line),) = [(when, line) for when, line in run.lines if line.startswith("error: rank")]

@@ -34,7 +34,6 @@ Broken = tuple[int, str, str]
 
 
 def input_of(target: fuzz_targets.Target, seeds: list, seed: int, number: int):
-    """The input of this number."""
     return mutated(Random(f"{seed}/{target.name}/{number}"), seeds)
 
 

@@ -47,9 +47,6 @@ def test_a_line_of_a_megabyte_takes_no_longer_than_its_deadline(name, harmless, 
         harmless(target, rng.choice(seeds) + piece * (2**20 // len(piece)))
 
 
-# ---- the fuzzer itself: each kind of harm is seen ----
-
-
 def target_of(read, error=None, **more):
     return fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["x"], error=error, **more)
 

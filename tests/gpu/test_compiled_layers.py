@@ -10,6 +10,7 @@ from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 from tests.helpers import to_fp64
+from tests.policies.test_exactness import groups_of
 
 pytestmark = pytest.mark.gpu
 
@@ -33,14 +34,10 @@ def model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES)).train()
 
 
-def groups_of(name: str) -> list:
-    return [random_group(p, lengths, 301, group_id=i, seed=i) for i, (p, lengths) in enumerate(LENGTHS[name])]
-
-
 def scored(policy: TrainPolicy, name: str) -> list[torch.Tensor]:
     """Log-probabilities and entropies, and the gradients of their weighted sum, on the CPU in fp64."""
     policy.model.zero_grad()
-    log_prob, entropy = policy.score(groups_of(name))
+    log_prob, entropy = policy.score(groups_of(LENGTHS[name], vocab=301))
     weight = torch.linspace(-1, 1, len(log_prob), device=log_prob.device)
     ((log_prob * weight + entropy * weight.flip(0)).sum() / len(weight)).backward()
     gradients = [parameter.grad for parameter in policy.model.parameters()]

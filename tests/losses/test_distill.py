@@ -13,10 +13,6 @@ from grpo_rl.settings.schema import Settings
 TEACHER = ["loss=distill", "policy.kl_coef=1", "ref_model.name=teacher", "mode=sync"]
 
 
-def distill() -> GRPOLoss:
-    return GRPOLoss(loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))
-
-
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
     # Each token of a vocabulary of four, weighed by its probability: the mean over infinitely many samples.
     logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
@@ -32,7 +28,7 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
         weight=log_prob.detach().exp(),
         batch_size=[4],
     )
-    out = distill()(tokens)
+    out = GRPOLoss(loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))(tokens)
     (gradient,) = torch.autograd.grad(out["loss"], logits, retain_graph=True)
     kl = (log_prob.exp() * (log_prob - teacher)).sum()
     (expected,) = torch.autograd.grad(kl, logits)

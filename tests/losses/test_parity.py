@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from grpo_rl.data.advantages import batch_advantages, group_advantages, kl_penalty
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
+from grpo_rl.losses.choices import LossTerms
 from grpo_rl.losses.correction import correction_weight
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.losses.kl import kl_estimate
@@ -159,7 +160,7 @@ class Table(TrainPolicy):
 
 def ours(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0, count: int | None = 2):
     """Loss, gradient by log-probability [N] and metric sums of a step, cut into micro-batches."""
-    names = inspect.signature(GRPOLoss.__init__).parameters.keys() & settings.keys()
+    names = LossTerms.model_fields.keys() & settings.keys()
     loss = GRPOLoss(**{name: settings[name] for name in names}, kl_coef=kl_coef, entropy_coef=entropy_coef)
     weighing = {name: settings[name] for name in ("aggregate", "mask_truncated", "top_entropy_fraction")}
     policy, total, sums = Table(batch), 0.0, defaultdict(float)
@@ -191,9 +192,9 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> SimpleNamespace:
-    """What TRL's losses read of a trainer, in one process."""
-    return SimpleNamespace(
+def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> tuple[SimpleNamespace, dict]:
+    """What TRL's losses read of a trainer, in one process, and of its inputs."""
+    trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
         accelerator=SimpleNamespace(
             gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
@@ -204,17 +205,19 @@ def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> Si
         _metrics=defaultdict(lambda: defaultdict(list)),
         **settings,
     )  # fmt: skip
+    ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
+    prompts = {"prompt_ids": ids[:, :1], "prompt_mask": torch.ones_like(ids[:, :1])}
+    return trainer, prompts | {"completion_ids": ids, "advantages": batch.advantages}
 
 
 def trl(batch: Batch, settings: dict, kl_coef: float):
     """The same by ``GRPOTrainer._compute_loss``, and its metrics."""
     GRPOTrainer = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError).GRPOTrainer
     log_prob = batch.log_prob.clone().requires_grad_()
-    ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
     mask = batch.padded(batch.trained(settings).long())
     cispo = settings["surrogate"] == "cispo"  # whose epsilon_high is the bound itself
     by_mean = {"sequence_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}[settings["aggregate"]]
-    trainer = trls_trainer(
+    trainer, inputs = trls_trainer(
         batch,
         log_prob,
         args=SimpleNamespace(
@@ -235,13 +238,9 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
         _entropy_bonus_enabled=False,
     )  # fmt: skip
     trainer.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, trainer)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": torch.ones_like(ids[:, :1]),
-        "completion_ids": ids,
+    inputs |= {
         "completion_mask": batch.padded(torch.ones_like(batch.trainable, dtype=torch.long)),
         "tool_mask": mask,
-        "advantages": batch.advantages,
         "old_per_token_logps": batch.padded(batch.old(settings)),
         "ref_per_token_logps": batch.padded(batch.ref_log_prob),
         "importance_sampling_ratio": weights(batch, settings),
@@ -453,17 +452,9 @@ def trl_rloo(batch: Batch) -> torch.Tensor:
     """Gradient [N] by ``RLOOTrainer._compute_loss`` on fresh weights."""
     RLOOTrainer = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError).RLOOTrainer
     log_prob = batch.log_prob.clone().requires_grad_()
-    ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
     mask = batch.padded(batch.trainable.to(log_prob.dtype))
-    trainer = trls_trainer(batch, log_prob, epsilon_low=0.2, epsilon_high=0.2)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": torch.ones_like(ids[:, :1]),
-        "completion_ids": ids,
-        "completion_mask": mask,
-        "advantages": batch.advantages,
-        "old_logps": (batch.padded(batch.log_prob) * mask).sum(1),
-    }
+    trainer, inputs = trls_trainer(batch, log_prob, epsilon_low=0.2, epsilon_high=0.2)
+    inputs |= {"completion_mask": mask, "old_logps": (batch.padded(batch.log_prob) * mask).sum(1)}
     RLOOTrainer._compute_loss(trainer, trainer.model, inputs).backward()
     return log_prob.grad
 

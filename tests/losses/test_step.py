@@ -1,19 +1,11 @@
-"""A whole optimizer step: the same gradient however it is split, ordered or shared out; and what masks leave out.
-
-`python tests/losses/test_step.py RANK FOLDER` is one of two processes that share a step.
-"""
+"""A whole optimizer step: the same gradient however it is split, ordered or shared out; and what masks leave out."""
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from grpo_rl.data.batching import MicroBatching
@@ -21,8 +13,9 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
+from tests.helpers import to_fp64
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
 LOSS_SETTINGS = (
@@ -88,14 +81,10 @@ def gradient(groups, loss, share=None, totals=None, **settings):
     return policy.gradient()
 
 
-def combinations():
-    return itertools.product(LOSS_SETTINGS, AGGREGATES, MASKS)
-
-
 @pytest.mark.parametrize("masks", MASKS, ids=["all", "masked"])
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("loss", LOSS_SETTINGS, ids=["kl", "gspo", "cispo", "sapo"])
-def test_neither_splits_nor_orders_of_a_step_change_its_gradient(loss, aggregate, masks):
+def test_neither_splits_nor_orders_nor_shares_of_a_step_change_its_gradient(loss, aggregate, masks):
     groups, settings = whole_step(), {"loss": loss, "aggregate": aggregate, **masks}
     expected = gradient(groups, max_tokens=10**6, **settings)
     assert expected.abs().max() > 1e-3
@@ -103,30 +92,10 @@ def test_neither_splits_nor_orders_of_a_step_change_its_gradient(loss, aggregate
         for order in (groups, groups[::-1]):
             got = gradient(groups, share=order, **split, **settings)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.nightly
-def test_two_processes_with_a_share_of_the_groups_each_have_the_gradient_of_one(tmp_path):
-    """Each scores its own groups under the totals of the step; their gradients are added by gloo."""
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(timeout=400) for process in ranks] == [0, 0]
-    of_two = torch.load(tmp_path / "0")
-    for got, (loss, aggregate, masks) in zip(of_two, combinations(), strict=True):
-        expected = gradient(whole_step(), loss, aggregate=aggregate, max_tokens=10**6, **masks)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-
-
-def be_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    groups, gradients = whole_step(), []
-    for loss, aggregate, masks in combinations():
-        totals = step_totals(groups, **masks)
-        share = groups[rank::2]  # four groups and three, of other lengths
-        got = gradient(groups, loss, share, totals, aggregate=aggregate, max_tokens=30, **masks)
-        dist.all_reduce(got)
-        gradients.append(got)
-    torch.save(gradients, folder / str(rank))
-    dist.destroy_process_group()
+    # As of two ranks: four groups and three, of other lengths, each scored under the totals of the step.
+    totals = step_totals(groups, **masks)
+    shares = [gradient(groups, share=groups[rank::2], totals=totals, max_tokens=30, **settings) for rank in range(2)]
+    torch.testing.assert_close(sum(shares), expected, rtol=0, atol=1e-12)
 
 
 def tokens_of(groups, **settings):
@@ -197,11 +166,8 @@ def test_totals_count_empty_responses_and_not_what_is_masked():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    from tests.helpers import to_fp64  # not for the processes that run this file
-
-    return to_fp64(LlamaForCausalLM.from_pretrained(folder))
+def model(tiny_model):
+    return to_fp64(LlamaForCausalLM.from_pretrained(tiny_model))
 
 
 def sampled_groups() -> list[Group]:
@@ -220,7 +186,6 @@ def test_the_policy_adds_what_it_says_before_it_is_trained(model, max_tokens):
 
 
 def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
-    """The log-probs that the policy trains on are those that it would have given before, with the same gradient."""
     groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
     policy = TrainPolicy(model)
     gradients = []
@@ -231,8 +196,3 @@ def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     assert gradients[0].abs().max() > 1e-3
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    be_rank(int(sys.argv[1]), Path(sys.argv[2]))

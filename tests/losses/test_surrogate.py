@@ -32,32 +32,28 @@ from grpo_rl.losses.surrogate import (
         (0.5, 1.0, None, -0.5, -0.5),  # a good response that got rarer is still pulled up
         (0.5, -1.0, None, 0.8, 0.0),  # a bad response that got rarer has been pushed down enough
         (3.0, 0.0, None, 0.0, 0.0),
+        # A ratio that overflows has a zero gradient unless the response is bad.
+        (math.inf, 1.0, None, -1.28, 0.0),
+        (math.inf, 0.0, None, 0.0, 0.0),
+        (math.inf, -1.0, None, math.inf, math.inf),
         # With a dual clip the same up to a ratio of 3, beyond it the price of 3; good responses are not touched.
         (2.0, -2.0, 3.0, 4.0, 4.0),
         (2.9, -1.0, 3.0, 2.9, 2.9),
         (4.0, -2.0, 3.0, 6.0, 0.0),
-        (1e9, -2.0, 3.0, 6.0, 0.0),
+        (math.inf, -2.0, 3.0, 6.0, 0.0),
+        (math.inf, 1.0, 3.0, -1.28, 0.0),
+        (0.0, -1.0, 3.0, 0.8, 0.0),
         (0.5, -1.0, 3.0, 0.8, 0.0),
         (4.0, 1.0, 3.0, -1.28, 0.0),
     ],
 )
 def test_loss_and_gradient_match_the_table_worked_out_by_hand(ratio, advantage, dual_clip, loss, gradient):
     clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
-    log_ratio = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    log_ratio = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
     got = clipped_surrogate(log_ratio, torch.tensor([advantage]).double(), **clips)
     got.sum().backward()
     assert got.item() == pytest.approx(loss, abs=1e-12)
     assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
-
-
-@pytest.mark.parametrize("advantage", [1.0, 0.0])
-def test_a_ratio_that_overflows_has_a_zero_gradient_unless_the_response_is_bad(advantage):
-    log_ratio = torch.tensor([1000.0], requires_grad=True)
-    loss = clipped_surrogate(log_ratio, torch.tensor([advantage]))
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(-1.2 * advantage)
-    assert log_ratio.grad.item() == 0.0
-    assert clipped_surrogate(log_ratio, torch.tensor([-1.0])).item() == math.inf
 
 
 @pytest.mark.parametrize(
@@ -137,15 +133,6 @@ def test_clipped_tokens_are_those_whose_gradient_or_weight_a_clip_has_changed():
     assert flags["clip_low"].int().tolist() == [1, 1, 0, 0, 0, 0]
     assert flags["clip_high"].int().tolist() == [0, 0, 0, 1, 1, 1]
     assert not any(flag.any() for kind in ("sapo", "plain") for flag in clipped_tokens(kind, **both).values())
-
-
-@pytest.mark.parametrize("log_ratio", [1000.0, math.inf])
-def test_with_a_dual_clip_no_ratio_overflows(log_ratio):
-    log_ratio = torch.tensor([log_ratio, log_ratio, -log_ratio], requires_grad=True)
-    loss = clipped_surrogate(log_ratio, torch.tensor([-1.0, 1.0, -1.0]), dual_clip=3.0)
-    loss.sum().backward()
-    torch.testing.assert_close(loss.detach(), torch.tensor([3.0, -1.2, 0.8]))
-    assert log_ratio.grad.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_each_surrogate_that_can_be_chosen_has_a_function():

@@ -159,7 +159,6 @@ def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
         ({"system_prompt": "${oc.env:HOME}"}, "which Hydra would resolve"),
         ({"num_generations": 7}, "groups of 7; .* --processes N"),
         ({"fp16": True}, "fp16"),
-        ({"learning_rate": "fast"}, "learning_rate='fast'"),
         ({"reward_weights": ["a"]}, "reward_weights"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"max_steps": math.nan}, "max_steps is nan"),

@@ -22,13 +22,15 @@ def group(lengths, rewards, **changes) -> Group:
 
 def test_reward_metrics_weigh_responses_not_groups():
     # Five responses: a mean over groups would give (1 + 2) / 2 instead of (0 + 2 + 1 + 3 + 2) / 5.
-    groups = [group([1, 2], [0.0, 2.0]), group([3, 4, 5], [1.0, 3.0, 2.0])]
+    cut_off = torch.tensor([True, False])
+    groups = [group([1, 2], [0.0, 2.0], truncated=cut_off), group([3, 4, 5], [1.0, 3.0, 2.0])]
     metrics = reward_metrics(groups)
     assert metrics["reward/mean"] == pytest.approx(8 / 5)
     # Squared distances from 1.6: 2.56 + 0.16 + 0.36 + 1.96 + 0.16 = 5.2; over 5 responses, not 4.
     assert metrics["reward/std"] == pytest.approx(math.sqrt(5.2 / 5))
     assert metrics["response/mean_length"] == 3.0
     assert metrics["response/max_length"] == 5.0
+    assert metrics["response/truncated_fraction"] == 1 / 5
 
 
 def test_a_parts_mean_and_quantiles_are_over_the_responses_that_have_it():
@@ -61,12 +63,6 @@ def test_zero_std_fraction_counts_zero_variance_groups():
     same = group([1, 1, 1], [0.1, 0.1, 0.1])  # the float std of three 0.1s is not exactly zero
     groups = [same, same, group([1, 1], [0.0, 1.0]), group([1, 1], [2.0, 2.0])]
     assert reward_metrics(groups)["reward/zero_std_fraction"] == 0.75
-
-
-def test_truncated_fraction_is_of_responses():
-    one = group([1, 1, 1], [0.0, 0.0, 0.0], truncated=torch.tensor([True, False, False]))
-    other = group([1], [0.0], truncated=torch.tensor([True]))
-    assert reward_metrics([one, other])["response/truncated_fraction"] == 0.5
 
 
 def test_advantage_metrics_appear_once_every_group_has_advantages():
@@ -128,7 +124,6 @@ def test_a_resumed_run_writes_the_file_of_an_uninterrupted_one(tmp_path):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        (b"nonsense", "is not one of metrics"),
         (b'{"step": 2, "rew', "is not one of metrics"),  # torn in the middle of the file
         (b'{"lr": 0.1}', "has no step"),
     ],

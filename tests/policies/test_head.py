@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.data.kept import Kept
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 
 
 def full(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
@@ -177,15 +177,14 @@ def test_an_optimizer_that_keeps_fp32_gradients_gets_the_fp32_sum():
     assert not torch.equal(exact, rounded.float()), "the sum over tiles was rounded before it was handed over"
 
 
-def test_a_policy_scores_groups_with_and_without_kept_sets_in_one_micro_batch(tmp_path):
-    folder = save_tiny_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_a_policy_scores_groups_with_and_without_kept_sets_in_one_micro_batch(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     whole, cut = random_group(prompt=3, lengths=[2, 4], group_id=1), random_group(prompt=5, lengths=[1, 0, 3], seed=1)
     sets = [sorted({int(token), 7, 40}) for token in cut.response_ids]
     sets[2] = []
     kept = Kept.from_lists(sets)
     cut = replace(cut, kept_ids=kept.ids, kept_counts=kept.counts)
-    policy = TrainPolicy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), temperature=0.7)
+    policy = TrainPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), temperature=0.7)
     log_probs, entropies = policy.score([whole, cut])
     expected = []
     for group, of_group in ((whole, [[]] * 6), (cut, sets)):

@@ -29,6 +29,7 @@ from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage import hub as access
+from tests.helpers import of_two_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -134,19 +135,6 @@ def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refus
         check_finite(tmp_path)
 
 
-class Rank(threading.local):
-    """One of two ranks, each a thread, as far as they agree."""
-
-    size, in_step, table, barrier = 2, False, {}, threading.Barrier(2, timeout=60)
-
-    def gather(self, mine):
-        self.table[self.rank] = mine
-        self.barrier.wait()
-        everyones = [self.table[rank] for rank in range(2)]
-        self.barrier.wait()
-        return everyones
-
-
 @pytest.mark.parametrize("failing", ["weights", "tokenizer"])
 def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny_model, monkeypatch, failing):
     """The one that went on would wait for ever for the one that has stopped."""
@@ -155,23 +143,22 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
         save_file({"a": torch.tensor(float("nan"))}, folder / "model.safetensors")
 
     def check(*_):
-        if peers.rank == 1:
+        if here.rank == 1:
             raise OSError("no tokenizer on this machine")
 
     monkeypatch.setattr(build, "_check_reference", check)
     cfg = Settings.read(compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"]))
-    cpu, peers = (torch.device("cpu"),), Rank()
+    cpu, here = (torch.device("cpu"),), threading.local()
 
-    def work(rank):
-        peers.rank = rank
+    def work(peers):
+        here.rank = peers.rank
         policy = SimpleNamespace(peers=peers, model=torch.nn.Module())
         message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
         with pytest.raises((ValueError, OSError), match=message) as told:
             build.make_reference(cfg, tiny_model, Devices(cpu, cpu, cpu), policy)
         return str(told.value)
 
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(work, range(2))
+    first, second = of_two_ranks(work)
     assert first == second
 
 

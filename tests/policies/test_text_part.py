@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_rl.data.group import Group
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.hub import weight_names
 from grpo_rl.policies.loading import check_model, load_whole, skeleton
@@ -17,14 +16,14 @@ from grpo_rl.policies.lora import LoRA, adapted_layers, add_adapters
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.text_part import model_config
 from grpo_rl.run.export import export
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync
 from tests.helpers import KeepFp64
-from tests.policies.test_exactness import plain_road
+from tests.policies.test_exactness import VOCAB, groups_of, plain_road
 
 pytestmark = pytest.mark.slow
 
-VOCAB = 50
+GROUPS = groups_of([(5, [3, 0, 9]), (1, [4])])
 TEXT = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=12, max_position_embeddings=128, initializer_range=0.3,
@@ -69,10 +68,6 @@ def whole_model(name: str, **settings: object) -> PreTrainedModel:
     return model.eval()
 
 
-def groups() -> list[Group]:
-    return [random_group(p, ends, VOCAB, group_id=i, seed=i) for i, (p, ends) in enumerate([(5, [3, 0, 9]), (1, [4])])]
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", WHOLES)
 def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
@@ -82,8 +77,8 @@ def test_the_text_alone_is_scored_as_the_whole_model_scores_it(name, tmp_path):
     model = load_whole(tmp_path, dtype=torch.float32)
     assert not [n for n, _ in model.named_parameters() if "visi" in n or "visual" in n or "language_model" in n]
     with KeepFp64():  # linear attention rounds to fp32 otherwise
-        actual = TrainPolicy(model.double(), 0.7).score(groups())[0]
-    torch.testing.assert_close(actual, plain_road(whole.double(), groups(), 0.7)[0], rtol=0, atol=1e-9)
+        actual = TrainPolicy(model.double(), 0.7).score(GROUPS)[0]
+    torch.testing.assert_close(actual, plain_road(whole.double(), GROUPS, 0.7)[0], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"])

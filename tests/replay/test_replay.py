@@ -58,19 +58,24 @@ def run(overrides, folder):
     return seen
 
 
-@pytest.fixture(scope="module", params=["default", "one_step", "everything"])
-def trained(request, tiny, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained_plainly(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return folder, run(tiny, folder)
+
+
+@pytest.fixture(scope="module", params=[None, ["train.optim_batch_size=16"], EVERYTHING], ids=["plain", "one", "all"])
+def trained(request, trained_plainly, tiny, tmp_path_factory):
     """A run and the gradients that it was trained with."""
-    folder = tmp_path_factory.mktemp(request.param) / "run"
-    others = {"default": [], "one_step": ["train.optim_batch_size=16"], "everything": EVERYTHING}
-    return folder, run([*tiny, *others[request.param]], folder)
+    if not request.param:
+        return trained_plainly
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, run([*tiny, *request.param], folder)
 
 
 @pytest.fixture(scope="module")
-def plain(tiny, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plain") / "run"
-    run(tiny, folder)
-    return folder
+def plain(trained_plainly):
+    return trained_plainly[0]
 
 
 def steps_of(folder):

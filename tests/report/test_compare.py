@@ -79,13 +79,8 @@ def test_runs_are_ranked_only_where_their_gains_are_of_the_same_thing(tmp_path):
     a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
     short = run_of(tmp_path / "b", 2e-5, [])
     other = run_of(tmp_path / "c", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0), dataset="math")
-    assert compare.head([a, short])["headline"] == (
-        "2 runs; run a alone is long enough to say what it gained in held-out reward: +0.100, 95 % interval +0.000 to "
-        "+0.200."
-    )
-    assert compare.head([a, other])["headline"] == (
-        "2 runs; their task or evaluation differs (env.dataset), so their gains don't compare."
-    )
+    assert "run a alone is long enough to say what it gained" in compare.head([a, short])["headline"]
+    assert "differs (env.dataset), so their gains don't compare" in compare.head([a, other])["headline"]
 
 
 def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from grpo_rl.training.checkpoint import checkpoints, load, save
 from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.waits.registry import PROCESS
+from tests.helpers import of_two_ranks
 
 BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1, "totals": {}, "within_memory": {}}
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -115,28 +115,6 @@ def test_a_checkpoint_lists_the_metrics_of_its_step_though_the_run_logs_on_meanw
     assert load(path)["logs"]["metrics.jsonl"] == size
 
 
-class Rank:
-    """One of two ranks, each in a thread."""
-
-    size = 2
-
-    def __init__(self, rank, board, barrier):
-        self.rank, self._board, self._barrier = rank, board, barrier
-
-    def gather(self, mine):
-        self._board[self.rank] = mine
-        self._barrier.wait(60)
-        found = list(self._board)
-        self._barrier.wait(60)
-        return found
-
-    def broadcast(self, mine):
-        return self.gather(mine)[0]
-
-    def close(self):
-        pass
-
-
 def evaluated_run(run):
     """A run of two steps whose last evaluation came after its checkpoint."""
     log = MetricsLog(run)
@@ -155,15 +133,12 @@ def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkey
     if is_lost:
         metrics.write_bytes(metrics.read_bytes()[:-3])
     monkeypatch.setattr(checkpoint, "load_shards", lambda path, state, ranks: state)
-    board, barrier = [None, None], threading.Barrier(2)
 
-    def opened(rank):
-        train, run, ranks = Train(total_dialog_turns=99, elastic=True), tmp_path / "run", Rank(rank, board, barrier)
+    def opened(ranks):
+        train, run = Train(total_dialog_turns=99, elastic=True), tmp_path / "run"
         with RunFolder(run, str(run), {}, "", Room(3, 1000, 1000), train, ranks) as folder:
             folder.prepare()
             return folder.eval_after
 
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(opened, (0, 1)))
-    assert found == [None if is_lost else (2, [0.5])] * 2
+    assert of_two_ranks(opened) == [None if is_lost else (2, [0.5])] * 2
     assert len(read_metrics(tmp_path / "run")) == (2 if is_lost else 3)

@@ -57,9 +57,7 @@ def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
     assert sum(of_tasks) / 3 == pytest.approx(held_out[0]["eval/reward"])
     assert {"eval/gsm8k/accuracy", "eval/gsm8k/correctness", "eval/again/truncated_fraction"} <= held_out[0].keys()
     drawn = build(finished)["charts"]
-    curves = {
-        series[0]: series[1] for chart in drawn if chart["title"] == "Reward by task" for series in chart["series"]
-    }
+    curves = dict(series[:2] for chart in drawn if chart["title"] == "Reward by task" for series in chart["series"])
     assert curves == {f"reward/{name}/mean": name for name in NAMES if f"reward/{name}/mean" in seen}
     logged = pd.read_parquet(finished / "completions.parquet").to_dict("records")
     assert len(logged) == 32

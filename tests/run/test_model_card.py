@@ -111,13 +111,8 @@ def test_the_card_names_the_repository_and_commit_of_the_data(words, repository)
 def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base")
     assert base_license(str(tmp_path)) == "apache-2.0"
-    uri = "http://me:password@host"
-    found = card(
-        f"model.name={tmp_path}",
-        f"env.path={tmp_path}/secret.jsonl",
-        "logger.backend=mlflow",
-        f"+logger.settings.mlflow.tracking_uri='{uri}'",
-    )
+    words = [f"model.name={tmp_path}", f"env.path={tmp_path}/secret.jsonl", "logger.backend=mlflow"]
+    found = card(*words, "+logger.settings.mlflow.tracking_uri='http://me:password@host'")
     assert found.data.to_dict()["license"] == "apache-2.0"
     assert "base_model" not in found.data.to_dict() and "datasets" not in found.data.to_dict()
     assert str(tmp_path) not in found.content and "password" not in found.content and "/home/me" not in found.content

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from grpo_rl.settings import command_line
 from grpo_rl.settings.config import main
 from grpo_rl.testing import run_script
+from tests.run.test_sft import OF_GRPO
 
 SCRIPTS = Path(__file__).parents[2] / "sota"
 IN_ENVIRONMENT = {
@@ -66,7 +67,6 @@ def found_in(folder, *texts):
     return held + [("printed", secret) for text in texts for secret in secrets if secret in text]
 
 
-NOT_OF_SFT = ("env.num_envs", "env.repeats", "train.total_dialog_turns", "inference_model.engine")
 OWN = {
     "grpo.py": ["train.lineage=true"],
     "sft.py": ["train.optim_batch_size=4", "train.epochs=1", "sampling.max_new_tokens=10"],
@@ -80,7 +80,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
 ):
     for name, value in IN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    rest = [word for word in tiny_run if script == "grpo.py" or not word.startswith(NOT_OF_SFT)]
+    rest = [word for word in tiny_run if script == "grpo.py" or not word.startswith(OF_GRPO)]
     folder = run_script(SCRIPTS / script, [*rest, *OWN[script], "evaluate.rows=2", *SETTINGS], tmp_path / "run")
     printed = capfd.readouterr()
     assert found_in(folder, printed.out, printed.err) == []

@@ -49,9 +49,8 @@ def test_the_loss_falls_and_a_run_leaves_all_its_files(finished):
     assert not [name for row in rows for name in row if name.startswith(("reward", "kl", "mismatch"))]
     totals = [[row[f"total/{name}"] for name in ("responses", "trained_tokens")] for row in rows[1:-1]]
     assert totals == [[4, 40], [8, 80], [12, 120], [16, 160], [18, 180]]
-    assert (
-        all(0 < row["time/read_s"] < row["time/at_s"] for row in rows[1:-1]) and "total/sampled_tokens" not in rows[5]
-    )
+    assert all(0 < row["time/read_s"] < row["time/at_s"] for row in rows[1:-1])
+    assert "total/sampled_tokens" not in rows[5]
     assert summary["task"] == "gsm8k" and "sft" in summary["command"]
     # Nothing was sampled: there are no responses, no tokens with two log-probs, and no engine's times.
     assert not [name for name in ("completions", "tokens", "sampling", "lineage") if list(finished.glob(f"{name}*"))]
@@ -89,10 +88,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_be_prolonged(tiny, finished, 
     steps = {row["step"]: row for row in comparable(finished) if "loss/total" in row}
     assert {row["step"]: row for row in comparable(folder) if "loss/total" in row} == steps
     run([*tiny, f"resume={folder}"], tmp_path / "unused")
-    assert (
-        "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs above 3 (with"
-        in capsys.readouterr().out
-    )
+    told = "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs above 3 (with"
+    assert told in capsys.readouterr().out
     fourth = folder / "checkpoints" / "checkpoint_000004.pt"  # in the middle of an epoch
     run([*tiny, f"resume={fourth}"], tmp_path / "unused")
     assert {row["step"]: row for row in comparable(folder) if "loss/total" in row} == steps
@@ -121,9 +118,8 @@ def test_grpo_goes_on_from_the_model_it_writes_and_that_says_what_was_demonstrat
     longer = ["train.epochs=30", "train.optim_batch_size=6", "train.checkpoint_frequency=0", "evaluate.rows=0"]
     warm = run([*tiny, *longer], tmp_path / "sft")
     words = [*tiny_run, "train.total_dialog_turns=16", "evaluate.rows=4", "sampling.max_new_tokens=12"]
-    first, _, *_ = read_metrics(
-        run_script(SOTA / "grpo.py", [*words, f"model.name={warm / 'model'}"], tmp_path / "run")
-    )
+    run_script(SOTA / "grpo.py", [*words, f"model.name={warm / 'model'}"], tmp_path / "run")
+    first, *_ = read_metrics(tmp_path / "run")
     # "so", a line break, "#### ", a digit, and the end, at which generation stops; a random model meets the limit.
     assert (first["eval/mean_length"], first["eval/truncated_fraction"]) == (10.0, 0.0)
     assert first["eval/reasoning_format"] == 0.5  # a digit
@@ -135,7 +131,6 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     model = next(word for word in tiny if word.startswith("model.name="))
     words = ["env=prompt_response", "env.prompt_column=messages", f"env.path={data}", model, "train.epochs=2"]
-    rows = read_metrics(
-        run([*words, "inference_model.max_model_len=64", "sampling.max_new_tokens=8"], tmp_path / "run")
-    )
+    words += ["inference_model.max_model_len=64", "sampling.max_new_tokens=8"]
+    rows = read_metrics(run(words, tmp_path / "run"))
     assert [row["train/tokens"] for row in rows] == [8]  # two epochs of two rows, a letter and the end each

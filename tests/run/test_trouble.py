@@ -50,19 +50,14 @@ def test_memory_that_runs_out_in_the_optimizers_own_step_is_reported_in_one_line
         run(tiny_run, tmp_path / "run")
 
 
-BATCH = [
-    "env.num_envs=8",
-    "env.repeats=8",
-    "train.optim_batch_size=64",
-    "train.micro_batch_tokens=4096",
-    "train.checkpoint_frequency=0",
-]
+BATCH = ["env.num_envs=8", "env.repeats=8", "train.optim_batch_size=64", "train.micro_batch_tokens=4096"]
 STAMP = len("2026-01-31 12:00:00 ")
 
 
 def advisories(tiny_run, folder, capsys, *overrides, steps):
     """Each advisory of a run's summary, and its lines in the terminal."""
-    run([*tiny_run, *BATCH, f"train.total_dialog_turns={64 * steps}", *overrides], folder)
+    rest = [f"train.total_dialog_turns={64 * steps}", "train.checkpoint_frequency=0"]
+    run([*tiny_run, *BATCH, *rest, *overrides], folder)
     told = [line[STAMP:] for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in told if line.startswith("Advisory. ")]
     return json.loads((folder / "summary.json").read_text())["advisories"], lines

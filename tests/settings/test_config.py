@@ -22,7 +22,6 @@ from grpo_rl.settings.compose import FOLDER, compose_config, with_loss
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 from grpo_rl.settings.tasks import TASKS, task_section
-from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,14 +43,8 @@ def test_every_experiment_passes_the_checks(experiment):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
         ("num_generations=8", r"did you mean env\.repeats\?"),
         ("zzz=1", r"--cfg job"),
-        ("env.repeats=1", "env.repeats is 1"),
-        ("env.repeats=8 train.optim_batch_size=20", "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
-        ("env.num_envs=3 train.optim_batch_size=16", "3 x 8 = 24 responses"),
-        ("train.total_dialog_turns=8", "less than one collection, 32 responses"),
-        ("train.gradient_accumulation_steps=5", "5 micro-batches cannot be made of the 4 groups"),
         ("inference_model.max_model_len=256", "leaves no room"),
         ("inference_model.engine=vlm", "did you mean vllm"),
         ("evaluate.rows=4 evaluate.patience=2", "set evaluate.frequency"),
@@ -61,9 +54,7 @@ def test_every_experiment_passes_the_checks(experiment):
         ("optimizer.lr=inf", "optimizer.lr is inf; it should be a finite number"),
         ("env.repeats=true", "env.repeats is True; it should be a valid integer"),
         ("optimizer.betas=[0.9,high]", r"optimizer.betas\[1\] is 'high'; it should be a valid number"),
-        ("train_model.compile=maybe", "train_model.compile is 'maybe'; it should be a valid boolean, or null"),
         ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it should be a valid number"),
-        ("env.examples=[1]", r"env.examples\[0\] is 1; it should be a valid dictionary"),
         ("logger.name=20250101", "it should be a valid string, or null; quoted it is: logger.name=\"'20250101'\""),
         ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
         ("env=prompt_response", r"env\.reward must be set"),
@@ -77,15 +68,6 @@ def test_every_experiment_passes_the_checks(experiment):
 def test_a_wrong_override_is_refused_with_what_it_must_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(config(*overrides.split()))
-
-
-def values_of(dataset):
-    """Every key of the shared config, the default loss and the task's config, with its value there."""
-    shared = OmegaConf.to_container(OmegaConf.load(FOLDER / "grpo.yaml"), resolve=False)
-    values = {key: value for key, value in shared.items() if key not in ("defaults", "hydra")}
-    values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
-    values["env"] |= OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
-    return {key: select(values, key) for key in flat(values)}
 
 
 @pytest.mark.parametrize("dataset", sorted({*TASKS} - {"mixture"}))
@@ -125,13 +107,15 @@ def comments(path):
 def test_the_comments_and_defaults_of_the_config_files_are_those_of_the_declarations():
     shared, loss = comments(FOLDER / "grpo.yaml"), comments(FOLDER / "loss" / "grpo.yaml")
     told = shared | {f"loss.{key}": comment for key, comment in loss.items()}
+    values = OmegaConf.to_container(OmegaConf.load(FOLDER / "grpo.yaml"), resolve=False)
+    values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     for dataset in TASKS:
-        own, values = comments(FOLDER / "env" / f"{dataset}.yaml"), values_of(dataset)
+        own = comments(FOLDER / "env" / f"{dataset}.yaml")
         for key, setting in declarations(dataset).items():
             in_task = key.removeprefix("env.") in own and key != "env.dataset"
             assert (own[key.removeprefix("env.")] if in_task else told[key]) == setting.comment, key
             if not in_task and key != "env.dataset":
-                assert values[key] == plain(setting.default), key
+                assert select(values, key) == plain(setting.default), key
 
 
 # Parts that take a whole section as keyword arguments.

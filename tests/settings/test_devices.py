@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
@@ -69,16 +68,13 @@ def test_a_cluster_shares_no_gpu():
     ("cfg", "mode", "visible", "message"),
     [
         (config(2, 1, 6, kl_coef=0.1), "sync", 8, "train 2 \\+ ref 1 \\+ inference 6 = 9 GPUs, 8 visible"),
-        (config([0, 1, 2], inference=2), "sync", 4, "= 5 GPUs, 4 visible"),
         (config(train=8), "async", 8, "train 8 = 8 GPUs, 8 visible: none is left to sample"),
         (config(share=0.9), "async", 1, "utilization=0.9 on cuda:0, .*; use at most 0.8"),
         (config([0, 1], inference=[0, 1]), "async", 4, r"GPU 0 is in both train_model.devices=\[0, 1\] and inference"),
-        (config([0, 1], inference=[1, 2]), "sync", 3, "GPU 1 is in both train_model.devices.* and inference_model"),
         (config([0, 9]), "sync", 8, r"train_model.devices=\[0, 9\]: there is no GPU 9, 8 visible"),
         (config(ref=1), "sync", 8, "ref_model.num_devices=1, but with policy.kl_coef=0.0 no reference is loaded"),
         (config(inference=4, tp=3), "sync", 8, r"3 does not divide 4 \(inference devices\); use one of \[1, 2, 4\]"),
         (config(2), "sync", 0, "train_model.num_devices=2, but no GPU is visible"),
-        (config(tp=2), "sync", 0, r"2 does not divide 1 \(inference devices\); use one of \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers_and_remedy(cfg, mode, visible, message):
@@ -121,8 +117,7 @@ def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
 
 
 def test_on_a_cluster_gpus_are_counted_and_not_named():
-    message = "inference_model.devices=[1, 2], but with ray.address Ray chooses among the GPUs of all nodes; set "
-    with pytest.raises(ValueError, match="^" + re.escape(f"{message}inference_model.num_devices=2")):
+    with pytest.raises(ValueError, match=r"^inference_model.devices=\[1, 2\], .*; set inference_model.num_devices=2"):
         allocate(config(inference=[1, 2]), mode="async", visible=16, counts_only=True)
 
 

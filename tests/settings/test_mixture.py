@@ -50,20 +50,13 @@ def test_any_task_may_be_evaluated_next_to_another_with_settings_of_its_own():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (
-            ["env.curriculum={hihg: 0.7}"],
-            r"env\.curriculum: unknown setting 'hihg'; did you mean high",
-        ),
-        (["env.curriculum={rest: 0}"], r"env\.curriculum\.rest is 0; it should be greater than or equal to 1"),
+        (["env.curriculum={hihg: 0.7}"], r"env\.curriculum: unknown setting 'hihg'; did you mean high"),
         (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k\.weight is 0"),
         (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k\.weight is missing: the share"),
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
         (["env.mixture={error: {task: gsm8k, weight: 1}}"], r"env\.mixture\.error: metrics have this name"),
         (["env.mixture={gsm8k: {weight: 1, repeats: 4}}"], r"env\.mixture\.gsm8k\.repeats: all tasks .* set env\.rep"),
-        (
-            ["env.mixture={gsm8k: 1}", "env.path=x.jsonl"],
-            r"env\.path=x\.jsonl is of no task .*: env\.mixture\.gsm8k\.p",
-        ),
+        (["env.mixture={gsm8k: 1}", "env.path=x.jsonl"], r"x\.jsonl is of no task .*: env\.mixture\.gsm8k\.p"),
         (["env.mixture={gsm8k: 1}", "mode=sft"], "mode=sft imitates the responses of one task"),
         (["env.mixture={gsm8k: 1}", "loss.advantage=multi_reward"], "loss.advantage=multi_reward compares each part"),
         (

@@ -86,8 +86,6 @@ def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
 @pytest.mark.parametrize(
     ("task", "words", "message"),
     [
-        ("Echo", ["env.weigth=2"], "unknown config key env.weigth; did you mean env.weight?"),
-        ("Echo", ["env.weight=much"], "env.weight is 'much'; it should be a valid number"),
         ("Echo", ["env.ask=verb"], "env.ask is 'verb'; it should be 'word' or 'noun'"),
         ("Ecko", [], "has no Ecko; did you mean Echo"),
         ("Plain", [], "env.limit must be set: own_tasks:Plain can't do without"),
@@ -159,9 +157,6 @@ def test_a_task_of_ones_own_is_evaluated_next_to_another_under_the_name_of_its_c
     assert (echo.env.task.weight, echo.env.task.tags) == (3.0, ["b"]) and given.env["weight"] == 1.0
     with pytest.raises(ValueError, match="evaluate.tasks names Echo twice"):
         settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")
-
-
-# ---- Through a script ----
 
 
 def started(monkeypatch, *words):

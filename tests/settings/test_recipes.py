@@ -35,16 +35,13 @@ def whole(tiny, tmp_path_factory):
     return folder, run([*tiny, *EVERYTHING], folder)
 
 
-def test_the_coefficient_moves_by_the_logged_kl(whole):
+def test_the_coefficient_moves_by_the_logged_kl_and_an_averaged_reference_follows_in_every_step(whole):
     rows = whole[1]
     assert rows[0]["kl/coef"] == 0.1 and len(rows) > 2
     for before, after in zip(rows, rows[1:], strict=False):
         error = max(-0.2, min(0.2, before["kl/ref"] / 0.001 - 1))
         assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + 0.1 * error))
-
-
-def test_an_averaged_reference_follows_in_every_step(whole):
-    assert [row["reference/refreshes"] for row in whole[1]] == list(range(1, len(whole[1]) + 1))
+    assert [row["reference/refreshes"] for row in rows] == list(range(1, len(rows) + 1))
 
 
 def test_what_dynamic_sampling_left_out_is_counted(whole):

@@ -12,6 +12,7 @@ from grpo_rl.cluster import engine_actors
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import Sampling
 from grpo_rl.run.parts import Parts
@@ -19,7 +20,7 @@ from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.weights import push, shared_memory
 from simulation.clock import Executor
 from simulation.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
-from simulation.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
+from simulation.stand_ins import Environment, Model, Optimizer, Schedules
 from simulation.world import World
 
 BUCKET_BYTES = 256
@@ -92,7 +93,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 loss=None,
                 compute_advantages=None,
                 buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),
-                within_memory=WithinMemory(policy, MICRO_BATCHING, optimizer.clear_gradients),
+                within_memory=WithinMemory(policy, MicroBatching(1), optimizer.clear_gradients),  # nothing is scored
                 needs_old_log_probs=False,
             ),
             collector,

@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from grpo_rl.data import keys
-from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
@@ -32,8 +31,6 @@ STEPPED = StepResult(1.0, 1.0, skipped=False)
 
 ROWS = 1000
 """Rows of the data: more than a seed's run has groups, so that a row stands for one group."""
-MICRO_BATCHING = MicroBatching(1)
-"""Unused: nothing is scored. Checkpoints hold its size."""
 SCORE_TIMEOUT_S = 60.0
 """Seconds after which a scorer that hangs is given up."""
 

@@ -149,7 +149,6 @@ class Job:
         return json.loads((self.run / "seen.json").read_text())
 
     def processes(self) -> list[int]:
-        """Those that run."""
         found = []
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has just ended

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.policies.policy import ReferencePolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 
@@ -20,15 +20,6 @@ def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clippe
     assert kl.update(0.0) == pytest.approx(1.02 * 1.01 * 0.98)  # error -1, clipped at -0.2
     assert kl.update(math.nan) == kl.update(math.inf) == pytest.approx(1.02 * 1.01 * 0.98)
     assert AdaptiveKL(0.1).update(5.0) == 0.1  # without a target
-
-
-def test_the_reference_is_renewed_never_or_after_each_step():
-    assert not any(RefreshRule("never", steps=1).is_due() for _ in range(5))
-    rule = RefreshRule("average", steps=3)
-    assert all(rule.is_due() for _ in range(5))
-
-
-# ---- all of one run ----
 
 
 class Reference:
@@ -60,9 +51,11 @@ def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_whe
     assert [row["kl/coef"] for row in logged] == pytest.approx([0.1, 0.11, 0.1045])  # what each step was trained with
     assert [row["reference/refreshes"] for row in logged] == [0, 1, 1]
     assert reference.calls == [("the policy's model", 0.0)] and loss.kl_coef == pytest.approx(0.1045)
-    _, schedules = make(reference, when="average")
-    schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
-    assert reference.calls[1:] == [("the policy's model", 0.9)]
+    for when, calls in (("never", []), ("average", [("the policy's model", 0.9)] * 3)):
+        _, schedules = make(reference := Reference(), when)
+        for _ in range(3):
+            schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
+        assert reference.calls == calls
 
 
 def test_a_resumed_run_has_the_coefficient_the_count_of_steps_and_the_reference_of_the_first():
@@ -78,10 +71,9 @@ def test_a_resumed_run_has_the_coefficient_the_count_of_steps_and_the_reference_
 
 
 @pytest.mark.slow
-def test_a_refreshed_reference_is_the_policy_and_an_average_is_summed_in_fp32(tmp_path):
-    folder = save_tiny_model(tmp_path)
-    reference = ReferencePolicy.load(folder, torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def test_a_refreshed_reference_is_the_policy_and_an_average_is_summed_in_fp32(tiny_model):
+    reference = ReferencePolicy.load(tiny_model, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -93,14 +85,14 @@ def test_a_refreshed_reference_is_the_policy_and_an_average_is_summed_in_fp32(tm
     for name, start in before.items():
         expected = target[name] + (start - target[name]) * 0.999**100
         torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-4)
-    resumed = ReferencePolicy.load(folder, torch.bfloat16)
+    resumed = ReferencePolicy.load(tiny_model, torch.bfloat16)
     resumed.restore(state)
     for ours, theirs in zip(resumed.model.parameters(), reference.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     resumed.refresh(model, decay=0.999)
     reference.refresh(model, decay=0.999)
     assert all(torch.equal(resumed.state()[name], reference.state()[name]) for name in state)
-    copy = ReferencePolicy.load(folder, torch.bfloat16)
+    copy = ReferencePolicy.load(tiny_model, torch.bfloat16)
     copy.refresh(model)
     assert all(torch.equal(a, b) for a, b in zip(copy.model.parameters(), model.parameters(), strict=True))
     group = random_group(lengths=[2, 3])

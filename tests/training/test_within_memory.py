@@ -273,10 +273,7 @@ def test_every_backends_message_is_known(message):
     assert is_out_of_memory(RuntimeError(message))
 
 
-# ---- the engine ----
-
-
-def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(tiny_model, monkeypatch, capsys):
+def test_the_engine_samples_fewer_at_a_time_and_names_a_group_it_has_no_room_for(tiny_model, monkeypatch, capsys):
     engine, sizes = TransformersEngine(tiny_model, 64, dtype="float32"), []
     generate = engine._model.generate
 
@@ -300,14 +297,5 @@ def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(tiny_model, m
     for ours, theirs in zip(samples, alone, strict=True):
         assert torch.equal(ours.response_ids, theirs.response_ids)
     assert "goes on with 3" in capsys.readouterr().err
-
-
-def test_a_group_that_the_engine_has_no_room_for_is_an_error_with_its_numbers(tiny_model, monkeypatch):
-    engine = TransformersEngine(tiny_model, 64)
-
-    def none(**_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(engine._model, "generate", none)
     with pytest.raises(OutOfMemoryError, match="4 responses of at most 4 tokens to a prompt of 3 do not fit"):
         engine.generate([[5, 6, 7]], 4, Sampling(max_new_tokens=4))

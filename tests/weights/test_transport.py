@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import loop_control
 import pytest
 import torch
+from loop_control import Reads
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import EngineDeadError
@@ -23,48 +24,6 @@ from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.weights import remote, transport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
-
-
-class Reads:
-    """An engine that loads from shared memory as vLLM's workers do; its methods are called at once."""
-
-    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
-
-    def __init__(self, name="engine 0"):
-        self.name, self.calls, self.largest = name, [], 0
-        self.engine = ScriptedEngine(lambda prompt, g: [])
-
-    def submit(self, method, *args):
-        call = Future()
-        self.calls.append(method)
-        try:
-            call.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            call.set_exception(error)
-        return call
-
-    def update_weights(self, bucket):
-        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
-        self.largest = max(self.largest, bucket["size"])
-        for name, dtype, shape, start, first, count in bucket["tensors"]:
-            values = memory[start : start + 2 * count].view(getattr(torch, dtype))
-            if first == 0:
-                self.engine.weights[name] = torch.zeros(shape, dtype=values.dtype)
-            self.engine.weights[name].view(-1)[first : first + count] = values
-
-    def finish_weight_update(self, version):
-        self.engine.version = int(version)
-
-    def weight_version(self):
-        return self.engine.version
-
-    def fingerprints(self, shapes, read_back=False):
-        return self.engine.fingerprints(shapes)
-
-    def pause(self): ...
-    def resume(self): ...
-    def start_weight_update(self): ...
-    def abandon_weight_update(self): ...
 
 
 class Silent(Reads):
@@ -94,7 +53,7 @@ def test_engines_hold_what_was_sent_through_no_more_than_the_buckets_or_two_rows
     assert [sync.push(), sync.push()] == [1, 2]
     for engine in engines:
         for name, parameter in model.named_parameters():
-            assert torch.equal(engine.engine.weights[name], parameter)
+            assert torch.equal(engine.weights[name], parameter)
         assert bucket_bytes <= engine.largest <= most
     transport.close()
 
@@ -118,7 +77,7 @@ def test_engines_stay_paused_where_the_proof_fails(model, flips, message):
         def finish_weight_update(self, version):
             if flips:
                 super().finish_weight_update(version)
-                self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1
+                self.weights["1.bias"].view(torch.int16)[7] ^= 1
 
     engines = [Reads(), Wrong("engine 1")]
     with pytest.raises(WeightDeliveryError, match=message):
@@ -168,7 +127,7 @@ class Proves(Reads):
 
     def fingerprints(self, shapes, read_back=False):
         mark = fingerprint if read_back else digest
-        return {name: mark(self.engine.weights[name]) for name in shapes}
+        return {name: mark(self.weights[name]) for name in shapes}
 
 
 def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeypatch):
@@ -178,7 +137,7 @@ def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeyp
         def fingerprints(self, shapes, read_back=False):
             if not read_back:
                 self.notes = super().fingerprints(shapes)
-                self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1  # after the note was taken
+                self.weights["1.bias"].view(torch.int16)[7] ^= 1  # after the note was taken
                 return self.notes
             return super().fingerprints(shapes, read_back)
 
@@ -271,9 +230,8 @@ def served(tiny_model):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
-    with loop_control.served(
-        AsyncVLLMEngine(tiny_model, max_model_len=64, name="engine 0", deadline_s=20.0)
-    ) as control:
+    engine = AsyncVLLMEngine(tiny_model, max_model_len=64, name="engine 0", deadline_s=20.0)
+    with loop_control.served(engine) as control:
         yield control
 
 
@@ -437,7 +395,7 @@ def test_a_gpus_memory_is_opened_by_a_handle_that_vllms_messages_carry(model, on
         def __init__(self):
             super().__init__()
             self.receives = Receives()
-            self.receives.end._load = lambda weights: self.engine.weights.update(
+            self.receives.end._load = lambda weights: self.weights.update(
                 {name: tensor.clone() for name, tensor in weights}
             )
 
@@ -456,7 +414,7 @@ def test_a_gpus_memory_is_opened_by_a_handle_that_vllms_messages_carry(model, on
     sync = WeightSync(model, transport)
     assert [sync.push(), sync.push()] == [1, 2] and len(one_gpu) == 1
     for name, parameter in model.named_parameters():
-        assert torch.equal(engine.engine.weights[name], parameter)
+        assert torch.equal(engine.weights[name], parameter)
     transport.close()
 
 

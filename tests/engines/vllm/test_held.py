@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
 import torch
+from loop_control import Reads
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -30,16 +30,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the weights o
 
 PROMPTS = [[5, 6, 7], [9, 8], list(range(10, 60))]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
-SIZES = dict(
-    vocab_size=200,  # padded to 256 by vLLM
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=128,
-    initializer_range=0.1,
-)
+SIZES = dict(vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2)  # 200 padded to 256 by vLLM
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.1)
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)  # padded to 32 by vLLM
 MODELS = {
     "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
@@ -59,15 +51,16 @@ def save(kind, seed, folder):
     return folder
 
 
-class Here:
+class Here(Reads):
     """An engine of this process, and the receiving end of shared memory as its worker has it."""
 
-    name, dtype, takes_adapters, proves_bytes = "engine 0", torch.bfloat16, False, True
+    proves_bytes = True
 
     def __init__(self, folder):
         from grpo_rl.engines.vllm.engine import VLLMEngine
         from grpo_rl.engines.vllm.shared_transfer import SharedMemoryEngine
 
+        super().__init__()
         self.engine = VLLMEngine(folder, max_model_len=100)
         self.llm = self.engine._llm
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
@@ -77,13 +70,8 @@ class Here:
     def submit(self, method, *args):
         from vllm.config import set_current_vllm_config
 
-        call = Future()
-        try:
-            with set_current_vllm_config(self.worker.vllm_config):
-                call.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            call.set_exception(error)
-        return call
+        with set_current_vllm_config(self.worker.vllm_config):
+            return super().submit(method, *args)
 
     def start_weight_update(self):
         self.receiver.start_weight_update()
@@ -94,19 +82,13 @@ class Here:
     def finish_weight_update(self, version):
         self.receiver.finish_weight_update()
         self.llm.reset_prefix_cache()
-        self.engine.version = int(version)
+        super().finish_weight_update(version)
 
     def abandon_weight_update(self):
         self.receiver.abandon()
 
     def fingerprints(self, shapes, read_back=False):
         return self.worker.held_fingerprints(shapes, "bfloat16", not read_back)
-
-    def pause(self): ...
-    def resume(self): ...
-
-    def weight_version(self):
-        return self.engine.version
 
     def answers(self):
         return [(s.response_ids.tolist(), s.log_probs.tolist()) for s in self.engine.generate(PROMPTS, 1, GREEDY)]
@@ -163,9 +145,8 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
         product = layer.cpu_linear
         with monkeypatch.context() as patch:
             patch.setattr(layer, "cpu_linear", lambda x, weight, bias: 2 * product(x, weight, bias))
-            with pytest.raises(
-                WeightDeliveryError, match=r"1 of \d+ tensors differ .*\(model\.layers\.1\.self_attn\.o_proj"
-            ):
+            told = r"1 of \d+ tensors differ .*\(model\.layers\.1\.self_attn\.o_proj"
+            with pytest.raises(WeightDeliveryError, match=told):
                 sync.verify()
         # A head that is right does not vouch for the table beside it, nor the other way round.
         table = runner.get_model().model.embed_tokens.weight.data

@@ -30,18 +30,10 @@ SAMPLING = Sampling(max_new_tokens=40)
 def folder(tmp_path_factory):
     """A random mixture of experts."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=200, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1)
-    config = Qwen3MoeConfig(
-        **sizes,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        eos_token_id=0,
-    )
+    sizes = dict(vocab_size=200, hidden_size=64, num_hidden_layers=LAYERS, max_position_embeddings=128, eos_token_id=0)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    experts = dict(num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=32, norm_topk_prob=True)
+    config = Qwen3MoeConfig(**sizes, **heads, **experts, initializer_range=0.2)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(made := tmp_path_factory.mktemp("mixture"))
     return made
 

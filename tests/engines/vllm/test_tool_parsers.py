@@ -46,17 +46,14 @@ def test_the_calls_of_each_family_are_read(tokenizer, name, text, content):
         assert len({call["id"] for call in calls}) == 2 and {call["type"] for call in calls} == {"function"}
 
 
+THOUGHT = "<think>I should use <tool_call> tags.</think>\n"
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
     ("text", "content", "names"),
     [
-        (
-            f"<think>I should use <tool_call> tags.</think>\n{CALL}",
-            "<think>I should use <tool_call> tags.</think>\n",
-            ["f"],
-        ),
+        (THOUGHT + CALL, THOUGHT, ["f"]),
         (f"no, not {CALL}</think>\n4", f"no, not {CALL}</think>\n4", []),
         (f"<think>or {CALL}", f"<think>or {CALL}", []),
     ],

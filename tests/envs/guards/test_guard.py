@@ -15,7 +15,7 @@ from grpo_rl.envs.guards import guard as guard_module
 from grpo_rl.envs.task import raised
 
 ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
-       "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
+       "unnamed": [Reward(None), Reward({"good": [1.0]})], "short": [Reward({"good": 1.0})]}  # fmt: skip
 RESULTS = {"nan": Reward({"good": math.nan}), "text": Reward({"good": "much"}), "parts": Reward({"bad": 1.0}),
            "none": None, "raise": KeyError("gold"), "gold": Unjudgeable("the gold answer is empty")}  # fmt: skip
 
@@ -41,8 +41,6 @@ class Together(Judge):
             raise SystemExit(3)
         if responses[0] in ODD:
             return ODD[responses[0]]
-        if responses[0] == "short":
-            return [Reward({"good": 1.0})]
         if responses[0] == "hang":
             threading.Event().wait(30)
         return [Reward({"good": float(len(text))}) if text != "raise" else KeyError("gold") for text in responses]

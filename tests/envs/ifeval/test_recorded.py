@@ -84,9 +84,6 @@ def test_the_totals_of_gpt_4_match(recorded, ours):
             assert (sum(map(all, verdicts)), sum(map(sum, verdicts))) == totals
 
 
-# ---- the same on every call, thread and machine ----
-
-
 def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, rows):
     chosen = [at for at, answer in enumerate(recorded) if ABOUT_LANGUAGE & set(answer["instruction_id_list"])][::3]
     assert len(chosen) > 80

@@ -39,9 +39,6 @@ def test_the_parts_are_paid_by_their_weights():
         assert task.score(ROW, answer).parts == {"strict": strict, "all": everything, "loose": loose}, answer
 
 
-# ---- rows ----
-
-
 def test_a_key_is_in_the_same_split_as_a_number_and_as_a_text():
     assert all(split_of(key) == split_of(str(key)) for key in range(100))
 
@@ -63,20 +60,12 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     assert len(held_out) == 25 and min(held_out.values()) >= 2  # every type is measured
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
-        ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_line(tmp_path, rows, message):
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match=message):
-        load_rows(tmp_path / "rows.jsonl")
-
-
-# ---- NLTK's data ----
+def test_a_broken_row_is_named_with_its_line(tmp_path):
+    lacking = {**ROW, "kwargs": [{}]}
+    for row, why in (({"key": 1}, "has no prompt"), (lacking, r"\(key 7\) has 3 instructions and 1 sets of arguments")):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [ROW, row])))
+        with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2 {why}"):
+            load_rows(tmp_path / "rows.jsonl")
 
 
 @pytest.fixture

@@ -15,9 +15,7 @@ class Guess(Task):
     """Row n wants n; the response `!` crashes the scorer."""
 
     reward_parts = ("hit",)
-
-    def __init__(self) -> None:
-        self.rows = [{"wanted": str(n)} for n in range(3)]
+    rows = [{"wanted": str(n)} for n in range(3)]
 
     def prompt(self, row: dict) -> Messages:
         return [{"role": "user", "content": "Guess."}]
@@ -30,21 +28,6 @@ class Guess(Task):
 
 def words(texts) -> list[int]:
     return [len(text.split()) for text in texts]
-
-
-def test_parts_are_added_under_their_names_with_their_weights():
-    task = with_rewards(
-        GSM8K(ROWS), {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
-    )
-    assert task.reward_parts == (
-        "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
-    )  # fmt: skip
-    reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
-    # Two of four tags; of the words <think> no no </think> 42, one of five came before.
-    assert reward.parts == {
-        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
-        "repetition_penalty": pytest.approx(-0.1),
-    }  # fmt: skip
 
 
 def test_a_length_is_judged_within_the_responses_to_one_prompt():
@@ -79,13 +62,6 @@ def test_a_reward_that_fails_costs_its_response_and_one_of_a_group_its_group_onl
     task = with_rewards(GSM8K(ROWS), {"together": 1.0})
     results = task.score_many([ROWS[0], ROWS[0], ROWS[1]], ["42", "it is 42", "7"])
     assert [type(result) for result in results] == [ZeroDivisionError, ZeroDivisionError, Reward]
-
-
-def test_right_is_what_the_named_part_pays_for():
-    config = {"cosine": {"max_len": 100, "correct": "hit"}}
-    task = with_rewards(Guess(), config)
-    assert task.score(task.rows[1], "1" + " " * 99).parts == {"hit": 1.0, "cosine": 0.5}
-    assert task.score(task.rows[1], "2" + " " * 99).parts == {"hit": 0.0, "cosine": -0.5}
 
 
 def test_what_a_task_cannot_offer_is_named():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.envs.rewards import json_client, judge
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
@@ -161,9 +161,7 @@ class Sums(Task):
     """Pays nothing itself."""
 
     reward_parts = ("own",)
-
-    def __init__(self, rows=4):
-        self.rows = [{"n": n} for n in range(rows)]
+    rows = [{"n": n} for n in range(4)]
 
     def prompt(self, row):
         return [{"role": "user", "content": f"{row['n']}?"}]
@@ -187,14 +185,6 @@ def test_a_judge_grades_the_last_turn_of_a_conversation(server, tokenizer):
     server.respond = lambda body: '{"score": 10}' if "\n42\n" in body["messages"][1]["content"] else '{"score": 0}'
     groups = playing(env, tokenizer, lambda prompt, g: "42" if "sure?" in prompt else "41").collect()
     assert all(group.rewards.tolist() == [2.0, 2.0] for group in groups)
-
-
-def test_a_judge_that_fails_leaves_its_responses_out_of_their_groups(server, tokenizer):
-    server.respond = lambda body: "no"
-    env = env_of(server, tokenizer)
-    results = scored(env, 0, ["42", "41"])
-    assert all(isinstance(result, Failure) and "no' is no" in result.message for result in results)
-    assert env.metrics()["judge/failures"] == 2
 
 
 @pytest.mark.parametrize(

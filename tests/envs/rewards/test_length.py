@@ -28,8 +28,6 @@ HALF = math.sqrt(0.5)
 @pytest.mark.parametrize(
     ("length", "right", "wrong"),
     [
-        # cos(0) = 1: the wave's beginning.
-        (0, 1.0, -1.0),
         # cos(45°) = sqrt(1/2), so 0.5 + 0.25 (1 + cos) and -0.5 - 0.25 (1 + cos).
         (250, 0.75 + 0.25 * HALF, -0.75 - 0.25 * HALF),
         (500, 0.75, -0.75),
