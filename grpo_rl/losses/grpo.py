@@ -142,16 +142,9 @@ class GRPOLoss(LossModule):
         self.kl: Any = Term(terms.kl, "loss.kl", KL_TAKES) if callable(terms.kl) else terms.kl
         self.kl_coef, self.entropy_coef = terms.kl_coef, terms.entropy_coef
         self.ratio, self.correction = terms.ratio, terms.correction
-        self._clips = {name: terms[name] for name in ("clip_low", "clip_high", "dual_clip")}
-        self._bounds = self._clips | {"tau_pos": terms.tau_pos, "tau_neg": terms.tau_neg}
-        self._kind = terms.surrogate
-        self._correction = {
-            "how": terms.correction, "level": terms.correction_level,
-            "low": terms.correction_low, "high": terms.correction_high,
-        }  # fmt: skip
-        self._per_response = terms.ratio != "token" or (
-            terms.correction != "none" and terms.correction_level == "sequence"
-        )
+        self.settings = terms
+        by_response = terms.correction != "none" and terms.correction_level == "sequence"
+        self._per_response = terms.ratio != "token" or by_response
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
@@ -179,7 +172,7 @@ class GRPOLoss(LossModule):
         Raises:
             ValueError: an entry is missing.
         """
-        keys = self.tensor_keys
+        keys, settings = self.tensor_keys, self.settings
         trainable = tensordict[keys.trainable]
         log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
         advantage = self._read(tensordict, keys.advantage)
@@ -187,10 +180,11 @@ class GRPOLoss(LossModule):
         old = self._read(tensordict, keys.old_log_prob) if self.correction != "none" else sampler
         log_ratio = log_prob - old
         leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, response)
-        weight, corrected = correction_weight(old - sampler, **self._correction, response=response)
+        how = settings.correction, settings.correction_level, settings.correction_low, settings.correction_high
+        weight, corrected = correction_weight(old - sampler, *how, response)
         terms = TensorDict(
             objective=weight * self._surrogate(
-                log_ratio=leveled, advantage=advantage, log_prob=log_prob, **self._bounds
+                log_ratio=leveled, advantage=advantage, log_prob=log_prob, **settings
             ),
             entropy=self._read(tensordict, keys.entropy),
             kl=torch.zeros_like(log_prob),
@@ -200,7 +194,8 @@ class GRPOLoss(LossModule):
             corrected=corrected,
             batch_size=log_ratio.shape,
         )  # fmt: skip
-        terms.update(clipped_tokens(self._kind, leveled.detach(), advantage, **self._clips))
+        clips = settings.clip_low, settings.clip_high, settings.dual_clip
+        terms.update(clipped_tokens(settings.surrogate, leveled.detach(), advantage, *clips))
         if self.kl_coef:
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
             terms["kl"] = kl_estimate(self.kl, log_prob, self._read(tensordict, keys.ref_log_prob), log_prob - sampler)

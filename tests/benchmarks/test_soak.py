@@ -6,7 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import signal
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -51,3 +53,22 @@ def test_what_outlives_the_command_is_named_and_what_others_have_is_not(script, 
     assert left[0].endswith(": sleep 61") and left[1:] == [f"semaphore {ours[1]}", f"shared memory {ours[0]}"]
     assert series["samples"]["semaphores"][-1] == series["samples"]["shared-memory entries"][-1] == 1.0
     assert series["samples"]["processes"][-1] == 2.0
+
+
+def test_noise_and_a_step_at_the_beginning_are_no_creep_and_a_slow_leak_in_noise_is(script):
+    judged, rng, at = script("soak").judged, np.random.default_rng(0), np.arange(0.0, 1800.0, 5.0)
+    alike = signal.lfilter([1.0], [1.0, -0.9], rng.normal(size=len(at)))  # each sample resembles the one before it
+    curves = {
+        "noise": 1000 + alike,
+        "a step": 1000 + 50.0 * (at > 600),
+        "a warm-up": 1000 * (1 - np.exp(-at / 30)),
+        "a leak": 1000 + alike + at / 60,
+        "seen more often": (rng.random(len(at)) < 0.6 + at / 4500).astype(float),  # an entry that comes and goes
+        "one in ten minutes": at // 600,
+        "memory": 1000 + at / 1800,  # a MiB in half an hour, of which a fifth is not judged
+    }
+    samples = [{name: float(curve[i]) for name, curve in curves.items()} for i in range(len(at))]
+    found = {finding.name: finding for finding in judged(at, samples, 1800.0)}
+    assert {name for name, finding in found.items() if finding.creeps} == {"a leak", "one in ten minutes"}
+    assert found["seen more often"].an_hour.low > 0, "it would have been taken for one"
+    assert found["a leak"].an_hour.low < 60 < found["a leak"].an_hour.high

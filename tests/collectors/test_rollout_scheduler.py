@@ -132,3 +132,11 @@ def test_a_scheduler_goes_on_where_another_stopped_with_what_was_answered_and_wh
     asked.clear()
     out = virtual_time.run(second())
     assert sorted(chain.from_iterable(out)) == [-7, -6, -5, -4, -2, 0] and asked == [0, 2, 4, 6, 7]
+
+
+def test_where_all_waits_for_nothing_virtual_time_says_so():
+    async def forever():
+        await asyncio.Event().wait()
+
+    with pytest.raises(virtual_time.LockedUpError, match="nothing is scheduled"):
+        virtual_time.run(forever())

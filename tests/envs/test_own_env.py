@@ -120,3 +120,8 @@ def test_it_trains_in_turns_and_while_it_samples(module, tiny_run, tmp_path, scr
     folder = run_script(SOTA / script, [*words(module, tiny_run), *own], tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows and all("reward/share" in row and row["grad_norm"] >= 0 for row in rows)
+
+
+def test_what_is_neither_a_task_nor_an_environment_is_refused(tiny_run):
+    with pytest.raises(ValueError, match=r"inherits from grpo_rl\.envs\.base\.Task, or from torchrl"):
+        Settings.read(compose_config("grpo_gsm8k", [*tiny_run, "env.dataset=json:JSONDecoder"]))

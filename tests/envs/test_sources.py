@@ -12,6 +12,7 @@ import pytest
 
 from grpo_rl.envs import countdown, gsm8k, ifeval, math, search_qa
 from grpo_rl.envs.agent import AgentEnv
+from grpo_rl.envs.calculator import load_rows as load_calculator
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
@@ -108,6 +109,7 @@ def test_the_hub_is_asked_for_the_subset_split_and_revision_that_are_set(hub):
 
 
 TASKS = {
+    "calculator": (load_calculator, ROWS[0]),
     "math": (math.load_rows, {"problem": "?", "answer": "7"}),
     "countdown": (countdown.load_rows, {"numbers": [1, 2], "target": 3}),
     "ifeval": (

@@ -47,6 +47,8 @@ def test_a_number_where_a_task_reads_a_text_is_its_text(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer,level\n3 + 4?,7,1\n1 / 2?,0.50,2\n2 * 3?,006,3\n")
     rows = gsm8k.load_rows(tmp_path / "rows.csv")
     assert [row["answer"] for row in rows] == ["7", "0.50", "006"] and GSM8K(rows).gold(rows[2]) == "6"
+    (tmp_path / "rows.jsonl").write_text('{"question": "3 + 4?", "answer": 7}\n{"question": "1 / 2?", "answer": 0.5}\n')
+    assert [row["answer"] for row in gsm8k.load_rows(tmp_path / "rows.jsonl")] == ["7", "0.5"]
     # A file of other columns keeps its numbers: a reward function may well count with them.
     assert [row["level"] for row in load_rows(tmp_path / "rows.csv")] == [1, 2, 3]
     (tmp_path / "true.jsonl").write_text('{"question": "Is 7 odd?", "answer": true}\n')

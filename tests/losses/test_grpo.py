@@ -279,3 +279,19 @@ def test_an_entry_that_is_missing_is_named_with_who_writes_it():
     del tokens["old_log_prob"]
     with pytest.raises(ValueError, match=r"old_log_prob, which is missing; .*TrainPolicy\.add_log_probs"):
         GRPOLoss(correction="mask")(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_the_loss_is_the_sum_of_its_terms_and_so_is_its_gradient_bit_for_bit(kl, dtype):
+    def gradient(reduce):
+        tokens = random_tokens(dtype=dtype)
+        leaves = [tokens[name].requires_grad_() for name in ("log_prob", "entropy")]
+        value = reduce(make_loss(kl=kl, entropy_coef=0.3)(tokens))
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+    ours, by_terms = (
+        gradient(reduce) for reduce in (lambda x: x["loss"], lambda x: torch.stack([x[n] for n in LOSSES]).sum())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, by_terms, strict=True)) and ours[1].abs().max() > 0

@@ -89,3 +89,18 @@ def test_lengths_are_counted_in_the_unit_that_is_asked_for():
     assert parts["soft_overlong_punishment"] == -0.75 and parts["cosine"] == 0.5
     config["cosine"]["unit"] = "tokens"
     assert with_rewards(GSM8K(ROWS), config, words).score(ROWS[0], "42 it is").parts["cosine"] > 0.8
+
+
+def test_parts_are_added_under_their_names_with_their_weights():
+    task = with_rewards(
+        GSM8K(ROWS), {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
+    )
+    assert task.reward_parts == (
+        "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
+    )  # fmt: skip
+    reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
+    # Two of four tags; of the words <think> no no </think> 42, one of five came before.
+    assert reward.parts == {
+        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
+        "repetition_penalty": pytest.approx(-0.1),
+    }  # fmt: skip
