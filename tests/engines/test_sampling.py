@@ -82,14 +82,11 @@ def test_every_token_comes_with_the_set_that_it_was_drawn_from(engine, folder, c
     assert sum(alike) / len(alike) > 0.93 and sum(gaps) / len(gaps) < 0.05
 
 
-def test_where_nothing_is_cut_off_there_are_no_kept_sets_and_empty_ones_where_top_k_is_the_vocabulary(engine, folder):
+def test_where_nothing_is_cut_off_there_are_no_kept_sets(engine):
     (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4))
     assert sample.kept is None
     (greedy,) = engine.generate([PROMPTS[0]], 1, Sampling(temperature=0.0, top_k=2, max_new_tokens=4))
     assert greedy.kept is None and (greedy.log_probs < -1e-3).any(), "of the whole distribution, at temperature 1"
-    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
-    (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4, top_k=vocabulary))
-    assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
 
 
 def test_requests_that_cut_and_others_may_be_under_way_together(engine):
@@ -128,6 +125,12 @@ def test_every_end_of_sequence_id_of_the_generation_config_ends_a_response_or_no
     for sample in engine.generate(PROMPTS, 8, replace(hot, ignore_eos=True)):
         assert sample.offsets.diff().eq(200).all() and sample.truncated.all()
         assert any(id in sample.response_ids for id in ENDS)
+
+
+def test_where_top_k_is_the_whole_vocabulary_kept_sets_are_empty(engine, folder):
+    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4, top_k=vocabulary))
+    assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
 
 
 def test_an_engine_on_a_gpu_that_returns_kept_sets_is_asked_in_the_terms_it_takes():
