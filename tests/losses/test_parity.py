@@ -193,7 +193,7 @@ def default_dtype(dtype: torch.dtype):
 
 
 def trls_trainer(batch: Batch, log_prob: torch.Tensor, **settings: object) -> tuple[SimpleNamespace, dict]:
-    """What TRL's losses read of a trainer, in one process, and of its inputs."""
+    """A stand-in for TRL's trainer in one process, and the inputs that both of its losses read."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
         accelerator=SimpleNamespace(
