@@ -100,12 +100,17 @@ class InFlight:
             raise Violation(f"a prompt is given out, and {waiting} groups wait to be sampled again")
         self._issued = self._env.issued
 
-    def _sampled(self) -> tuple[Counter[int], int]:
+    def _sampled(self) -> tuple[dict[int, int], int]:
         """The number of groups that each slot's engine samples, and that of all others in flight."""
         places = {id(actor): slot.number for slot in self._fleet._slots if (actor := _actor_of(slot.engine))}
-        found = (places.get(id(actor)) for actor, _ in self._calls.values())
-        sampled = Counter(place for place in found if place is not None)
-        return sampled, sum(not group.finished for group in self._staleness.open) - sampled.total()
+        sampled, others = {slot.number: 0 for slot in self._fleet._slots}, 0
+        for actor, _ in self._calls.values():
+            if id(actor) in places:
+                sampled[places[id(actor)]] += 1
+                others -= 1
+        for group in self._staleness.open:
+            others += not group.finished
+        return sampled, others
 
     def _begins(self, actor: SimulatedActor, group_id: int, call: Future[Any]) -> None:
         """Takes note that an engine is asked for a group; it has to be one with the least to do."""

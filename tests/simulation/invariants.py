@@ -113,15 +113,14 @@ class Invariants:
         if weights.version < self._last_version:
             raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
         self._last_version = weights.version
-        fleet = self._parts.engine.fleet
-        # The fleet's own count goes on from the checkpoint's.
-        replaced = sum(max(0, slot.launches - 1) for slot in fleet._slots)
-        if replaced and not any(self._world.faults_of_life[kind] for kind in OF_ENGINES):
-            raise Violation(f"{replaced} engines were replaced, and no fault had happened to any")
-        for slot in fleet._slots:
+        replaced = 0  # in this life; the fleet's own count goes on from the checkpoint's
+        for slot in self._parts.engine.fleet._slots:
+            replaced += max(0, slot.launches - 1)
             actor: SimulatedActor | None = getattr(slot.engine, "_actor", None)
             if actor is not None and actor.alive:
                 self._holds(actor, staleness.version)
+        if replaced and not any(self._world.faults_of_life[kind] for kind in OF_ENGINES):
+            raise Violation(f"{replaced} engines were replaced, and no fault had happened to any")
         self._in_flight.check(replaced)
 
     def _holds(self, actor: SimulatedActor, version: int) -> None:

@@ -54,10 +54,13 @@ class Environment:
         prompt = lambda row: [{"role": "user", "content": str(row["number"])}]  # noqa: E731
         self.task = SimpleNamespace(rows=rows, prompt=prompt, tools_of=lambda row: ())
         self._source = PromptSource(self.task, _tokenizer, None, "error", world.seed)
+        self.issued = 0
+        """The number of groups whose prompts were given out so far; their ids are the numbers below it."""
         self._hangs: deque[bool] = deque()
 
     def next_prompts(self, count: int) -> list[Prompt]:
         prompts = self._source.take(count)
+        self.issued += len(prompts)
         for prompt in prompts:
             self._world.give_out(prompt.group_id, prompt.row)
         return prompts
@@ -105,11 +108,7 @@ class Environment:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._source.restore(state)
-
-    @property
-    def issued(self) -> int:
-        """The number of groups whose prompts were given out so far; their ids are the numbers below it."""
-        return self._source.state()["next_group_id"]
+        self.issued = state["next_group_id"]
 
 
 def has_zero_variance(seed: int, row: int) -> bool:
