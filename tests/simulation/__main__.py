@@ -61,7 +61,8 @@ def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
     if processes < 2:
         yield from map(simulate, seeds)
         return
-    with multiprocessing.Pool(processes) as pool:
+    # A process has two threads again, which spin while they wait for each other.
+    with multiprocessing.Pool(processes, torch.set_num_threads, (1,)) as pool:
         yield from pool.imap(simulate, seeds, chunksize=10)
 
 
