@@ -42,14 +42,19 @@ FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 
 @pytest.mark.slow
-def test_commands_of_the_page_on_batches_print_what_it_shows(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    blocks = re.findall(r"```\n\$ grpo-rl ([^\n]*)\n(.*?)```", (DOCS / "batches.md").read_text(), re.DOTALL)
-    for (command, shown), code in zip(blocks, (0, 1), strict=True):
-        assert main(command.split()) == code
+@pytest.mark.parametrize(
+    ("page", "columns", "title"),
+    [("batches.md", "80", 0), pytest.param("plan.md", "130", 3, marks=pytest.mark.nightly)],
+)
+def test_commands_of_a_page_print_what_it_shows(page, columns, title, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.chdir(ROOT)
+    found = re.findall(r"```\n\$ grpo-rl ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    for (command, shown), code in zip(found, (0, 1), strict=True):
+        assert main(command.replace("\\\n", " ").split()) == code
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        lines = shown.rstrip().splitlines()  # the page leaves out the end
-        assert printed[: len(lines)] == lines
+        lines = shown.rstrip().splitlines()  # a page may leave out the end, and the lines of the title
+        assert printed[title : title + len(lines)] == lines
 
 
 def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypatch):
@@ -94,13 +99,9 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
     tasks = [OmegaConf.load(path) for path in (ROOT / "config" / "env").glob("*.yaml")]
     cfg.env = OmegaConf.merge(cfg.env, *({key: None for key in task} for task in tasks))
     sections = "|".join(str(key) for key in cfg if OmegaConf.is_config(cfg[key]) and key != "hydra")
-    for key in re.findall(rf"(?<![\w./@])((?:{sections})(?:\.[a-z_]+)+)(?![\w/(])", text):
-        if (
-            not key.startswith(FREE)
-            and not key.endswith(FILES)
-            and OmegaConf.select(cfg, key, default=MISSING) is MISSING
-        ):
-            missing.append(key)
+    keys = re.findall(rf"(?<![\w./@])((?:{sections})(?:\.[a-z_]+)+)(?![\w/(])", text)
+    keys = [key for key in keys if not key.startswith(FREE) and not key.endswith(FILES)]
+    missing += [key for key in keys if OmegaConf.select(cfg, key, default=MISSING) is MISSING]
     assert not missing
 
 
@@ -125,9 +126,7 @@ MARKS = {
     ("page", "command"),
     [pytest.param(*own, id=f"{own[0]}-{i}", marks=MARKS.get(own[0], ())) for i, own in enumerate(OWN)],
 )
-def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it_shows(
-    page, command, tiny_run, tmp_path, monkeypatch, own_cache
-):
+def test_what_a_page_shows_trains_in_a_folder_with_its_files(page, command, tiny_run, tmp_path, monkeypatch, own_cache):
     shown = re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     for name, content in shown:
         (tmp_path / name).write_text(content)

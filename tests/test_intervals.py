@@ -1,4 +1,4 @@
-"""Intervals: of paired gains and of means over rows. Their coverage is in tests/benchmarks/test_intervals.py."""
+"""Intervals: of paired gains and of means over rows. benchmarks/intervals.py measures their coverage."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 def settings_of(folder, *words):
-    return Settings.read(
-        compose_config("grpo_gsm8k", [f"model.name={folder}", "mode=async", "train_model.dtype=bfloat16", *words])
-    )
+    words = [f"model.name={folder}", "mode=async", "train_model.dtype=bfloat16", *words]
+    return Settings.read(compose_config("grpo_gsm8k", words))
 
 
 def plan_of(settings, visible=1):

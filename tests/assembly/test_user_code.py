@@ -55,9 +55,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("function", "message", "isolated"), [*((*wrong, "false") for wrong in WRONG), (*WRONG[0], "null")]
 )
-def test_a_reward_that_can_never_work_is_named_with_its_file_and_line(
-    folder, tokenizer, capfd, function, message, isolated
-):
+def test_a_reward_that_can_never_work_is_named_with_its_line(folder, tokenizer, capfd, function, message, isolated):
     words = ["env=prompt_response", "env.path=rows.jsonl", f"env.reward=user_code:{function}"]
     given = Settings.read(compose_config("grpo_gsm8k", [*words, f"env.isolated={isolated}"]))
     with pytest.raises(ValueError, match=re.escape(message.format(folder / "user_code.py"))) as error:
@@ -72,10 +70,7 @@ def script_words(tiny_run, *words):
 
 
 def test_a_script_ends_in_one_line_before_a_model_is_loaded(folder, tiny_run, tmp_path, monkeypatch):
-    def no_model(*_, **__):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     message = "error: prompt_response can't score an empty response: .*user_code:one returned 1.0; .*, line 4"
     with pytest.raises(SystemExit, match=message) as stopped:
         run(script_words(tiny_run, "env.reward=user_code:one"), tmp_path / "run")

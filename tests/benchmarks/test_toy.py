@@ -83,11 +83,10 @@ def test_every_script_has_a_toy(script):
     assert {name for name in SCRIPTS if hasattr(script(name), "main")} == TOYS.keys() | NO_FIGURES
 
 
-ALONE = {"gpu": pytest.mark.alone}
-"""A run beside others may take longer than its rows may."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=ALONE.get(name, ())) for name in TOYS])
+# Beside others a run may take longer than the rows of gpu may.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.alone if name == "gpu" else ()) for name in TOYS]
+)
 def test_a_script_runs_at_toy_size_with_all_its_arms(script, toys, name, tmp_path, monkeypatch):
     out, module = tmp_path / "out.json", script(name)
     words = TOYS[name].format(**toys, folder=tmp_path).split()

@@ -20,6 +20,7 @@ from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.testing import run_script
+from tests.checks.test_doctor import to_fix
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -47,10 +48,6 @@ def check(capsys):
 
 def plant(monkeypatch, engine):
     monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: engine(folder, 256))
-
-
-def fixes(lines):
-    return {about: text for about, (kind, text) in lines.items() if kind == "FIX"}
 
 
 def edit(folder, file, **values):
@@ -98,9 +95,7 @@ def test_responses_are_sampled_as_in_training_but_for_their_length(tiny_model, c
         (1.0, 0.5, "sampler, trainer", "more than mismatch.bound=0.2: unexplained"),
     ],
 )
-def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(
-    tiny_model, check, monkeypatch, temperature, shift, line, told
-):
+def test_a_sampler_unlike_the_trainer_is_to_be_fixed(tiny_model, check, monkeypatch, temperature, shift, line, told):
     class Faulty(TransformersEngine):
         def generate(self, prompts, n, sampling):
             samples = super().generate(prompts, n, Sampling(temperature, max_new_tokens=sampling.max_new_tokens))
@@ -110,7 +105,7 @@ def test_a_sampler_that_differs_from_the_trainer_is_to_be_fixed(
 
     plant(monkeypatch, Faulty)
     code, lines = check(tiny_model, *SHORT, *ENGINE)
-    assert code == 1 and list(fixes(lines)) == [line] and told in fixes(lines)[line]
+    assert code == 1 and list(to_fix(lines)) == [line] and told in to_fix(lines)[line]
 
 
 def test_damaged_weights_are_to_be_fixed(copied, check):
@@ -118,8 +113,8 @@ def test_damaged_weights_are_to_be_fixed(copied, check):
     tensors["model.norm.weight"].fill_(torch.nan)
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     code, lines = check(copied, *SHORT, *ENGINE)
-    assert code == 1 and list(fixes(lines)) == ["weights"]
-    assert "not finite, in model.norm.weight" in fixes(lines)["weights"]
+    assert code == 1 and list(to_fix(lines)) == ["weights"]
+    assert "not finite, in model.norm.weight" in to_fix(lines)["weights"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +134,7 @@ def test_what_is_wrong_with_a_folder_is_one_line_without_its_weights(copied, che
     else:
         edit(copied, file, **change)
     code, lines = check(copied, "--quick", *SHORT)
-    assert code == 1 and list(fixes(lines)) == [about] and told in fixes(lines)[about]
+    assert code == 1 and list(to_fix(lines)) == [about] and told in to_fix(lines)[about]
 
 
 def test_entries_that_a_trained_models_generation_config_will_not_have_are_a_note(copied, check):
@@ -153,17 +148,17 @@ def test_no_code_of_a_folder_is_run_and_no_question_is_asked(copied, check, monk
     edit(copied, "config.json", model_type="foo", auto_map={"AutoConfig": "foo.FooConfig"})
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     for quick in ([], ["--quick"]):
-        assert list(fixes(check(copied, *quick, *SHORT)[1])) == ["model"]
+        assert list(to_fix(check(copied, *quick, *SHORT)[1])) == ["model"]
     edit(copied, "config.json", model_type="llama")
     edit(copied, "tokenizer_config.json", tokenizer_class="Foo", auto_map={"AutoTokenizer": ["foo.Foo", "foo.Foo"]})
-    assert list(fixes(check(copied, "--quick", *SHORT)[1])) == ["tokenizer"]
+    assert list(to_fix(check(copied, "--quick", *SHORT)[1])) == ["tokenizer"]
     assert not (copied / "ran").exists()
 
 
 @pytest.mark.nightly
 def test_a_model_that_does_not_fit_is_reported_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
-    assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
+    assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", to_fix(lines)["memory"])
 
 
 TURN = "{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}"

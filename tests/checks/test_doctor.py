@@ -80,16 +80,9 @@ def test_a_push_that_loses_a_tensor_is_reported(look, monkeypatch):
     assert list(to_fix(lines)) == ["push"] and "model.layers.1.mlp.up_proj.weight" in to_fix(lines)["push"]
 
 
-SCORERS = """
-import time
-def slow(completions, **_):
-    time.sleep(3)
-    return [0.0 for _ in completions]
-"""
-
-
 def test_a_scorer_that_is_late_is_reported(tmp_path, tiny_run, monkeypatch):
-    (tmp_path / "scorers_of_doctor.py").write_text(SCORERS)
+    code = "import time\ndef slow(completions, **_):\n    time.sleep(3)\n    return [0.0] * len(completions)\n"
+    (tmp_path / "scorers_of_doctor.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(6)))
     others = [word for word in tiny_run if not word.startswith("env.")]
@@ -126,8 +119,12 @@ def test_what_a_run_can_not_have_is_one_line(look, tmp_path, word, folder, about
     assert (lines["memory"][0] == "SKIP") == (about == "devices")
 
 
-def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other(look, tmp_path):
+def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other_run_or_process(look, tmp_path):
     run, file = tmp_path / "run", tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
+    lock = FolderLock(run)
+    assert f"is in use by process {os.getpid()}" in to_fix(look(only=OF_MACHINE))["run folder"]
+    lock.close()
+    assert not to_fix(look(only=OF_MACHINE))
     file.parent.mkdir(parents=True)
     file.touch()
     assert "already holds a run" in to_fix(look(only=["run folder"]))["run folder"]
@@ -136,13 +133,6 @@ def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other(look, 
         assert text.startswith(f"{run}: written, locked")
     told = to_fix(look("resume=/no/such", only=["run folder"]))["run folder"]
     assert "resume=/no/such: no checkpoint there" in told
-
-
-def test_a_process_that_holds_the_folder_is_named(look, tmp_path):
-    lock = FolderLock(tmp_path / "run")
-    assert f"is in use by process {os.getpid()}" in to_fix(look(only=OF_MACHINE))["run folder"]
-    lock.close()
-    assert not to_fix(look(only=OF_MACHINE))
 
 
 def test_wandb_needs_a_key_online_alone(look, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -96,13 +97,8 @@ def test_a_batch_of_fingerprints_by_triton_equals_single_ones(device):
 
 def test_where_a_kernel_cannot_be_launched_fingerprints_are_computed_one_at_a_time(monkeypatch, caplog):
     fingerprint_triton = pytest.importorskip("grpo_rl.engines.fingerprint_triton")
-    works_on, tried = fingerprint_triton.works_on, []
-
-    def sums_of(pieces):
-        tried.append(pieces)
-        raise RuntimeError("fatal error: Python.h: No such file")
-
+    works_on, sums_of = fingerprint_triton.works_on, MagicMock(side_effect=RuntimeError("fatal error: Python.h"))
     monkeypatch.setattr(fingerprint_triton, "sums_of", sums_of)
     monkeypatch.setattr(fingerprint_triton, "works_on", lambda device: works_on.__wrapped__("cpu"))
-    assert batch_on("cuda") is None and len(tried) == 1
+    assert batch_on("cuda") is None and sums_of.call_count == 1
     assert "Triton failed: fatal error: Python.h" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -72,7 +71,7 @@ def test_the_wrong_temperature_shows(sampled):
     sampled.policy.temperature = 1.0
     gap = (sampled.policy.score(sampled.groups)[0] - sampled.sampler).abs().mean()
     sampled.policy.temperature = 0.9
-    assert gap > 1.5 * FLOOR, json.dumps(gap.item())
+    assert gap > 1.5 * FLOOR
 
 
 @pytest.mark.parametrize("sampled", ENGINES[:1], indirect=True)

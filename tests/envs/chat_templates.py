@@ -91,23 +91,14 @@ MISTRAL = """{%- set rest = messages %}
 {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- endif %}{% endfor %}"""
 
-CHATML = ["<|im_start|>", "<|im_end|>"]
+CHATML = "<|im_start|> <|im_end|>"
+HEADERS = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|python_tag|>"
+INST = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS]"
 FAMILIES = {
     "smollm2": (SMOLLM2, CHATML, "<|im_end|>", "hermes"),
     "qwen3": (QWEN3, CHATML, "<|im_end|>", "hermes"),
-    "llama3": (
-        LLAMA3,
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
-        "<|eot_id|>",
-        "llama3_json",
-    ),
-    "mistral": (
-        MISTRAL,
-        ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"]
-        + ["[/TOOL_RESULTS]", "[TOOL_CALLS]"],
-        "</s>",
-        "mistral",
-    ),
+    "llama3": (LLAMA3, HEADERS, "<|eot_id|>", "llama3_json"),
+    "mistral": (MISTRAL, INST, "</s>", "mistral"),
 }
 """The template, special tokens, end of a turn and parser of each family."""
 
@@ -123,7 +114,7 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
     backend = Tokenizer(BPE(vocabulary, merges))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, additional_special_tokens=special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, additional_special_tokens=special.split())
     fast.chat_template = template
     return fast
 

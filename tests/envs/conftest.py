@@ -13,11 +13,6 @@ from grpo_rl.envs.tools.search_index import load_corpus
 
 collect_ignore = ["tools/mcp_server.py"]  # it is a program
 
-CHAT_TEMPLATE = (
-    "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -27,7 +22,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     return fast
 
 

@@ -96,9 +96,7 @@ def test_no_held_out_problem_is_trained_on():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("split", "rows", "calculations"), [("train", 7473, 23716), ("test", 1319, 4281)])
-def test_the_calculations_in_gsm8k_have_their_values_and_its_solutions_are_right_answers(
-    real_data, split, rows, calculations
-):
+def test_gsm8ks_calculations_have_their_values_and_its_solutions_are_right(real_data, split, rows, calculations):
     found = load_rows(real_data / "gsm8k" / f"{split}.jsonl")
     assert len(found) == rows
     # <<48/2=24>>; one of the test split's has no number on its right side, <<3/4=3/4>>.

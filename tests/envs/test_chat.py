@@ -19,6 +19,7 @@ from tests.envs.chat_templates import FAMILIES, tokenizer_of
 from tests.envs.scoring import scored
 
 REPLY = [{"role": "tool", "content": "12"}]
+NO_RESULTS = "{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,7 @@ def test_the_reply_that_is_checked_is_the_one_that_conversations_have(tokenizer,
     check_reply(tokenizer, "user", schemas)
     with pytest.raises(ValueError, match="leaves out the reply"):
         check_reply(tokenizer, "tool")
-    monkeypatch.setattr(
-        tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}"
-    )
+    monkeypatch.setattr(tokenizer, "chat_template", NO_RESULTS)
     with pytest.raises(ValueError, match="leaves out the reply"):
         check_reply(tokenizer, "user", schemas)
 
@@ -122,7 +121,7 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ 
     [
         (FORGETS, "changes earlier turns"),
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}", "or it leaves out the reply"),
+        (NO_RESULTS, "or it leaves out the reply"),
         ("{{ raise_exception('no such role') }}", r"roles \['assistant', 'user'\]: no such.*set env\.system_prompt"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -75,11 +76,7 @@ def test_an_episode_is_closed_where_its_environment_fails(name):
     task, row = Count([]), {"goal": 50}
     messages = said(task, row, "2", "4")
     assert task.score_dialog(row, messages).total == 6.0  # from here on it is played again
-
-    def fails(*_):
-        raise ConnectionError(name)
-
-    setattr(task, name, fails)
+    setattr(task, name, MagicMock(side_effect=ConnectionError(name)))
     with pytest.raises(ConnectionError, match=name):
         task.score_dialog(row, messages)
     assert task.opened == task.closed == 3

@@ -13,8 +13,7 @@ from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
 from tests.envs.chat_templates import tokenizer_of
-from tests.envs.scoring import playing, scored
-from tests.envs.tools.plain_parser import PlainParser
+from tests.envs.scoring import PlainParser, playing, scored
 
 WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
 

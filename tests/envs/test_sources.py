@@ -84,9 +84,7 @@ def test_a_data_set_with_a_card_is_read_by_its_subset_and_split(tmp_path):
         gsm8k.load_rows(Source(str(tmp_path), subset="middle"))
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A hub that has every data set, with the same rows, and records what it was asked for."""
+def test_the_hub_is_asked_for_the_subset_split_and_revision_that_are_set(monkeypatch):
     import datasets
 
     asked = []
@@ -96,16 +94,11 @@ def hub(monkeypatch):
         return datasets.Dataset.from_list(THEIRS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
-
-
-def test_the_hub_is_asked_for_the_subset_split_and_revision_that_are_set(hub):
     assert gsm8k.load_rows(Source("hf:a/b", "main", "train[:2]", "3f1c2d9", NAMES)) == ROWS
     math.load_rows("a/b:algebra", "test")
     gsm8k.load_rows(Source(None, revision="v2", columns=NAMES), "test")
-    assert hub == [("a/b", "main", "train[:2]", "3f1c2d9"), ("a/b", "algebra", "test", None)] + [
-        ("openai/gsm8k", "main", "test", "v2")
-    ]
+    own = ("openai/gsm8k", "main", "test", "v2")
+    assert asked == [("a/b", "main", "train[:2]", "3f1c2d9"), ("a/b", "algebra", "test", None), own]
 
 
 TASKS = {

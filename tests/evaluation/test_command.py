@@ -20,7 +20,6 @@ from grpo_rl.training.evaluate import Evaluation
 
 @pytest.fixture
 def data(tmp_path):
-    """Six problems, `0?` to `5?`, with their number as the answer."""
     path = tmp_path / "test.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(6)))
     return path
@@ -104,13 +103,10 @@ def test_texts_that_utf_8_cannot_hold_are_written(tmp_path):
     assert row[["query", "completion", "answer"]].tolist() == ["a?", "b?", "c?"]
 
 
-def result(ids, **scores):
-    return {"gsm8k": TaskResult(list(ids), {name: list(map(float, values)) for name, values in scores.items()})}
-
-
 def test_a_comparison_is_by_rows_with_a_verdict_in_words():
-    a = result("abcdefgh", accuracy=[0] * 8, reward=[0] * 8)
-    b = result("abcdefgh", accuracy=[1] * 7 + [0], reward=[1, 0] * 4)
+    ids, nothing = list("abcdefgh"), [0.0] * 8
+    a = {"gsm8k": TaskResult(ids, {"accuracy": nothing, "reward": nothing})}
+    b = {"gsm8k": TaskResult(ids, {"accuracy": [1.0] * 7 + [0.0], "reward": [1.0, 0.0] * 4})}
     table = comparison_table(("A", "B"), a, b)
     cells = {row[1]: row for row in zip(*(column.cells for column in table.columns), strict=True)}
     # Seven of eight gain 1: mean 0.875, standard error 0.3536 / sqrt(8) = 0.125, t(7) = 2.365
@@ -127,8 +123,6 @@ def test_an_endpoint_that_is_not_there_is_reported_in_one_line(capsys):
 
 
 class Echo(Task):
-    """Asks for a word; a response that is the word earns `weight`."""
-
     reward_parts = ("echo",)
 
     def __init__(self, rows, weight: float = 1.0, api_key: str = ""):

@@ -276,18 +276,15 @@ def test_a_script_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists() and not Path("ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_a_file_that_is_no_config_is_named(tmp_path):
+    for name, text, message in (
         ("a.yaml", "a: [", r"a\.yaml can't be read"),
         ("a.py", "x = (", r"a\.py can't be read"),
         ("a.py", "x = 1", "no call of GRPOConfig"),
-    ],
-)
-def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_trl(tmp_path / name)
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_trl(tmp_path / name)
 
 
 def test_the_next_command_is_printed_and_an_output_that_exists_is_kept(tmp_path, capsys):

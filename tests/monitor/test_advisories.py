@@ -15,28 +15,11 @@ from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories,
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings.sections import Logger, declarations
-from grpo_rl.storage.yaml_text import flat
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
-SETTINGS = {
-    "env": {"num_envs": GROUPS, "repeats": SIZE, "score_timeout_s": 60},
-    "inference_model": {"engine": "vllm", "max_model_len": 512, "num_devices": 1, "gpu_memory_utilization": 0.5},
-    "loss": {"mask_truncated": False},
-    "optimizer": {"lr": 5e-5},
-    "policy": {"entropy_coef": 0.0, "kl_coef": 0.02, "target_kl": None},
-    "sampling": {"ignore_eos": False, "max_new_tokens": 256, "temperature": 1.0},
-    "train": {
-        "epochs": 1,
-        "gradient_accumulation_steps": None,
-        "max_resamples": 0,
-        "max_staleness": 2,
-        "micro_batch_tokens": 8192,
-        "optim_batch_size": 128,
-        "reward_clip": None,
-    },
-    "train_model": {"dtype": "bfloat16", "gradient_checkpointing": False},
-}
+SETTINGS = {key: setting.default for key, setting in declarations("gsm8k").items()}
+SETTINGS |= {"env.num_envs": GROUPS, "env.repeats": SIZE, "optimizer.lr": 5e-5, "policy.kl_coef": 0.02}
 FROM = 21
 """The step at which a planted trouble begins, if it does not last from the first step on."""
 
@@ -46,7 +29,7 @@ def advisories_of(rows, config):
 
 
 def facts(**changed):
-    return flat(SETTINGS) | {name.replace("__", "."): value for name, value in changed.items()}
+    return SETTINGS | {name.replace("__", "."): value for name, value in changed.items()}
 
 
 def healthy(steps=60, seed=0, groups=GROUPS):
@@ -273,18 +256,11 @@ def test_noisy_healthy_runs_hear_nothing(groups):
 
 def test_an_epoch_of_noise_alone_is_no_trend():
     """A reward that goes nowhere for 1,000 steps: the best of many windows is high by chance."""
-    rng = random.Random(0)
-    rows = [
-        {
-            "step": step,
-            "reward/mean": sum(rng.random() < 0.3 for _ in range(32)) / 32,
-            "reward/std": 0.46,
-            "reward/zero_std_fraction": 0.1,
-            "entropy": rng.lognormvariate(0, 0.5),
-            "grad_norm": rng.lognormvariate(0, 1.5),
-        }
-        for step in range(1, 1001)
-    ]
+    rng, rows = random.Random(0), []
+    for step in range(1, 1001):
+        row = {"step": step, "reward/mean": sum(rng.random() < 0.3 for _ in range(32)) / 32, "reward/std": 0.46}
+        row |= {"entropy": rng.lognormvariate(0, 0.5), "grad_norm": rng.lognormvariate(0, 1.5)}
+        rows.append(row | {"reward/zero_std_fraction": 0.1})
     assert advisories_of(rows, facts(env__num_envs=4)) == []
 
 

@@ -98,12 +98,11 @@ def from_mlflow(run_dir):
 READERS = {"wandb": from_wandb, "tensorboard": from_tensorboard, "trackio": from_trackio, "mlflow": from_mlflow}
 
 
-def written(run_dir):
-    unsent = ("step", "time", "time/at_s")
-    return [(name, row["step"], v) for row in read_metrics(run_dir) for name, v in row.items() if name not in unsent]
-
-
-def check_same(found, expected, relative=1e-12):
+def check_same(logger, run_dir):
+    """What the logger wrote is what is in the run's own file, each number once."""
+    unsent, relative = ("step", "time", "time/at_s"), 1e-6 if logger == "tensorboard" else 1e-12
+    rows, found = read_metrics(run_dir), READERS[logger](run_dir)
+    expected = [(name, row["step"], value) for row in rows for name, value in row.items() if name not in unsent]
     assert sorted((name, step) for name, step, _ in found) == sorted((name, step) for name, step, _ in expected)
     values = {(name, step): float(value) for name, step, value in found}
     for name, step, value in expected:
@@ -115,18 +114,13 @@ def opened(backend, run_dir, say=print, config=None, **settings):
     return open_loggers(logger, run_dir, config or {"lr": 1e-5, "a": {"b": [1]}}, say)
 
 
-def begin(name, run_dir, rows, say=print, **settings):
-    """Loggers that were given these rows, beside the run's own file of metrics."""
-    loggers = opened(name, run_dir, say, **{name: settings})
-    log(loggers, run_dir, rows)
-    return loggers
-
-
 def log(loggers, run_dir, rows):
+    """The loggers, which were given these rows beside the run's own file of metrics."""
     metrics = MetricsLog(run_dir)
     for step, row in rows:
         metrics.log(step, row)
         loggers.log(step, row)
+    return loggers
 
 
 @pytest.mark.slow
@@ -135,17 +129,17 @@ def log(loggers, run_dir, rows):
 def test_a_resumed_run_has_no_step_twice_and_none_too_few(name, tmp_path):
     """Killed after step 3 without a word, resumed after step 2, once more cut off, and then prolonged."""
     logger_class_or_skip(name)
-    killed = begin(name, tmp_path, ROWS)
+    killed = log(opened(name, tmp_path), tmp_path, ROWS)
     if name == "wandb":  # whose own process would outlive this one's run
         killed.close(1)
     next_second(name)
     MetricsLog(tmp_path).truncate(2)
-    again = begin(name, tmp_path, [(3, {"reward/mean": 0.8, "lr": 3e-5}), (3, {"eval/reward": 0.5})])
-    again.close()
-    check_same(READERS[name](tmp_path), written(tmp_path), 1e-6 if name == "tensorboard" else 1e-12)
+    again = [(3, {"reward/mean": 0.8, "lr": 3e-5}), (3, {"eval/reward": 0.5})]
+    log(opened(name, tmp_path), tmp_path, again).close()
+    check_same(name, tmp_path)
     next_second(name)
-    begin(name, tmp_path, [(4, {"reward/mean": float("nan"), "lr": 0.0})]).close(1)
-    check_same(READERS[name](tmp_path), written(tmp_path), 1e-6 if name == "tensorboard" else 1e-12)
+    log(opened(name, tmp_path), tmp_path, [(4, {"reward/mean": float("nan"), "lr": 0.0})]).close(1)
+    check_same(name, tmp_path)
 
 
 def next_second(name):
@@ -218,8 +212,8 @@ def test_four_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_
     for start in (None, run_dir / "checkpoints" / "checkpoint_000001.pt"):
         if start:
             run_script(SCRIPT, [*overrides, f"resume={start}"], tmp_path / "unused")
-        for name, read in READERS.items():
-            check_same(read(run_dir), written(run_dir), 1e-6 if name == "tensorboard" else 1e-12)
+        for name in READERS:
+            check_same(name, run_dir)
         assert logged_steps(run_dir) == [1, 2, 3]
         [newest] = run_dir.glob("wandb/offline-run-*")
         assert len(list(newest.glob("files/media/table/completions_*.table.json"))) == 3
@@ -256,10 +250,9 @@ HERE = __name__
 
 def test_a_logger_that_fails_is_named_once_rests_and_ends_no_run(tmp_path):
     said = []
-    loggers = opened([f"{HERE}:Flaky", "tensorboard"], tmp_path, said.append)
-    flaky = Flaky.last
     rows = [(step, {"x": math.nan if step == 3 else float(step)}) for step in range(1, 40)]
-    log(loggers, tmp_path, rows[:1])
+    loggers = log(opened([f"{HERE}:Flaky", "tensorboard"], tmp_path, said.append), tmp_path, rows[:1])
+    flaky = Flaky.last
     flaky.away = True
     log(loggers, tmp_path, rows[1:2])
     loggers.table(2, [{"reward": 1.0, "prompt": "p", "completion": "c"}])
@@ -273,7 +266,7 @@ def test_a_logger_that_fails_is_named_once_rests_and_ends_no_run(tmp_path):
         "metrics.jsonl has everything",
         f"Warning. The logger {HERE}:Flaky missed 22 calls; send the run again: grpo-rl send {tmp_path}",
     ]
-    check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
+    check_same("tensorboard", tmp_path)
 
 
 @pytest.mark.parametrize("name", [f"{HERE}:Flaky", "tensorboard"])
@@ -283,7 +276,7 @@ def test_a_run_is_sent_again_as_a_whole_and_in_the_place_of_what_the_logger_has(
     (tmp_path / "config.yaml").write_text(json.dumps({"logger": logger, "mode": "sync"}))
     assert cli.main(["send", str(tmp_path)]) == 0
     if name == "tensorboard":
-        check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
+        check_same(name, tmp_path)
     else:
         assert [step for step, _ in Flaky.last.got] == [0, 1, 2, 3] and Flaky.last.made_with[2] == -1
         assert cli.main(["send", str(tmp_path), "logger.backend=none"]) == 2

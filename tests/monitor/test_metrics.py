@@ -88,14 +88,9 @@ def test_non_finite_values_stay_strict_json_and_come_back(tmp_path):
     log = MetricsLog(tmp_path)
     log.log(1, {"loss/total": float("nan"), "grad_norm": np.float32("-inf"), "lr": 1e-5, "tokens": torch.tensor(7)})
     [line] = log.path.read_text().splitlines()
-    assert json.loads(line, parse_constant=pytest.fail) == {  # NaN and Infinity are no JSON
-        "step": 1,
-        "loss/total": None,
-        "grad_norm": None,
-        "lr": 1e-5,
-        "tokens": 7,
-        "nonfinite": {"loss/total": "nan", "grad_norm": "-inf"},
-    }
+    stored = {"step": 1, "loss/total": None, "grad_norm": None, "lr": 1e-5, "tokens": 7}
+    stored["nonfinite"] = {"loss/total": "nan", "grad_norm": "-inf"}
+    assert json.loads(line, parse_constant=pytest.fail) == stored  # NaN and Infinity are no JSON
     [row] = read_metrics(tmp_path)
     assert math.isnan(row["loss/total"]) and row["grad_norm"] == -math.inf and "nonfinite" not in row
 
@@ -121,13 +116,10 @@ def test_a_resumed_run_writes_the_file_of_an_uninterrupted_one(tmp_path):
     assert [p.name for p in (tmp_path / "broken").iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        (b'{"step": 2, "rew', "is not one of metrics"),  # torn in the middle of the file
-        (b'{"lr": 0.1}', "has no step"),
-    ],
-)
+TORN = b'{"step": 2, "rew'
+
+
+@pytest.mark.parametrize(("line", "what"), [(TORN, "is not one of metrics"), (b'{"lr": 0.1}', "has no step")])
 def test_a_line_that_is_not_one_of_metrics_is_named_with_the_remedy(tmp_path, line, what):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
@@ -141,13 +133,9 @@ def test_a_gpus_peak_is_divided_between_trainer_and_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80 << 30))
-    assert memory_metrics(12.5) == {
-        "memory/peak_gib": 30.0,
-        "memory/limit_gib": 80.0,
-        "memory/engine_gib": 12.5,
-        "memory/peak_beside_engine_gib": 17.5,
-    }
-    assert memory_metrics() == {"memory/peak_gib": 30.0, "memory/limit_gib": 80.0}
+    alone = {"memory/peak_gib": 30.0, "memory/limit_gib": 80.0}
+    assert memory_metrics() == alone
+    assert memory_metrics(12.5) == alone | {"memory/engine_gib": 12.5, "memory/peak_beside_engine_gib": 17.5}
 
 
 def test_the_memory_of_a_cpu_is_the_machines_or_the_containers(tmp_path):

@@ -331,25 +331,15 @@ def test_an_engine_that_is_too_small_is_told_a_larger_one(model):
     assert "inference_model.tensor_parallel_size=2" in remedies(plan)["inference"]
 
 
-@pytest.mark.parametrize(
-    ("text", "count", "device"),
-    [
-        ("64xH100", 64, {"name": "H100", "tflops": 989, "memory_gib": 79.6}),
-        ("h200", 1, {"name": "H200", "memory_gb_s": 4800}),
-        ("8xA100-80GB,network_gb_s=12.5,node=4", 8, {"name": "A100-80GB", "network_gb_s": 12.5, "node": 4}),
-        ("2xMine,memory_gib=10,tflops=1,memory_gb_s=2,link_gb_s=3,network_gb_s=4", 2, {"name": "Mine", "node": 8}),
-    ],
-)
-def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
-    cluster = Cluster.parse(text)
-    assert cluster.count == count
-    assert {name: getattr(cluster.device, name) for name in device} == device
-
-
-@pytest.mark.parametrize("number", ["tflops=nan", "node=0", "network_gb_s=inf"])
-def test_a_number_of_a_cluster_is_finite_and_above_0(number):
-    with pytest.raises(ValueError, match=f"{number.partition('=')[0]} has to be finite and above 0"):
-        Cluster.parse(f"8xH100,{number}")
+def test_a_cluster_is_a_count_a_device_and_numbers_that_are_finite_and_above_0():
+    one, eight = Cluster.parse("h200"), Cluster.parse("8xA100-80GB,network_gb_s=12.5,node=4")
+    assert (one.count, one.device.name, one.device.memory_gb_s, one.device.node) == (1, "H200", 4800, 8)
+    assert (eight.count, eight.device.name, eight.device.network_gb_s, eight.device.node) == (8, "A100-80GB", 12.5, 4)
+    own = Cluster.parse("2xMine,memory_gib=10,tflops=1,memory_gb_s=2,link_gb_s=3,network_gb_s=4")
+    assert (own.count, own.device.name, own.device.memory_gib, own.device.node) == (2, "Mine", 10, 8)
+    for number in ("tflops=nan", "node=0", "network_gb_s=inf"):
+        with pytest.raises(ValueError, match=f"{number.partition('=')[0]} has to be finite and above 0"):
+            Cluster.parse(f"8xH100,{number}")
 
 
 @pytest.mark.parametrize("cluster", ["here", "h100"])
@@ -504,15 +494,6 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
 
 
 @pytest.mark.nightly
-def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "130")
-    monkeypatch.chdir(FOLDER.parent)
-    page = (Path("docs") / "plan.md").read_text()
-    blocks = re.findall(r"```\n\$ grpo-rl ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
-    for (command, shown), code in zip(blocks, (0, 1), strict=True):
-        assert main(command.replace("\\\n", " ").split()) == code
-        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-        assert shown.rstrip() in printed
+def test_how_many_can_train_is_told_where_there_are_too_few_groups(capsys):
     assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100"]) == 1
     assert "No more than 4 can train, as a step has so many groups" in capsys.readouterr().out

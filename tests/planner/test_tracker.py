@@ -89,9 +89,7 @@ def tracked_peak(config: LlamaConfig, ranks: int, tokens: int, checkpointing: bo
     ("ranks", "layers", "tokens", "checkpointing"),
     [(64, 4, 2048, False), (8, 8, 8192, True), (64, 8, 8192, True), (512, 8, 16384, True)],
 )
-def test_the_training_peak_of_a_70b_shape_is_that_of_the_tracker(
-    ranks, layers, tokens, checkpointing, kernels_without_triton
-):
+def test_the_peak_of_a_70b_shape_is_the_trackers(ranks, layers, tokens, checkpointing, kernels_without_triton):
     config = LlamaConfig.from_pretrained(LLAMA_70B, num_hidden_layers=layers)
     with torch.device("meta"):
         shape = Shape.of(AutoModelForCausalLM.from_config(config).bfloat16())

@@ -69,19 +69,9 @@ def served(run_dir: Path) -> Iterator[int]:
 
 
 def response(group_id, reward, text="4", **more):
-    return {
-        "group_id": group_id,
-        "row": group_id + 10,
-        "prompt": f"Prompt {group_id}",
-        "completion": text,
-        "answer": "4",
-        "reward": reward,
-        "reward_correct": reward,
-        "advantage": 0.0,
-        "tokens": len(text),
-        "truncated": False,
-        "policy_version": 3,
-    } | more
+    said = {"group_id": group_id, "row": group_id + 10, "prompt": f"Prompt {group_id}", "completion": text}
+    judged = {"answer": "4", "reward": reward, "reward_correct": reward, "advantage": 0.0, "tokens": len(text)}
+    return said | judged | {"truncated": False, "policy_version": 3} | more
 
 
 def write_tokens(run_dir, step, responses, group_id=7):

@@ -88,9 +88,7 @@ def test_a_failure_is_raised_once_and_at_the_next_wait():
     assert done == [1]
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_next_to_the_error_that_ends_the_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_checkpoint_that_could_not_be_written_is_told_with_the_error_that_ends_the_run(tmp_path, monkeypatch, capsys):
     def full(path, state):
         raise OSError(28, "No space left on device", str(path))
 
@@ -115,30 +113,25 @@ def test_a_checkpoint_lists_the_metrics_of_its_step_though_the_run_logs_on_meanw
     assert load(path)["logs"]["metrics.jsonl"] == size
 
 
-def evaluated_run(run):
-    """A run of two steps whose last evaluation came after its checkpoint."""
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkeypatch, is_lost):
+    run = tmp_path / "run"
     log = MetricsLog(run)
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 8})
         state = {"step": step, "config": "{}", **BEGUN, "logs": checkpoint.sync_logs(run, step, metrics_bytes(run))}
         save(run / "checkpoints", step, state, keep=0)
-    log.log(2, {"eval/reward": 0.5})
+    log.log(2, {"eval/reward": 0.5})  # after the last checkpoint
     write_evaluation(run, 2, [0.5])
-    return log.path
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkeypatch, is_lost):
-    metrics = evaluated_run(tmp_path / "run")
     if is_lost:
-        metrics.write_bytes(metrics.read_bytes()[:-3])
+        log.path.write_bytes(log.path.read_bytes()[:-3])
     monkeypatch.setattr(checkpoint, "load_shards", lambda path, state, ranks: state)
+    train = Train(total_dialog_turns=99, elastic=True)
 
     def opened(ranks):
-        train, run = Train(total_dialog_turns=99, elastic=True), tmp_path / "run"
         with RunFolder(run, str(run), {}, "", Room(3, 1000, 1000), train, ranks) as folder:
             folder.prepare()
             return folder.eval_after
 
     assert of_two_ranks(opened) == [None if is_lost else (2, [0.5])] * 2
-    assert len(read_metrics(tmp_path / "run")) == (2 if is_lost else 3)
+    assert len(read_metrics(run)) == (2 if is_lost else 3)

@@ -77,11 +77,9 @@ def test_a_tracker_goes_on_from_its_state_as_if_it_had_not_been_cut_off(cut):
     rows = [rng.integers(0, 2, 20).astype(float).tolist() for _ in range(6)]
     whole, first, second = BestTracker(3), BestTracker(3), BestTracker(3)
     for step, scores in enumerate(rows):
+        if step == cut:
+            second.restore(json.loads(json.dumps(first.state())))
         whole.add(step, scores)
-    for step, scores in enumerate(rows[:cut]):
-        first.add(step, scores)
-    second.restore(json.loads(json.dumps(first.state())))
-    for step, scores in enumerate(rows[cut:], cut):
-        second.add(step, scores)
+        (first if step < cut else second).add(step, scores)
     assert second.best == whole.best and second.stop_reason == whole.stop_reason
     assert json.dumps(second.state()) == json.dumps(whole.state())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +14,7 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.run.best import BestTracker
 from grpo_rl.run.held_out import HeldOut
-from grpo_rl.run.summary import best_kept
 from grpo_rl.settings.sections import Evaluate
-from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training.checkpoint import checkpoints, load
 from tests.run.test_run import assert_resumes, run
 
@@ -93,27 +89,3 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
         run([*still, "evaluate.keep_best=false", f"resume={folder}"], tmp_path / "unused")
     assert "nothing is left to do; to go on, set evaluate.patience=0" in " ".join(capsys.readouterr().out.split())
     assert ((folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns) == written
-
-
-def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_path, monkeypatch):
-    def write(step):
-        with whole_folder(tmp_path / "best_model") as partial:
-            partial.mkdir()
-            (partial / "best.json").write_text(json.dumps({"step": step}))
-
-    write(1)
-    for number in (1, 2):  # the old one is renamed, the new one is
-        renamed = itertools.count(1)
-
-        def rename(path, target, stop=number, renamed=renamed, real=Path.rename):
-            if next(renamed) == stop:
-                raise KeyboardInterrupt
-            return real(path, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", rename)
-            with pytest.raises(KeyboardInterrupt):
-                write(2)
-        assert best_kept(tmp_path) == 1
-    write(3)
-    assert best_kept(tmp_path) == 3

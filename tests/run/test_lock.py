@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -80,11 +81,7 @@ def test_a_folder_left_by_another_host_and_a_file_system_without_locks_are_repor
     lock = FolderLock(tmp_path)
     assert "process 7 on elsewhere since 2026-01-31 12:00:00+00:00" in lock.warning
     lock.close()
-
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     lock = FolderLock(tmp_path)
     assert "has no locks (No locks available)" in lock.warning
     lock.close()

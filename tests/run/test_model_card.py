@@ -20,18 +20,12 @@ from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
 SUMMARY = {
-    "steps": 100,
-    "seconds": 754,
-    "eval_before": 0.25,
-    "eval_after": 0.5,
-    "eval_gain": 0.25,
-    "eval_gain_ci95": [0.125, 0.375],
-    "grpo_rl": "0.1.0",
-    "git_commit": "abc123",
-    "config_hash": "0123456789ab",
+    "steps": 100, "seconds": 754,
+    "eval_before": 0.25, "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375],
+    "grpo_rl": "0.1.0", "git_commit": "abc123", "config_hash": "0123456789ab",
     "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0"},
     "command": "python /home/me/sota/grpo.py model.name=/data/models/m",
-}
+}  # fmt: skip
 
 
 def card(*overrides: str) -> ModelCard:

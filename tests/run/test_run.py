@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import pandas as pd
 import pytest
@@ -34,6 +34,7 @@ from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
+from tests.helpers import of_two_ranks
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 run = functools.partial(run_script, SCRIPT)
@@ -158,14 +159,11 @@ def test_held_out_responses_are_kept_before_and_after(finished):
     assert after["answer"].tolist() == ["0", "1", "2", "3"] and after["prompt"].str.contains("?", regex=False).all()
 
 
-def test_the_made_runs_of_the_reports_tests_log_what_a_run_logs(finished):
+def test_what_a_run_logs_is_what_the_reports_made_runs_log_and_in_a_chart_that_explains_it(finished):
     made = json.loads((Path(__file__).parents[1] / "report" / "metric_names.json").read_text())
     rows = read_metrics(finished)
     assert set(made["evaluation"]) == set(rows[0]) - {"step"}
     assert set(made["step"]) == {name for row in rows if "reward/mean" in row for name in row} - {"step"}
-
-
-def test_every_metric_of_a_run_is_in_a_chart_that_explains_it(finished):
     drawn = charts.build(finished)["charts"]
     assert [c["series"][0][0] for c in drawn if c["group"] == "Everything else"] == ["policy_version"]
     assert all(chart["help"] for chart in drawn if chart["group"] != "Everything else")
@@ -343,10 +341,7 @@ def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_re
 
 
 def test_a_start_that_is_refused_leaves_nothing_but_what_is_the_users(tiny, tmp_path, monkeypatch):
-    def refuses(*_):
-        raise ValueError("it can't be trained")
-
-    folder = tmp_path / "run"
+    folder, refuses = tmp_path / "run", MagicMock(side_effect=ValueError("it can't be trained"))
     monkeypatch.setattr("grpo_rl.assembly.training.load_policy", refuses)
     for left in (set(), {"grpo.log", "mine.txt"}):
         with pytest.raises(SystemExit, match="error: "):
@@ -365,12 +360,9 @@ def test_a_full_disk_is_reported_in_one_line_with_the_file_and_the_way_on(tiny, 
         on_full_disk = mode[0] != "r" and path.name in (name, f".{name}.tmp")
         return open("/dev/full", mode) if on_full_disk else path_open(path, mode, *args, **kwargs)
 
-    def no_room_for_parquet(*_, **__):
-        raise full
-
     monkeypatch.setattr(Path, "open", no_room)
     if file.endswith("parquet"):
-        monkeypatch.setattr("pyarrow.parquet.write_table", no_room_for_parquet)
+        monkeypatch.setattr("pyarrow.parquet.write_table", MagicMock(side_effect=full))
     with pytest.raises(SystemExit) as stopped:
         run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
     told = f"error: can't write to {tmp_path / 'run' / file}: {full.strerror}; free some space or set hydra.run.dir."
@@ -379,39 +371,15 @@ def test_a_full_disk_is_reported_in_one_line_with_the_file_and_the_way_on(tiny, 
 
 
 def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tmp_path, monkeypatch):
-    counts = {"sleep": 0, "wake": 0}
-    for name in counts:
+    for name in ("sleep", "wake"):
         method = getattr(TransformersEngine, name)
-
-        def counted(engine, name=name, method=method):
-            counts[name] += 1
-            method(engine)
-
-        monkeypatch.setattr(TransformersEngine, name, counted)
+        monkeypatch.setattr(TransformersEngine, name, create_autospec(method, side_effect=method))
     awake = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "awake")
-    assert counts["sleep"] == 0
+    assert TransformersEngine.sleep.call_count == 0
     asleep = run([*tiny, "train.total_dialog_turns=32", "inference_model.sleep=true"], tmp_path / "asleep")
-    assert counts["sleep"] == 2 and counts["wake"] >= 3, "once a step, and awake for every push"
+    counts = TransformersEngine.sleep.call_count, TransformersEngine.wake.call_count
+    assert counts[0] == 2 and counts[1] >= 3, "once a step, and awake for every push"
     assert comparable(awake) == comparable(asleep)
-
-
-class RankZero:
-    """Rank zero of two processes; keeps what it tells the other."""
-
-    rank, size = 0, 2
-
-    def __init__(self):
-        self.told = []
-
-    def gather(self, mine):
-        self.told.append(mine)
-        return [mine, None]
-
-    def broadcast(self, mine):
-        return mine
-
-    def close(self):
-        pass
 
 
 @pytest.mark.cases(2)
@@ -419,11 +387,11 @@ class RankZero:
 def test_what_only_rank_zero_can_fail_at_is_reported_to_all_ranks(finished, tmp_path, monkeypatch, what):
     """One that waited for rank zero, which has stopped, would wait for ever."""
     shutil.copytree(finished, folder := tmp_path / "run")
-    state = load(checkpoints(folder / "checkpoints")[-1])
-    config, ranks = json.loads(state["config"]), RankZero()
+    config = json.loads(load(checkpoints(folder / "checkpoints")[-1])["config"])
 
-    def fail(*_, **__):
-        raise OSError(errno.EIO, "Input/output error")
+    def fail(of_rank, *_):
+        if of_rank == folder:  # rank zero's; the other has a temporary one
+            raise OSError(errno.EIO, "Input/output error")
 
     lock = FolderLock(folder) if what == "a live run" else None
     if what == "a full disk":
@@ -433,10 +401,15 @@ def test_what_only_rank_zero_can_fail_at_is_reported_to_all_ranks(finished, tmp_
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
     monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
     train = Train(checkpoint_frequency=1, total_dialog_turns=64, elastic=True)  # one rank wrote the checkpoint
-    with pytest.raises((ValueError, OSError)) as error:
-        with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), train, ranks) as opened:
-            assert what.startswith("logs")
-            opened.save(5, MagicMock(), keep=0)
-    assert ranks.told[-1] is error.value
+
+    def error_of(ranks):
+        with pytest.raises((ValueError, OSError)) as error:
+            with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), train, ranks) as opened:
+                assert what.startswith("logs")
+                opened.save(5, MagicMock(), keep=0)
+        return error.value
+
+    first, second = of_two_ranks(error_of)
+    assert first is second
     if lock:
         lock.close()

@@ -23,7 +23,6 @@ IN_ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "plantedraytoken",
 }
 IN_SETTINGS = ("planted-api-key", "planted-password", "planted-in-url", "planted-credential", "planted-behind")
-HERE = __name__
 
 
 class Quiet:
@@ -43,7 +42,7 @@ class Quiet:
 
 
 SETTINGS = [
-    f"logger.backend={HERE}:Quiet",
+    f"logger.backend={__name__}:Quiet",
     "+logger.settings.Quiet.api_key=planted-api-key",
     "+logger.settings.Quiet.db={user: me, password: planted-password planted-behind}",
     "+logger.settings.Quiet.uri='https://me:planted-in-url@host/db'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -42,10 +43,8 @@ def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(t
 
 
 def test_memory_that_runs_out_in_the_optimizers_own_step_is_reported_in_one_line(tiny_run, tmp_path, monkeypatch):
-    def none(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(PolicyOptimizer, "step", none)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setattr(PolicyOptimizer, "step", MagicMock(side_effect=error))
     with pytest.raises(SystemExit, match=r"^Stopped after step 0: memory ran out \(.* 2\.00 GiB\.\); docs/memory\.md"):
         run(tiny_run, tmp_path / "run")
 

@@ -75,12 +75,9 @@ def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(d
     """The values are the defaults too, so that a script and the command line do the same."""
     pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
     spec = task_spec(dataset)
-    takes = inspect.signature(spec.task).parameters | inspect.signature(spec.load_rows).parameters
-    own = {
-        name
-        for name, setting in inspect.signature(spec.task).parameters.items()
-        if setting.kind is setting.KEYWORD_ONLY
-    }
+    of_task = inspect.signature(spec.task).parameters
+    takes = of_task | inspect.signature(spec.load_rows).parameters
+    own = {name for name, setting in of_task.items() if setting.kind is setting.KEYWORD_ONLY}
     cfg = OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
     values = {name: value for name, value in cfg.items() if name != "dataset"}
     if not spec.takes_reward:

@@ -19,14 +19,9 @@ def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None, share=0.5
         by_list = isinstance(asked, list)
         return {"num_devices": None if by_list else asked, "devices": asked if by_list else None}
 
-    return OmegaConf.create(
-        {
-            "train_model": section(train),
-            "ref_model": section(ref),
-            "inference_model": section(inference) | {"tensor_parallel_size": tp, "gpu_memory_utilization": share},
-            "policy": {"kl_coef": kl_coef},
-        }
-    )
+    engine = section(inference) | {"tensor_parallel_size": tp, "gpu_memory_utilization": share}
+    roles = {"train_model": section(train), "ref_model": section(ref), "inference_model": engine}
+    return OmegaConf.create(roles | {"policy": {"kl_coef": kl_coef}})
 
 
 def indices(group):
@@ -58,9 +53,11 @@ def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_
     )
 
 
-def test_a_cluster_shares_no_gpu():
+def test_gpus_of_a_cluster_are_counted_not_named_and_not_shared():
     with pytest.raises(ValueError, match="none is left to sample"):
         allocate(config(), mode="async", visible=1, counts_only=True)
+    with pytest.raises(ValueError, match=r"^inference_model.devices=\[1, 2\], .*; set inference_model.num_devices=2"):
+        allocate(config(inference=[1, 2]), mode="async", visible=16, counts_only=True)
     assert allocate(config(share=0.9), mode="async", visible=2).engine_share == 0
 
 
@@ -114,11 +111,6 @@ def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
     cpu = torch.device("cpu")
     assert plan == devices.Devices((cpu,), (cpu,), (cpu,) * 3, 1) and plan.replicas == 3
     assert len(allocate(config(), mode="async", visible=0, cores=4, world=2).train) == 2
-
-
-def test_on_a_cluster_gpus_are_counted_and_not_named():
-    with pytest.raises(ValueError, match=r"^inference_model.devices=\[1, 2\], .*; set inference_model.num_devices=2"):
-        allocate(config(inference=[1, 2]), mode="async", visible=16, counts_only=True)
 
 
 def test_more_gpus_than_torch_can_number_are_still_told_apart():

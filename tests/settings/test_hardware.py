@@ -41,9 +41,7 @@ def test_the_dtype_is_float32_on_an_x86_cpu_without_avx512(cpu):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch, asked before, goes on seeing a GPU that is hidden")
-def test_a_run_on_a_cpu_without_bfloat16_trains_in_float32_and_goes_on_elsewhere_in_the_dtype_it_began_with(
-    cpu, tmp_path, capsys
-):
+def test_a_run_on_a_cpu_without_bfloat16_trains_in_float32_and_elsewhere_goes_on_in_it(cpu, tmp_path, capsys):
     script, folder = Path(__file__).parents[2] / "sota" / "grpo.py", tmp_path / "run"
     own = ["train_model.dtype=null", "train.total_dialog_turns=16", "optimizer.schedule=constant"]
     words = [*tiny_run(tmp_path), *own]

@@ -69,15 +69,8 @@ def settings(*words, task="Echo", path="rows.jsonl"):
 def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
     own = settings("env.weight=2", "env.tags=[x,y]", "env.deep={a: 1}").env
     assert own.dataset == "own_tasks:Echo"
-    assert own.task == {
-        "weight": 2,
-        "ask": "word",
-        "bad": [],
-        "stop": None,
-        "tags": ["x", "y"],
-        "deep": {"a": 1},
-        "copy": False,
-    }
+    given = {"weight": 2, "tags": ["x", "y"], "deep": {"a": 1}}
+    assert own.task == given | {"ask": "word", "bad": [], "stop": None, "copy": False}
     assert "system_prompt" not in own and own.repeats == 8
     run = settings("env.weight=3")
     assert Settings.restored(json.loads(run.as_json())) == run
@@ -168,9 +161,7 @@ def started(monkeypatch, *words):
     return got
 
 
-def test_settings_of_the_task_in_a_config_file_give_way_to_the_command_line_and_a_wrong_one_is_reported_with_the_file(
-    folder, monkeypatch
-):
+def test_settings_of_a_config_file_give_way_to_the_command_line_and_a_wrong_one_names_the_file(folder, monkeypatch):
     (folder / "conf").mkdir()
     echo = "defaults: [grpo, {env: own}, _self_]\nenv: {dataset: own_tasks:Echo, path: rows.jsonl, weight: 5}\n"
     (folder / "conf" / "mine.yaml").write_text(echo)

@@ -108,15 +108,9 @@ class Job:
     def start(self, *overrides: str, training: str = "0", **env: str) -> None:
         for path in (self.run / "seen.json", *self.run.glob("ready.*")):
             path.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            ["bash", "sota/slurm/grpo.sbatch", *overrides],
-            cwd=ROOT,
-            env=self.env | {"FAKE_TRAINING": training} | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        command, env = ["bash", "sota/slurm/grpo.sbatch", *overrides], self.env | {"FAKE_TRAINING": training} | env
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **output)
 
     def cancel(self) -> None:
         """Sends SIGTERM to all steps and the batch script, once it trains, as scancel does."""
@@ -130,10 +124,8 @@ class Job:
 
     def await_training(self) -> None:
         """Waits until each rank takes signals: one that gets it as it starts would die, and torchrun start it again."""
-        end = time.monotonic() + 400
-        while not (self.run / "seen.json").exists() or len([*self.run.glob("ready.*")]) < int(
-            self.seen()["world"] or 1
-        ):
+        end, seen = time.monotonic() + 400, self.run / "seen.json"
+        while not seen.exists() or len([*self.run.glob("ready.*")]) < int(self.seen()["world"] or 1):
             if time.monotonic() > end or self.process.poll() is not None:
                 self.process.terminate()
                 out, _ = self.process.communicate(timeout=200)

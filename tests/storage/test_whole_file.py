@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from grpo_rl.storage.whole_file import put_back, remove_left
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.run.summary import best_kept
+from grpo_rl.storage.whole_file import remove_left, whole_folder
 
 
 def test_what_a_killed_write_left_is_removed_and_what_others_wrote_stays(tmp_path):
@@ -12,12 +20,26 @@ def test_what_a_killed_write_left_is_removed_and_what_others_wrote_stays(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [".theirs.tmp", "metrics.jsonl"]
 
 
-def test_the_folder_of_before_is_put_back_and_half_of_another_is_removed(tmp_path):
-    for name in ("model.old", "model.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "of").write_text(name)
-    put_back(tmp_path / "model")
-    assert [(path.parent.name, path.read_text()) for path in tmp_path.rglob("of")] == [("model", "model.old")]
-    (tmp_path / "model.old").mkdir()  # killed before it was removed
-    put_back(tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_path, monkeypatch):
+    def write(step):
+        with whole_folder(tmp_path / "best_model") as partial:
+            partial.mkdir()
+            (partial / "best.json").write_text(json.dumps({"step": step}))
+
+    write(1)
+    for number in (1, 2):  # the old one is renamed, the new one is
+        renamed = itertools.count(1)
+
+        def rename(path, target, stop=number, renamed=renamed, real=Path.rename):
+            if next(renamed) == stop:
+                raise KeyboardInterrupt
+            return real(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            with pytest.raises(KeyboardInterrupt):
+                write(2)
+        assert best_kept(tmp_path) == 1 and [path.name for path in tmp_path.iterdir()] == ["best_model"]
+    write(3)
+    shutil.copytree(tmp_path / "best_model", tmp_path / "best_model.old")  # killed before it was removed
+    assert best_kept(tmp_path) == 3 and [path.name for path in tmp_path.iterdir()] == ["best_model"]

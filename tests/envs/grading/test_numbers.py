@@ -43,7 +43,7 @@ FORMATS = [
     # which text is judged
     ("1 <answer>2</answer> 3", "2"), ("<answer>1</answer> <answer>2</answer>", "2"), ("#### 1 <answer>2</answer>", "2"),
     ("<answer>2</answer> #### 1", "2"), ("<answer>1</answer> <answer>2", "1"), ("<answer>7", "7"), ("7</answer>", "7"),
-    ("<answer>5</answer> so 7</answer>", "5"),
+    ("<answer>5</answer> so 7</answer>", "5"), ("<answer>1<answer>2</answer>", "2"), ("</answer>7<answer>", "7"),
     ("12 #### 42", "42"), ("#### 1\n#### 2", "2"), ("#### 42 apples", "42"), ("####42", "42"),
     ("1 <answer>x</answer>", None), ("7 ####", None), ("#### 7\n####", None), ("7 + 5 = 12", "12"),
     ("48/2 = <<48/2=24>>24", "24"),

@@ -186,6 +186,13 @@ def test_a_wrong_instruction_is_named_and_nothing_is_drawn_in_its_place(ids, kwa
         check(ids, kwargs, "a response")
 
 
+def defined_paragraphs(text: str) -> int:
+    """The number of paragraphs, -1 where one in the middle is blank."""
+    pieces = re.split(r"\s?\*\*\*\s?", text)
+    blank = [at for at, piece in enumerate(pieces) if not piece.strip()]
+    return len(pieces) - len(blank) if set(blank) <= {0, len(pieces) - 1} else -1
+
+
 # Patterns of the published definition, which take square time on hostile texts: ours must find the same without them.
 DEFINED = {
     "detectable_content:number_placeholders": ("num_placeholders", lambda text: len(re.findall(r"\[.*?\]", text))),
@@ -193,21 +200,9 @@ DEFINED = {
         "num_bullets",
         lambda text: len(re.findall(r"(?m)^\s*\*[^\*].*$", text)) + len(re.findall(r"(?m)^\s*-.*$", text)),
     ),
-    "detectable_format:multiple_sections": (
-        "num_sections",
-        lambda text: len(re.split(r"\s?a\s?\d+\s?", text)) - 1,
-    ),
-    "length_constraints:number_paragraphs": (
-        "num_paragraphs",
-        lambda text: defined_paragraphs(re.split(r"\s?\*\*\*\s?", text)),
-    ),
-}  # fmt: skip
-
-
-def defined_paragraphs(pieces: list[str]) -> int:
-    """The number of paragraphs, -1 where one in the middle is blank."""
-    blank = [at for at, piece in enumerate(pieces) if not piece.strip()]
-    return len(pieces) - len(blank) if set(blank) <= {0, len(pieces) - 1} else -1
+    "detectable_format:multiple_sections": ("num_sections", lambda text: len(re.split(r"\s?a\s?\d+\s?", text)) - 1),
+    "length_constraints:number_paragraphs": ("num_paragraphs", defined_paragraphs),
+}
 
 
 @given(text=st.text(alphabet="*-[]a1 \t\n\r", min_size=1, max_size=40).filter(str.strip))

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import nltk
 import pytest
@@ -93,10 +94,7 @@ def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
 
 
 def test_data_that_cannot_be_downloaded_is_an_error_that_says_what_to_do(no_punkt, monkeypatch, tmp_path):
-    def offline(*_args, **_options):
-        raise OSError("no network")
-
-    monkeypatch.setattr(nltk, "download", offline)
+    monkeypatch.setattr(nltk, "download", MagicMock(side_effect=OSError("no network")))
     with pytest.raises(ValueError, match="punkt_tab.*no network.*NLTK_DATA"):
         IFEval([COUNTS_SENTENCES])
     assert not list((tmp_path / "nltk_data" / "tokenizers").iterdir())

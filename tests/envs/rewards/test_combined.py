@@ -92,12 +92,9 @@ def test_lengths_are_counted_in_the_unit_that_is_asked_for():
 
 
 def test_parts_are_added_under_their_names_with_their_weights():
-    task = with_rewards(
-        GSM8K(ROWS), {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
-    )
-    assert task.reward_parts == (
-        "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
-    )  # fmt: skip
+    config = {"tag_count": 2.0, "cosine": None, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}}
+    task = with_rewards(GSM8K(ROWS), config)
+    assert task.reward_parts == (*GSM8K.reward_parts, "tag_count", "repetition_penalty")
     reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
     # Two of four tags; of the words <think> no no </think> 42, one of five came before.
     assert reward.parts == {

@@ -158,8 +158,6 @@ def test_the_key_is_sent_and_is_in_no_message(server, monkeypatch):
 
 
 class Sums(Task):
-    """Pays nothing itself."""
-
     reward_parts = ("own",)
     rows = [{"n": n} for n in range(4)]
 

@@ -47,9 +47,8 @@ def test_other_values_and_one_for_what_fills_the_context_can_be_set():
         "max_len": 100, "max_value_correct": 2.0, "min_value_correct": 1.0, "min_value_wrong": -10.0,
         "max_value_wrong": 0.0, "value_exceeded": -10.0,
     }  # fmt: skip
-    assert [cosine(length, True, **values) for length in (0, 50, 99, 100, 101)] == [
-        2.0, pytest.approx(1.5), pytest.approx(1.0, abs=1e-3), -10.0, -10.0,
-    ]  # fmt: skip
+    right = [cosine(length, True, **values) for length in (0, 50, 99, 100, 101)]
+    assert right == [2.0, pytest.approx(1.5), pytest.approx(1.0, abs=1e-3), -10.0, -10.0]
     assert [cosine(length, False, **values) for length in (0, 50, 100)] == [-10.0, pytest.approx(-5.0), -10.0]
 
 

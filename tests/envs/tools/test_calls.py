@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
 from grpo_rl.envs.tools.functions import run_calls
 
@@ -147,17 +146,6 @@ def test_results_come_one_message_a_call():
 )  # fmt: skip
 def test_a_message_that_answers_or_calls_nothing_is_the_last(text, last):
     assert is_final(text, TOOLS) is last and (reply_to_calls(text, TOOLS, "tool") is None) is last
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("<answer> 7\n</answer>", "7"), ("<answer>1</answer><answer>2</answer>", "2"),
-     ("<answer>1</answer><answer>2", "1"), ("<answer>1<answer>2</answer>", "2"), ("<answer></answer>", ""),
-     ("<answer>5</answer> so 7 </answer>", "5"),
-     ("7", None), ("</answer>7<answer>", None)],
-)  # fmt: skip
-def test_the_last_whole_answer_counts(text, expected):
-    assert last_answer(text) == expected
 
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}

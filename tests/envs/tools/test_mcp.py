@@ -31,7 +31,7 @@ from grpo_rl.envs.tools.mcp import Server, with_mcp
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from tests.envs.guards.test_isolation import ended
-from tests.envs.tools.plain_parser import PlainParser
+from tests.envs.scoring import PlainParser
 
 pytestmark = pytest.mark.slow
 
@@ -274,7 +274,7 @@ class Served:
     def __init__(self):
         # Below those that the kernel hands out: no other process is given it before the server takes it.
         self.port = SystemRandom().randrange(10_000, 32_000)
-        self.url, self.process = f"http://127.0.0.1:{self.port}/mcp", None
+        self.url = f"http://127.0.0.1:{self.port}/mcp"
 
     def start(self):
         command = [*shlex.split(COMMAND), str(self.port)]
@@ -288,9 +288,8 @@ class Served:
         raise AssertionError(f"the server did not start: {self.process.poll()}")
 
     def end(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.fixture(scope="module")
