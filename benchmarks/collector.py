@@ -134,16 +134,17 @@ def timed_calls(owner: object, name: str):
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
 
     from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
     from grpo_rl.policies.hub import load_tokenizer, resolve_model
+    from grpo_rl.settings.hardware import default_dtype
 
     folder = resolve_model(args.model)
     tokenizer, task = load_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
     results, summary, rows = {}, {}, []
-    engine = VLLMEngine(folder, args.max_model_len)
+    engine = VLLMEngine(folder, args.max_model_len, dtype=default_dtype())
     try:
         for shape in args.shapes:
             print(shape.name, file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import Messages, Reward
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.settings.hardware import default_dtype
 
 NAME = "dialogs"
 BAR, OTHERS_BAR = 1.2, 1.5
@@ -104,13 +105,13 @@ def check_ids(rollouts: list[Rollout], watched: Watched) -> tuple[int, list[floa
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     from transformers import AutoTokenizer
 
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
     folder = resolve_model(args.model)
-    engine = VLLMEngine(folder, max_model_len=1024)
+    engine = VLLMEngine(folder, max_model_len=1024, dtype=default_dtype())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     env = CalculatorEnv(args.conversations, 2, tokenizer, path="quickstart-train", max_turns=4)
     env.task = SlowForOne(env.task.rows)

@@ -277,7 +277,8 @@ def trl_settings(place: Place, responses: int) -> list:
 
     large = not place.on_gpu or torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GIB * 2**30
     # Twice as many responses a forward would not fit into 80 GiB next to our arm.
-    plain = TRLSetting("bf16", min(32 if large else 16, responses), "vllm" if place.on_gpu else "generate")
+    batch = min(32 if large else 16, responses)
+    plain = TRLSetting(harness.dtype_name(), batch, "vllm" if place.on_gpu else "generate")
     has_liger = place.on_gpu and not missing("liger_kernel")
     return [*[replace(plain, liger=True)] * has_liger, plain]
 

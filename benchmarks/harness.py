@@ -49,7 +49,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.hardware import lacks_bfloat16
+from grpo_rl.settings.hardware import default_dtype
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""
@@ -195,8 +195,21 @@ def summarize(reports: list[dict]) -> dict:
     }
 
 
+def dtype() -> torch.dtype:
+    """The dtype of weights and products on both sides: that of `train_model.dtype=null` on this machine.
+
+    It is bfloat16, or float32 on a CPU without AVX-512, where PyTorch multiplies bfloat16 matrices in plain loops.
+    """
+    return getattr(torch, default_dtype())
+
+
+def dtype_name() -> str:
+    """The short name of :func:`dtype` in results: bf16 or fp32."""
+    return {"bfloat16": "bf16", "float32": "fp32"}[default_dtype()]
+
+
 def machine() -> dict:
-    """Facts that the figures depend on: processor, cores, memory, versions, accelerator."""
+    """Facts that the figures depend on: processor, cores, memory, dtype of products, versions, accelerator."""
     packages = {}
     for name in PACKAGES:
         try:
@@ -208,6 +221,7 @@ def machine() -> dict:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "dtype": dtype_name(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -238,20 +252,12 @@ def digest(files: Sequence[str]) -> str:
     return sha.hexdigest()[:16]
 
 
-def require_quiet(force: bool, bfloat16: bool = False) -> dict:
+def require_quiet(force: bool) -> dict:
     """The load average now, and whether it was ignored.
 
-    Args:
-        bfloat16: the benchmark multiplies matrices in bfloat16 on both sides.
-
     Raises:
-        SystemExit: the machine is busy, or its CPU has no fast bfloat16, and ``force`` is not set.
+        SystemExit: the machine is busy, and ``force`` is not set.
     """
-    if bfloat16 and lacks_bfloat16() and not torch.cuda.is_available() and not force:
-        sys.exit(
-            "this CPU multiplies bfloat16 matrices in plain loops (it has no AVX-512), up to forty times slower than "
-            "others, of which a timing says nothing. Measure on another machine, or anyway with --force."
-        )
     load = os.getloadavg()[0]
     if load > MAX_LOAD and not force:
         sys.exit(

@@ -7,11 +7,12 @@ logits. With log-probabilities alone in the loss, entropies being only reported,
 an entropy term. Ours runs in a process whose allocator is set up as for training; TRL's in one as TRL leaves it, which
 the bars are about, and, shown next to it, in one set up as ours.
 
-Inputs are bf16, and so are the products that make logits, on all sides. On CPU, TRL multiplies the logits' gradient
-in fp32, ours in bf16 with fp32 sums over tiles; the naive head in bf16. All return a bf16 gradient of the weight. In
-training `PolicyOptimizer` asks ours for an fp32 one, which takes more memory: that is one more arm, without a bar. How
-far each head's gradients are from fp64's is measured at a few tokens, and stands in the table's last rows: they are one
-tile of tokens, so our weight gradient is one bf16 product there, in whatever dtype it is returned.
+Inputs are bf16 (or fp32, see `harness.dtype`), and so are the products that make logits, on all sides. On CPU, TRL
+multiplies the logits' gradient in fp32, ours in the inputs' dtype with fp32 sums over tiles; the naive head in the
+inputs' dtype. All return the weight's gradient in it. In training `PolicyOptimizer` asks ours for an fp32 one, which
+takes more memory than a bf16 one: that is one more arm, without a bar. How far each head's gradients are from fp64's is
+measured at a few tokens, and stands in the table's last rows: they are one tile of tokens, so our weight gradient is
+one product there, in the inputs' dtype, in whatever dtype it is returned.
 
 Time is of a forward and a backward. Memory is what the process's peak rises above its level in its first full-size
 call after a tiny one, gradients included. The figure is the smallest ratio of times without an entropy term.
@@ -141,14 +142,14 @@ def gradients_of(name: str) -> Callable[[Sequence[Tensor], bool], list[Tensor]]:
 
 
 def make_inputs(shape: Shape, device: str) -> list[Tensor]:
-    """Hidden states and weight in bf16, ids and advantages; the same in every arm."""
+    """Hidden states and weight in `harness.dtype`, ids and advantages; the same in every arm."""
     made = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     hidden = torch.randn(shape.tokens, shape.hidden, **made)
     # Logits of unit variance.
     weight = torch.randn(shape.vocab, shape.hidden, **made) / math.sqrt(shape.hidden)
     ids = torch.randint(shape.vocab, (shape.tokens,), **made)
     advantages = torch.randn(shape.tokens, **made)
-    return [hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages]
+    return [hidden.to(harness.dtype()), weight.to(harness.dtype()), ids, advantages]
 
 
 def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
@@ -248,7 +249,7 @@ def errors(shape: Shape, entropy_counts: bool, device: str) -> list[dict]:
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     shapes = [Shape(*numbers, memory_bar=1.0) for numbers in args.shape] if args.shape else SHAPES
     rows, bars, speedups = [], [], []
     runs = [(shapes[0], False), (shapes[0], True), *((shape, False) for shape in shapes[1:])]
@@ -274,15 +275,16 @@ def main() -> None:
             bars.append(harness.bar(f"times faster than TRL's as it ships, {shape}", speedups[-1], at_least=SPEED_BAR))
             memory = shipped["our share of its memory"]
             bars.append(harness.bar(f"share of its memory, {shape}", memory, at_most=shape.memory_bar))
+    dtype = harness.dtype_name()
     small = replace(shapes[0], tokens=min(FEW, shapes[0].tokens))
     error_rows = [row for entropy_counts in (False, True) for row in errors(small, entropy_counts, args.device)]
     hidden_error = {row["head"]: row["hidden gradient's error"] for row in error_rows if not row["entropy term"]}
     result = {
         "shows": "Forward and backward of log-probabilities and entropies of sampled tokens, against TRL's fused head. "
-        "Inputs and the products that make logits are bf16 on both sides, and so is the weight's gradient that both "
-        f"return; {OURS_FP32} returns it in fp32, as training asks for. TRL's products in the backward pass are fp32 "
-        "on CPU; ours are bf16, with fp32 sums over tiles. The last rows are relative L2 errors against fp64; that of "
-        f"the hidden states' gradient is {hidden_error[OURS] / hidden_error[PEERS[0]]:.2f} times TRL's.",
+        f"Inputs and the products that make logits are {dtype} on both sides, and so is the weight's gradient that "
+        f"both return; {OURS_FP32} returns it in fp32, as training asks for. TRL's products in the backward pass are "
+        f"fp32 on CPU; ours are {dtype}, with fp32 sums over tiles. The last rows are relative L2 errors against fp64; "
+        f"that of the hidden states' gradient is {hidden_error[OURS] / hidden_error[PEERS[0]]:.2f} times TRL's.",
         "peer": f"the fused head of TRL {version('trl')}'s GRPOTrainer (ChunkedLogProbFunction)",
         "bars": bars,
         "table": rows + error_rows,

@@ -1,20 +1,20 @@
 """Growth of peak memory with the vocabulary and the responses, over what has to grow: `python benchmarks/memory.py`.
 
 One training forward and backward of a group of 8 equal responses, by a random Llama with SmolLM2's hidden size, tied
-embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds
-the model, makes a tiny step, and reports by how much its memory's peak rises in the first full-size step; the model's
-weights are added to that. So weights, gradients and what the step allocates are counted, and the optimizer's state in
-no arm: our fp32 master weights are there before the step, and no arm steps Adam. Swept: the vocabulary V, and the
-responses' tokens T.
+embeddings and few layers, in `harness.dtype`, without gradient checkpointing. Every point has a process of its own,
+which builds the model, makes a tiny step, and reports by how much its memory's peak rises in the first full-size step;
+the model's weights are added to that. So weights, gradients and what the step allocates are counted, and the
+optimizer's state in no arm: our fp32 masters of bf16 weights are there before the step, and no arm steps Adam. Swept:
+the vocabulary V, and the responses' tokens T.
 
 - ours: `TrainPolicy.score`, `GRPOLoss`, gradients summed in fp32 as our optimizer keeps them;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` with its fused head, all responses in a forward;
 - TorchRL: `GRPOLoss` over `TransformersWrapper`, without entropy and KL terms;
 - trunk: our model's layers alone, without head and loss.
 
-What has to grow: with each entry of the vocabulary, a row of the bf16 weight and of its fp32 gradient; with each token,
-what the trunk alone needs, and a row of bf16 hidden states and of their fp32 gradient. The figure is the larger of our
-two slopes over these.
+What has to grow: with each entry of the vocabulary, a row of the weight and of its fp32 gradient; with each token,
+what the trunk alone needs, and a row of hidden states and of their fp32 gradient. The figure is the larger of our two
+slopes over these.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ REPEATS = 3
 CHANCE = 0.03
 """The share by which a slope still moves from call to call: points vary by some 10 MiB."""
 GRADIENT_BYTES = 4
-"""Bytes of a parameter's gradient: bf16 gradients are summed in fp32."""
+"""Bytes of a number of a gradient: they are summed in fp32."""
 
 Step = tuple[Callable[[list], None], Callable[[], object]]
 """Two functions: one makes the gradients of groups, the other frees them."""
 
 
 def make_model(vocab: int):
-    """A random Llama, bf16."""
+    """A random Llama, in `harness.dtype`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def make_model(vocab: int):
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return LlamaForCausalLM(config).to(harness.dtype())
 
 
 def make_groups(vocab: int, response: int) -> list:
@@ -193,37 +193,26 @@ def sweep(names: Sequence[str], points: Mapping[int, tuple[int, int]], failed: d
     return peaks
 
 
-def vocabulary_allowance(hidden: int) -> int:
-    """Bytes of one entry: its row of the bf16 weight, and of the gradient as it is kept.
-
-    >>> vocabulary_allowance(576)
-    3456
-    """
-    return hidden * (2 + GRADIENT_BYTES)
-
-
-def token_allowance(trunk: float, hidden: int) -> float:
-    """Bytes of one response token: those of the trunk, and of what goes from the trunk to the head and back.
-
-    >>> token_allowance(200.0, 576)
-    3656.0
-    """
-    return trunk + hidden * (2 + 4)
-
-
-def over_allowance(slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+def over_allowance(slopes: Mapping[str, Mapping[str, float]], itemsize: int) -> dict[str, tuple[float, float]]:
     """For V and T: what our memory grows with one more over what it has to, and what it has to, in bytes.
 
-    >>> over_allowance({"V": {"grpo_rl": 6912.0}, "T": {"grpo_rl": 5484.0, "trunk": 200.0}})
+    An entry of the vocabulary has to have its row of the weight, and of the gradient as it is kept; a response token
+    the trunk's bytes, and those of what goes from the trunk to the head and back.
+
+    Args:
+        itemsize: bytes of a number of the weights and hidden states.
+
+    >>> over_allowance({"V": {"grpo_rl": 6912.0}, "T": {"grpo_rl": 5484.0, "trunk": 200.0}}, itemsize=2)
     {'V': (2.0, 3456), 'T': (1.5, 3656.0)}
     """
-    allowed = {"V": vocabulary_allowance(HIDDEN), "T": token_allowance(slopes["T"][TRUNK], HIDDEN)}
+    row = HIDDEN * (itemsize + GRADIENT_BYTES)
+    allowed = {"V": row, "T": slopes["T"][TRUNK] + row}
     return {axis: (slopes[axis][OURS] / allowed[axis], allowed[axis]) for axis in slopes}
 
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     failed: dict[str, str] = {}
     names = [OURS, *args.peers]
     series = {
@@ -236,12 +225,13 @@ def main() -> None:
     }
     if OURS not in slopes["V"] or not {OURS, TRUNK} <= slopes["T"].keys():
         sys.exit(f"error: too few points of {OURS} and {TRUNK}: {failed}")
-    over = over_allowance(slopes)
+    over = over_allowance(slopes, harness.dtype().itemsize)
     words = {"V": "vocabulary", "T": "response tokens"}
     result = {
         "shows": "Peak memory of a training forward and backward, weights included, against the vocabulary and against "
         "the responses' tokens; the figure is our larger slope over what has to grow. It counts weights, gradients and "
-        "what the step allocates; the optimizer's state (our fp32 master weights, Adam's moments) is in no arm's peak.",
+        "what the step allocates; the optimizer's state (fp32 masters of bf16 weights, Adam's moments) is in no arm's "
+        "peak.",
         "peer": ", ".join(f"{name} {version(name)}" for name in args.peers),
         "bars": [
             harness.bar(

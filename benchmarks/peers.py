@@ -11,6 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from grpo_rl.data.group import Group
+from grpo_rl.settings.hardware import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 def trl_trainer(
     model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group_size: int, batch: int, folder: Path
 ):
-    """TRL's ``GRPOTrainer`` with bf16 weights and no gradient checkpointing, in training mode, ready for a loss.
+    """TRL's ``GRPOTrainer`` without autocast and gradient checkpointing, in training mode, ready for a loss.
 
     Args:
+        model: a model, or a folder, of which one in `default_dtype` is loaded.
         batch: responses of a forward.
         folder: where it may write.
     """
@@ -35,7 +37,7 @@ def trl_trainer(
         train_dataset=Dataset.from_list([{"prompt": "unused"}]),
         args=GRPOConfig(
             output_dir=str(folder),
-            model_init_kwargs={"dtype": "bfloat16"} if isinstance(model, str) else None,
+            model_init_kwargs={"dtype": default_dtype()} if isinstance(model, str) else None,
             bf16=False,
             use_cpu=True,
             gradient_checkpointing=False,

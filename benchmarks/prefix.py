@@ -1,6 +1,6 @@
 """Measures what computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
 
-Forward and backward of `TrainPolicy.score`, bf16, over one group of G responses with R tokens each to a prompt of P,
+Forward and backward of `TrainPolicy.score` over one group of G responses with R tokens each to a prompt of P tokens,
 against the same code on the same tokens in G groups of one response, each with the prompt, with sharing between groups
 off. Both are cut into micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens
 instead of G(P + R); the figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on
@@ -179,9 +179,9 @@ def prompt_share(
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     try:
-        policy = TrainPolicy.load(resolve_model(args.model), torch.bfloat16, args.device)
+        policy = TrainPolicy.load(resolve_model(args.model), harness.dtype(), args.device)
     except ValueError as error:
         sys.exit(f"error: {error}")
     vocab = policy.model.config.vocab_size

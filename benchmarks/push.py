@@ -1,9 +1,9 @@
 """Measures the cost of a weight push in plain copies of the same bytes: `python benchmarks/push.py`.
 
-All weights of SmolLM2-135M in bfloat16 go from a trainer to vLLM on a CPU, in a process of its own and in this one. A
-push is all that `WeightSync.push` does: it pauses the engine, hands every tensor over, through shared memory bucket by
-bucket where there are two processes, has vLLM load and pack it, compares digests of what each weight was packed from
-with what was sent, and goes on.
+All weights of SmolLM2-135M, in `harness.dtype`, go from a trainer to vLLM on a CPU, in a process of its own and in
+this one. A push is all that `WeightSync.push` does: it pauses the engine, hands every tensor over, through shared
+memory bucket by bucket where there are two processes, has vLLM load and pack it, compares digests of what each weight
+was packed from with what was sent, and goes on.
 
 The peer is one `Tensor.copy_` of each of the same tensors into memory that is there already, with as many threads. It
 delivers nothing to another process, lays nothing out anew, and proves nothing: it is what moving the bytes once costs.
@@ -24,6 +24,8 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from loop_control import served
+
+from grpo_rl.settings.hardware import default_dtype
 
 NAME = "push"
 PUSH, IN_PROCESS, COPY = "push", "push in one process", "plain copy"
@@ -49,7 +51,7 @@ def load(work: Work) -> torch.nn.Module:
 
     from grpo_rl.policies.hub import resolve_model
 
-    return AutoModelForCausalLM.from_pretrained(resolve_model(work.model), dtype=torch.bfloat16).to(work.device)
+    return AutoModelForCausalLM.from_pretrained(resolve_model(work.model), dtype=harness.dtype()).to(work.device)
 
 
 def copy_arm(steps: harness.Steps, work: Work) -> None:
@@ -73,7 +75,7 @@ def push_arm(steps: harness.Steps, work: Work) -> None:
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
     model = load(work)
-    with served(AsyncVLLMEngine(resolve_model(work.model), max_model_len=512)) as engine:
+    with served(AsyncVLLMEngine(resolve_model(work.model), max_model_len=512, dtype=default_dtype())) as engine:
         transport = SharedMemoryTransport([engine], work.bucket_mib << 20)
         try:
             push(steps, model, WeightSync(model, transport))
@@ -89,8 +91,8 @@ def in_process_arm(steps: harness.Steps, work: Work) -> None:
 
     model = load(work)
     # No graphs: their capture takes seconds, and a push touches none of them.
-    share = work.engine_share
-    engine = VLLMEngine(resolve_model(work.model), 512, gpu_memory_utilization=share, enforce_eager=True)
+    settings = {"gpu_memory_utilization": work.engine_share, "enforce_eager": True, "dtype": default_dtype()}
+    engine = VLLMEngine(resolve_model(work.model), 512, **settings)
     sync = WeightSync(model, engine)
     sync.push()  # the first one is read back by products
     push(steps, model, sync)

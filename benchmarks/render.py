@@ -96,6 +96,8 @@ def machine(result: Mapping) -> str:
         parts.append(f"{facts['cores']} cores, {facts['memory_gib']} GiB")
     if facts.get("accelerator"):
         parts.append(facts["accelerator"])
+    if "dtype" in facts:
+        parts.append(f"dtype {facts['dtype']}")
     parts += [f"{name} {version}" for name, version in facts.get("packages", {}).items() if name == "torch"]
     if "load_average" in result:
         busy = ", **measured although it was busy**" if result.get("forced") else ""

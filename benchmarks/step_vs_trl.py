@@ -8,9 +8,10 @@ weights, and reports the fraction of the machine's limit that it reached (`grpo_
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
 kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where
-`--trl-generation` names them, other ways of generating. The fastest goes on to the rounds, in which both sides take
-turns: more arms would not fit into 24 GiB. Where it does not fit next to ours, the next one does, and the figure is the
-smaller of the ratio in the rounds and the one by its time alone. All times are recorded.
+`--trl-generation` names them, other ways of generating. On a CPU without AVX-512 both sides work in fp32, and no
+setting of TRL has autocast. The fastest goes on to the rounds, in which both sides take turns: more arms would not fit
+into 24 GiB. Where it does not fit next to ours, the next one does, and the figure is the smaller of the ratio in the
+rounds and the one by its time alone. All times are recorded.
 
 Two of TRL's settings are recorded next to it, and are not the headline's peer, as TRL has no setting for them:
 - `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.policies.allocator`).
@@ -42,6 +43,7 @@ import harness
 import torch
 
 from grpo_rl.policies.allocator import keep_freed_memory
+from grpo_rl.settings.hardware import default_dtype
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
@@ -77,13 +79,14 @@ class Work:
 
 @dataclass(frozen=True)
 class TRLSetting:
-    """A way to run TRL: dtype of the weights (fp32 under autocast), responses a forward, generation, allocator, Liger.
+    """A way to run TRL: dtype of the weights, responses a forward, generation, allocator, Liger.
 
     >>> TRLSetting("fp32", 16).name, TRLSetting("bf16", 8, our_allocator=True, liger=True).name
     ('trl_fp32_generate_batch16', 'trl_bf16_generate_batch8_our_allocator_liger')
     """
 
     weights: str
+    """bf16 or fp32; under autocast if products have another dtype, see `harness.dtype`."""
     batch: int
     generation: str = "generate"  # generate | batching | vllm
     our_allocator: bool = False
@@ -143,7 +146,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
         f"train.optim_batch_size={work.responses}",
         f"sampling.max_new_tokens={work.response}",
         f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
-        "train_model.dtype=bfloat16",  # TRL's, too
+        f"train_model.dtype={default_dtype()}",  # TRL's, too
         *([f"inference_model.gpu_memory_utilization={work.engine_share}"] if work.engine_share else []),
         *overrides,
     ]
@@ -238,7 +241,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
             args=GRPOConfig(
                 output_dir=folder,
                 model_init_kwargs={"dtype": {"bf16": "bfloat16", "fp32": "float32"}[setting.weights]},
-                bf16=setting.weights == "fp32",  # autocast
+                bf16=setting.weights != harness.dtype_name(),  # autocast
                 use_cpu=not torch.cuda.is_available(),
                 optim="adamw_torch_fused",
                 use_liger_kernel=setting.liger,
@@ -329,10 +332,11 @@ def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tup
     Raises:
         ValueError: none ran.
     """
-    changes = [{"weights": "fp32"}] * args.trl_fp32
+    weights = harness.dtype_name()
+    changes = [{"weights": "fp32"}] * (args.trl_fp32 and weights == "bf16")
     changes += [{"generation": generation} for generation in args.trl_generation]
     changes += [{"our_allocator": True}] * args.our_allocator
-    settings = [TRLSetting("bf16", batch) for batch in batches]
+    settings = [TRLSetting(weights, batch) for batch in batches]
     tried: dict[str, float | str] = {}
     if len(settings) == 1 and not changes:
         return settings, tried
@@ -442,7 +446,7 @@ def name_of(prompt: int | None) -> str:
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     try:
         work = asked_work(args)
     except ValueError as error:
@@ -537,7 +541,7 @@ def parse() -> argparse.Namespace:
     number = harness.at_least_one
     options.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="responses a forward, to try")
     options.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
-                         help="try fp32 weights as well as bf16")  # fmt: skip
+                         help="try fp32 weights under autocast as well as bf16")  # fmt: skip
     options.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],
                          help="ways to generate, to try as well as `generate`")  # fmt: skip
     options.add_argument("--our-allocator", action=argparse.BooleanOptionalAction, default=True,

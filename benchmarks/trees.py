@@ -2,7 +2,7 @@
 
 The default model plays conversations of the calculator and the search task in vLLM, one group a prompt, temperature 1.
 Prompts of a task begin with the same system message and examples, and responses of a group with the same words, calls
-and results. Forward and backward of `TrainPolicy.score` over these groups, bf16, in micro-batches of training's default
+and results. Forward and backward of `TrainPolicy.score` over these groups, in micro-batches of training's default
 budget: with every common beginning computed once, against each group's prompt alone. The figure is the smallest
 speed-up over the ratio of computed tokens. It is below 1 where work does not depend on the trunk's tokens.
 """
@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 import harness
-import torch
 from prefix import prompts_alone, step
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
@@ -33,6 +32,7 @@ from grpo_rl.envs.search_qa import SearchQAEnv
 from grpo_rl.policies import packing
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.settings.hardware import default_dtype
 
 NAME = "trees"
 BAR = 0.8
@@ -57,17 +57,18 @@ def computed_tokens(groups: list[Group], max_tokens: int) -> int:
 
 def main() -> None:
     args = parse()
-    load = harness.require_quiet(args.force, bfloat16=True)
+    load = harness.require_quiet(args.force)
     from transformers import AutoTokenizer
 
     folder = resolve_model(args.model)
-    engine, tokenizer = VLLMEngine(folder, max_model_len=2048), AutoTokenizer.from_pretrained(folder)
+    engine = VLLMEngine(folder, max_model_len=2048, dtype=default_dtype())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     sampling = Sampling(max_new_tokens=args.response)
     try:
         tasks = {name: played(env, engine, sampling) for name, env in environments(args, tokenizer)}
     finally:
         engine.close()
-    policy = TrainPolicy.load(folder, torch.bfloat16, args.device)
+    policy = TrainPolicy.load(folder, harness.dtype(), args.device)
     budget, rows = args.micro_batch_tokens, []
     for name, groups in tasks.items():
         run = functools.partial(step, policy, groups, budget)
