@@ -86,7 +86,7 @@ def torchrl_arm(steps: harness.Steps, work: Work, as_stack: bool, replacement: b
     from tensordict import lazy_stack
     from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
-    from grpo_rl.data.advantages import group_advantages
+    from grpo_rl.losses.advantage import group_advantages
 
     groups = [group.with_advantages(group_advantages(group.rewards)) for group in make_groups(work)]
     rows = [row for group in groups for row in group.to_tensordict().unbind(0)]

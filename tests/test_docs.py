@@ -35,9 +35,9 @@ PAGES = [
 FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
 FREE = (
     *("logger.settings.", "env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model"),
-    *("env.task", "env.one_word", "env.letters", "env.mixture."),
+    *("env.task", "env.one_word", "env.letters", "env.mixture.", "loss.softness"),
 )
-"""Names of rewards, weights, attributes and arguments of loggers; and those that a task of one's own brings."""
+"""Names of rewards, weights, attributes and arguments of loggers; and those of a task or a loss of one's own."""
 FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 

@@ -11,6 +11,7 @@ from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.envs.task import check_weights
+from grpo_rl.losses.factors import ADVANTAGE
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import check_finite, load_tokenizer, resolve_model
@@ -129,7 +130,7 @@ def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> No
 
 def make_loss(settings: Settings) -> GRPOLoss:
     """The loss of ``loss`` and ``policy``."""
-    return GRPOLoss(derived.loss_terms(settings))
+    return GRPOLoss(settings.loss, derived.kl_in_loss(settings), settings.policy.entropy_coef)
 
 
 def make_optimizer(
@@ -157,22 +158,22 @@ def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> Adv
     Raises:
         ValueError: ``loss`` has settings that give no advantage, or weighs parts that the reward doesn't have.
     """
-    weights = dict(settings.loss.reward_weights)
+    weights = dict(settings.loss["reward_weights"])
     if unknown := weights.keys() - set(reward_parts):
         raise ValueError(
             f"loss.reward_weights weighs {', '.join(sorted(unknown))}, and the parts of the reward are "
             f"{', '.join(reward_parts)}"
         )
     check_weights(weights, "loss.reward_weights")
-    if weights and settings.loss.advantage != "multi_reward":
+    function = ADVANTAGE.chosen(settings.loss)
+    if weights and "reward_weights" not in function.keywords:
         raise ValueError(
             f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}; the "
             "weights of the reward's sum are those of env.reward and env.rewards"
         )
     return AdvantageEstimator(
-        settings.loss.advantage,
+        function,
         settings.loss.advantage_clip,
-        weights,
         kl_coef=derived.kl_in_reward(settings),
         kl=settings.loss.kl,
         reward_clip=settings.train.reward_clip,

@@ -1,37 +1,33 @@
-"""Advantages: each response's reward relative to its group's. Letters: G responses of a group, N groups of one size."""
+"""The step from a collection's groups to their advantages. Letters: G responses of a group, N groups of one size."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.losses.choices import KL, check_advantage
-from grpo_rl.losses.choices import Advantage as Kind
+from grpo_rl.losses.advantage import batch_advantages
+from grpo_rl.losses.factors import ADVANTAGE, check_advantage
 from grpo_rl.losses.kl import kl_estimate
-
-GROUP_KINDS = ("zscore", "no_std", "leave_one_out")
-"""The kinds that are computed for each group by itself; the others need all groups of a collection."""
-
-STD_EPSILON = 1e-4
-"""Added to the standard deviation, as in TRL (verl adds 1e-6): near-equal rewards give small advantages."""
 
 
 class AdvantageEstimator:
     """Turns the rewards of a collection's groups into advantages: clip the rewards, subtract the KL penalty, normalise.
 
     Args:
-        kind: see :func:`group_advantages` and :func:`batch_advantages`; the batch is the groups of one call.
+        kind: see `grpo_rl.losses.advantage.batch_advantages`; the batch is the groups of one call.
         clip: advantages are clipped to [-clip, clip].
-        reward_weights: weights of the parts of the reward, for ``multi_reward``.
         kl_coef: weight of the KL penalty in the reward; a schedule may change it between calls.
         kl: the estimate of that KL, see :func:`kl_penalty`.
         reward_clip: rewards are first clipped to [-reward_clip, reward_clip].
+        settings: of the function, such as ``reward_weights`` of ``multi_reward``.
 
     Raises:
         ValueError: the settings give no advantage.
@@ -44,15 +40,16 @@ class AdvantageEstimator:
 
     def __init__(
         self,
-        kind: Kind = "zscore",
+        kind: str | Callable[..., Any] = "zscore",
         clip: float | None = None,
-        reward_weights: Mapping[str, float] | None = None,
         kl_coef: float = 0.0,
-        kl: KL = "k1",
+        kl: str = "k1",
         reward_clip: float | None = None,
+        **settings: Any,
     ) -> None:
-        check_advantage(kind, kl_coef, kl, reward_clip)
-        self._kind, self._clip, self._weights = kind, clip, reward_weights
+        function = ADVANTAGE.bound(kind, **settings)
+        check_advantage(function, kl_coef, kl, reward_clip)
+        self._function, self._clip = function, clip
         self.kl_coef, self._kl = kl_coef, kl
         self._reward_clip = math.inf if reward_clip is None else reward_clip
 
@@ -70,10 +67,10 @@ class AdvantageEstimator:
             by_size[len(first)].append(i)
         tables = [[groups[i] for i in members] for members in by_size.values()]
         rewards = [self._penalised_rewards(table) for table in tables]
-        # A part that is weighed may be of no response of these.
-        names = dict.fromkeys([*(name for group in groups for name in group.reward_parts), *(self._weights or {})])
-        parts = [_stacked_parts(table, names) for table in tables] if self._kind == "multi_reward" else []
-        advantages = batch_advantages(rewards, self._kind, self._clip, parts, self._weights)
+        names = dict.fromkeys(name for group in groups for name in group.reward_parts)
+        takes_parts = "parts" in inspect.signature(self._function).parameters
+        parts = [_stacked_parts(table, names) for table in tables] if takes_parts else []
+        advantages = batch_advantages(rewards, self._function, self._clip, parts)
         rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
                 for i, row in zip(members, table, strict=True)}  # fmt: skip
         return [group.with_advantages(rows[i][sessions[i][1]]) for i, group in enumerate(groups)]
@@ -117,140 +114,7 @@ def _stacked_parts(groups: Sequence[Group], names: Iterable[str]) -> dict[str, F
     return {name: torch.stack([column(group, name) for group in groups]) for name in names}
 
 
-def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> Float[Tensor, "*N G"]:
-    """Advantage of each response; a group's sum to zero, and equal rewards give exact zeros.
-
-    Args:
-        rewards: of the responses to one prompt, or to each of several.
-        kind: ``zscore`` is (r - mean) / (std + 1e-4) with the unbiased std: GRPO, https://arxiv.org/abs/2402.03300;
-            ``no_std`` is r - mean: Dr. GRPO, https://arxiv.org/abs/2503.20783, as dividing by the std gives very easy
-            and very hard prompts more weight; ``leave_one_out`` is r - mean of the other responses: RLOO,
-            https://arxiv.org/abs/2402.14740.
-
-    Raises:
-        ValueError: there are fewer than two responses, a reward is not finite, or the kind is not one of a group.
-
-    One correct response of four: mean 1/4, deviations -1/4 and 3/4, variance (3/16 + 9/16) / 3 = 1/4:
-
-    >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    >>> group_advantages(rewards)
-    tensor([-0.4999, -0.4999, -0.4999,  1.4997])
-    >>> group_advantages(rewards, "leave_one_out")
-    tensor([-0.3333, -0.3333, -0.3333,  1.0000])
-    """
-    size = rewards.shape[-1]
-    if size < 2:
-        raise ValueError(f"a group of {size} responses has nothing to compare with; env.repeats must be at least 2")
-    finite = rewards.isfinite().all(-1, keepdim=True)
-    if not finite.all():
-        raise ValueError(f"rewards must be finite, got {rewards[~finite.expand_as(rewards)][:size].tolist()}")
-    if kind not in GROUP_KINDS:
-        check_advantage(kind)
-        raise ValueError(
-            f"{kind} needs all groups of a collection, see batch_advantages; for one: {', '.join(GROUP_KINDS)}"
-        )
-    # Rounding of the mean would leave equal rewards a residue, which the z-score then magnifies up to 10,000 times.
-    equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
-    wide = rewards.double()  # the squares of large rewards overflow fp32, and a std of infinity would hide them all
-    deviations = (wide - wide.mean(-1, keepdim=True)).masked_fill(equal, 0.0)
-    if kind == "leave_one_out":
-        # r_i - (sum - r_i) / (G - 1) = (r_i - mean) * G / (G - 1)
-        deviations = deviations * (size / (size - 1))
-    elif kind == "zscore":
-        deviations = deviations / (wide.std(-1, keepdim=True) + STD_EPSILON)
-    advantages = deviations.to(rewards.dtype)
-    if not advantages.isfinite().all():
-        raise ValueError(
-            f"rewards as large as {rewards.abs().max():.3g} have advantages beyond the range of {rewards.dtype}; scale "
-            "them down in the task, or set train.reward_clip"
-        )
-    return advantages
-
-
-def batch_advantages(
-    rewards: Sequence[Float[Tensor, "N G"]],
-    kind: Kind = "zscore",
-    clip: float | None = None,
-    parts: Sequence[Mapping[str, Float[Tensor, "N G"]]] = (),
-    weights: Mapping[str, float] | None = None,
-) -> list[Float[Tensor, "N G"]]:
-    """Advantages of all groups of a collection, in the layout of ``rewards``.
-
-    A group's advantages sum to zero, unless ``clip`` changes some. Further kinds, beyond :func:`group_advantages`:
-
-    - ``batch_std``: (r - mean of the group) / (std of all rewards + 1e-4): Lite PPO, https://arxiv.org/abs/2508.08221;
-      TRL's ``scale_rewards="batch"``.
-    - ``batch_zscore``: (r - mean of the group) over the std of all these differences + 1e-4, so that different
-      difficulties of prompts don't count as spread: REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
-    - ``multi_reward``: for each part of the reward the z-score in its group, among the responses that have the part,
-      then their weighted sum, over the std of all these sums + 1e-4, so that no part is drowned by the scale of
-      another: GDPO, https://arxiv.org/abs/2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
-
-    Both papers also subtract the mean of the whole batch, which is zero as each group's is.
-
-    Args:
-        rewards: a table for each group size.
-        clip: advantages are clipped to [-clip, clip].
-        parts: parts of the reward, a table by name for each of ``rewards``, NaN where a response has no such part;
-            read by ``multi_reward``.
-        weights: weights of the parts, 1 by default.
-
-    Raises:
-        ValueError: as :func:`group_advantages`, or parts are missing, or a weight names an unknown part.
-
-    Two groups whose rewards spread by 1 and by 3: the differences are ±0.5 and ±1.5, their variance 5/3.
-
-    >>> batch_advantages([torch.tensor([[0.0, 1.0], [0.0, 3.0]])], "batch_zscore")
-    [tensor([[-0.3873,  0.3873],
-            [-1.1618,  1.1618]])]
-    """
-    check_advantage(kind)
-    if kind in GROUP_KINDS:
-        advantages = [group_advantages(table, kind) for table in rewards]
-    elif kind == "multi_reward":
-        advantages = [_sum_of_parts(of_table, weights or {}) for of_table in parts]
-        advantages = _over_std(advantages, advantages)
-    else:
-        advantages = [group_advantages(table, "no_std") for table in rewards]
-        advantages = _over_std(advantages, rewards if kind == "batch_std" else advantages)
-    return advantages if clip is None else [table.clamp(-clip, clip) for table in advantages]
-
-
-def _sum_of_parts(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    if not parts or weights.keys() - parts.keys():
-        raise ValueError(
-            f"loss.advantage=multi_reward with loss.reward_weights {dict(weights)}, but the rewards have the parts "
-            f"{sorted(parts)}; name these, or choose another loss.advantage"
-        )
-    scores = [weights.get(name, 1.0) * _z_scores_where_present(table) for name, table in parts.items()]
-    return torch.stack(scores).sum(0)
-
-
-def _z_scores_where_present(part: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """The z-scores of a part of the reward in each group, among its responses that have the part; 0 for the others.
-
-    >>> _z_scores_where_present(torch.tensor([[torch.nan, 0.0, 1.0], [torch.nan, torch.nan, 1.0]]))
-    tensor([[ 0.0000, -0.7070,  0.7070],
-            [ 0.0000,  0.0000,  0.0000]])
-    """
-    if not part.isnan().any():
-        return group_advantages(part)
-    scores = torch.zeros_like(part)
-    for own, of_group in zip(scores, part, strict=True):
-        has = ~of_group.isnan()
-        if has.sum() > 1:
-            own[has] = group_advantages(of_group[has])
-    return scores
-
-
-def _over_std(tables: Sequence[Tensor], spread: Sequence[Tensor]) -> list[Tensor]:
-    if not spread:
-        return []
-    std = torch.cat([table.flatten() for table in spread]).double().std()  # squares of large rewards overflow fp32
-    return [table / (std + STD_EPSILON) for table in tables]
-
-
-def kl_penalty(group: Group, kl: KL = "k1") -> Float[Tensor, " G"]:
+def kl_penalty(group: Group, kl: str = "k1") -> Float[Tensor, " G"]:
     """Each response's KL from the reference, in nats: the sum of the estimates of its trained tokens.
 
     Both log-probabilities are the trainer's, before the update: the sampler's would include the engine's rounding.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.data.prefix_tree import common_length
-from grpo_rl.losses.aggregate import Aggregation
 
 LEAST_SHARED = 32
 """Tokens that all prompts begin with, to be counted once a micro-batch; fewer may be computed for each group."""
@@ -30,7 +29,6 @@ class MicroBatching:
         aggregate: how tokens are weighted in the loss, see `grpo_rl.losses.aggregate.token_weights`.
         skip_zero_advantage: leave out zero-variance groups. They still count in the step's mean; without a KL and an
             entropy term their gradient is zero, so scoring them would be wasted work.
-        normalizer: the constant of ``aggregate="constant"``.
         mask_truncated: leave responses that reached the length limit out of the loss.
         top_entropy_fraction: only this share of the step's trained tokens, those of highest entropy, carries the policy
             gradient; KL and entropy terms apply to all.
@@ -40,9 +38,8 @@ class MicroBatching:
 
     max_tokens: int
     count: int | None = None
-    aggregate: Aggregation = "sequence_mean"
+    aggregate: str | Callable[..., Tensor] = "sequence_mean"
     skip_zero_advantage: bool = False
-    normalizer: int | float | None = None
     mask_truncated: bool = False
     top_entropy_fraction: float = 1.0
     on_policy: bool = False

@@ -5,14 +5,16 @@ Letters: N response tokens of a micro-batch, B responses of a micro-batch, P pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
+from pydantic import Field
 from torch import Tensor
 
-from grpo_rl.losses.choices import Aggregation
+from grpo_rl.losses.factors import AGGREGATE, call, named
 
 
 @dataclass(frozen=True)
@@ -36,78 +38,114 @@ class StepTotals:
     entropy_floor: float | None = None
 
 
+@AGGREGATE.add("sequence_mean", "each response weighs the same")
+def sequence_mean(trained: Float[Tensor, " N"], response: Int[Tensor, " N"], sequences: int) -> Float[Tensor, " N"]:
+    """GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over a response's tokens, then over responses."""
+    # A mean over no trained token has only zeros to divide; the clamps keep it at zero.
+    return trained / sum_over_response(trained, response).clamp(min=1) / sequences
+
+
+@AGGREGATE.add("token_mean", "each token")
+def token_mean(trained: Float[Tensor, " N"], tokens: int) -> Float[Tensor, " N"]:
+    """DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token has the same weight."""
+    return trained / max(tokens, 1)
+
+
+@AGGREGATE.add("prompt_mean", "each prompt")
+def prompt_mean(trained: Float[Tensor, " N"], prompt: Int[Tensor, " N"], prompts: int) -> Float[Tensor, " N"]:
+    """ScaleRL (https://arxiv.org/abs/2510.13786): the mean over tokens of a prompt's responses, then over prompts."""
+    return trained / sum_over_response(trained, prompt).clamp(min=1) / prompts
+
+
+@AGGREGATE.add("constant", "a response's sum over `normalizer`, then the mean over responses")
+def constant(
+    trained: Float[Tensor, " N"],
+    sequences: int,
+    normalizer: Annotated[
+        float | None, Field(description="null: sampling.max_new_tokens, the most that one turn may have", gt=0)
+    ] = None,
+) -> Float[Tensor, " N"]:
+    """Dr. GRPO (https://arxiv.org/abs/2503.20783): a response's sum over a constant, then the mean over responses.
+
+    The weight of a token does not depend on the response's length.
+
+    Raises:
+        ValueError: the constant, such as the largest response length, is missing or not positive.
+    """
+    if not (normalizer and normalizer > 0):
+        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
+    return trained / (sequences * normalizer)
+
+
 def token_weights(
     lengths: Int[Tensor, " B"],
     trainable: Bool[Tensor, " N"],
-    how: Aggregation,
+    how: str | Callable[..., Float[Tensor, " N"]],
     totals: StepTotals,
-    group_sizes: Int[Tensor, " P"] | None = None,
-    normalizer: int | float | None = None,
+    group_sizes: Int[Tensor, " P"],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " N"]:
     """Weight of each token in the loss of the whole optimizer step; 0 on tokens that are not trained on.
 
-    - ``sequence_mean``, GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over a response's trained tokens, then
-      over responses.
-    - ``token_mean``, DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token has the same weight.
-    - ``constant``, Dr. GRPO (https://arxiv.org/abs/2503.20783): the sum over a response's tokens, divided
-      by a constant, then the mean over responses; the weight of a token does not depend on the response's length.
-    - ``prompt_mean``, ScaleRL (https://arxiv.org/abs/2510.13786): the mean over the trained tokens of all responses to
-      a prompt, then over prompts.
-
     Args:
         lengths: tokens of each response; N in all.
         trainable: False on tokens that are not trained on, such as a tool's output.
+        how: one of the functions above or its name, or one of the user's own. Gets by name: ``trained``, ``trainable``
+            as numbers; ``response`` and ``prompt``, each token's in this micro-batch; and ``sequences``, ``tokens`` and
+            ``prompts`` of the whole step.
         totals: counts of the whole step.
-        group_sizes: responses of each prompt, in the order of ``lengths``; B in all. Read by ``prompt_mean``.
-        normalizer: the constant of ``constant``, such as the largest response length.
+        group_sizes: responses of each prompt, in the order of ``lengths``; B in all.
         dtype: of the weights.
 
     Raises:
-        ValueError: unknown ``how``, lengths or sizes that don't add up, a normalizer that is missing or not positive,
-            or totals smaller than what this micro-batch holds.
+        ValueError: lengths or sizes that don't add up, totals smaller than what this micro-batch holds, or not a weight
+            per token.
 
     Two responses of one and three tokens to one prompt, the second with a tool's token inside:
 
     >>> lengths, trainable = torch.tensor([1, 3]), torch.tensor([True, True, False, True])
-    >>> totals = StepTotals(sequences=2, tokens=3, prompts=1)
-    >>> token_weights(lengths, trainable, "sequence_mean", totals)
+    >>> totals, sizes = StepTotals(sequences=2, tokens=3, prompts=1), torch.tensor([2])
+    >>> token_weights(lengths, trainable, "sequence_mean", totals, sizes)
     tensor([0.5000, 0.2500, 0.0000, 0.2500])
-    >>> token_weights(lengths, trainable, "token_mean", totals)
-    tensor([0.3333, 0.3333, 0.0000, 0.3333])
-    >>> token_weights(lengths, trainable, "constant", totals, normalizer=10)
+    >>> token_weights(lengths, trainable, AGGREGATE.bound("constant", normalizer=10), totals, sizes)
     tensor([0.0500, 0.0500, 0.0000, 0.0500])
     """
-    if how not in get_args(Aggregation):
-        raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
-    if how == "constant" and not (normalizer and normalizer > 0):
-        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
     if int(lengths.sum()) != len(trainable):
         raise ValueError(f"lengths add up to {int(lengths.sum())} tokens, but there are {len(trainable)}")
-    weights = trainable.to(dtype)
-    held = {"sequences": len(lengths), "tokens": int(trainable.sum())}
-    if group_sizes is not None:
-        held["prompts"] = len(group_sizes)
+    if int(group_sizes.sum()) != len(lengths):
+        raise ValueError(
+            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} responses belongs"
+        )
+    held = {"sequences": len(lengths), "tokens": int(trainable.sum()), "prompts": len(group_sizes)}
     for name, count in held.items():
         if count > getattr(totals, name):
             raise ValueError(
                 f"this micro-batch holds {count} {name}, more than totals.{name}={getattr(totals, name)}; totals are "
                 "of the whole optimizer step"
             )
-    response = torch.repeat_interleave(lengths)
-    # A mean over no trained token has only zeros to divide; the clamps keep it at zero.
-    if how == "token_mean":
-        return weights / max(totals.tokens, 1)
-    if how == "constant":
-        return weights / (totals.sequences * normalizer)
-    if how == "sequence_mean":
-        return weights / sum_over_response(weights, response).clamp(min=1) / totals.sequences
-    if group_sizes is None or int(group_sizes.sum()) != len(lengths):
-        raise ValueError(
-            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} responses belongs"
-        )
-    prompt = torch.repeat_interleave(group_sizes)[response]
-    return weights / sum_over_response(weights, prompt).clamp(min=1) / totals.prompts
+    function, response = AGGREGATE.function(how), torch.repeat_interleave(lengths)
+    weights = call(
+        function,
+        trained=trainable.to(dtype),
+        response=response,
+        prompt=torch.repeat_interleave(group_sizes)[response],
+        sequences=totals.sequences,
+        tokens=totals.tokens,
+        prompts=totals.prompts,
+    )
+    return per_token(weights, trainable, function)
+
+
+def per_token(values: object, tokens: Shaped[Tensor, " N"], function: Callable[..., object]) -> Tensor:
+    """The values that a function has returned.
+
+    Raises:
+        ValueError: they are not one per token, and would be spread over all.
+    """
+    if not isinstance(values, Tensor) or values.shape != tokens.shape:
+        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.80}"
+        raise ValueError(f"{named(function)} returned {got} for {len(tokens)} tokens; return a value per token")
+    return values
 
 
 def sum_over_response(values: Float[Tensor, " N"], response: Int[Tensor, " N"]) -> Float[Tensor, " N"]:

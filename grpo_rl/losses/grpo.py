@@ -5,8 +5,6 @@ Letters: N response tokens of a micro-batch.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,60 +15,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from grpo_rl.losses.choices import LossTerms, check_loss
+from grpo_rl.losses.aggregate import per_token
 from grpo_rl.losses.correction import correction_weight
-from grpo_rl.losses.kl import k3, kl_estimate
-from grpo_rl.losses.surrogate import SURROGATES, clipped_tokens, leveled_log_ratio
+from grpo_rl.losses.factors import CORRECTION, KL, SURROGATE, Loss, call, check_loss, loss_section
+from grpo_rl.losses.kl import k3
+from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio
 from grpo_rl.section import read_section
-
-SURROGATE_TAKES = (
-    "log_ratio", "advantage", "log_prob", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg",
-)  # fmt: skip
-"""The parameters that a surrogate of the user's own may have; see `grpo_rl.losses.surrogate`."""
-KL_TAKES = ("log_prob", "ref_log_prob", "log_ratio")
-"""The parameters that a KL estimate of the user's own may have; see `grpo_rl.losses.kl.kl_estimate`."""
-
-
-class Term:
-    """A function of the project's or the user's that gives one value per token, from the arguments that it names.
-
-    The value of a token must follow from what is known of this token: a function that looks at the others, as one that
-    divides by their mean does, would give another gradient with other micro-batches. For what concerns several tokens
-    there are ``loss.ratio`` (a response's ratio), ``loss.aggregate`` (means) and ``loss.advantage``.
-
-    Args:
-        function: returns [N] from tensors of [N] and numbers.
-        key: the setting, for messages.
-        takes: names of what it may take.
-
-    Raises:
-        ValueError: it asks for something else.
-
-    >>> Term(lambda log_ratio, advantage: -log_ratio.exp() * advantage, "loss.surrogate", SURROGATE_TAKES).takes
-    ('log_ratio', 'advantage')
-    """
-
-    def __init__(self, function: Callable[..., Tensor], key: str, takes: tuple[str, ...]) -> None:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        self.function, self.where = function, f"{key}={getattr(function, '__module__', '?')}:{name}"
-        parameters = inspect.signature(function).parameters
-        asked = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if other := [p.name for p in asked if p.default is p.empty and p.name not in takes]:
-            raise ValueError(f"{self.where} asks for {', '.join(other)}; it can have {', '.join(takes)}")
-        self.takes = tuple(name for name in takes if name in parameters)
-
-    def __call__(self, **given: Any) -> Tensor:
-        """The value of each token; the arguments are those of the project's own functions, by name.
-
-        Raises:
-            ValueError: it returns something else, which would be spread over all tokens.
-        """
-        values, tokens = self.function(**{name: given[name] for name in self.takes}), given["log_prob"]
-        if not isinstance(values, Tensor) or values.shape != tokens.shape:
-            got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.80}"
-            raise ValueError(f"{self.where} returned {got} for {len(tokens)} tokens; return a value per token")
-        return values
-
 
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
 """The terms of the loss; their sum is the entry ``loss``, which is minimised."""
@@ -86,7 +36,10 @@ class GRPOLoss(LossModule):
     losses of micro-batches add up to the step's loss, and the gradient does not depend on how the step is split.
 
     Args:
-        terms: see `grpo_rl.losses.choices.LossTerms`; None: those that ``settings`` give by name, and its defaults.
+        loss: the section, see `grpo_rl.losses.factors.Loss`; None: what ``settings`` give by name, and its defaults. In
+            the place of a factor's name there can be a function.
+        kl_coef: weight of the estimate of KL(policy || reference).
+        entropy_coef: weight of the entropy bonus.
 
     With a correction the ratio is to the trainer's own log-probabilities before the update, without one to the sampler.
 
@@ -129,22 +82,18 @@ class GRPOLoss(LossModule):
     tensor_keys: _AcceptedKeys
     out_keys = ("loss", *LOSSES, *METRIC_SUMS)  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def __init__(self, terms: LossTerms | None = None, **settings: Any) -> None:
+    def __init__(
+        self, loss: Loss | None = None, kl_coef: float = 0.0, entropy_coef: float = 0.0, **settings: Any
+    ) -> None:
         super().__init__()
-        terms = read_section(LossTerms, settings, "loss") if terms is None else terms
-        check_loss(terms)
-        surrogate = terms.surrogate if callable(terms.surrogate) else SURROGATES[terms.surrogate]
-        self._surrogate = Term(surrogate, "loss.surrogate", SURROGATE_TAKES)
-        if terms.dual_clip is not None and "dual_clip" not in self._surrogate.takes:
-            raise ValueError(
-                f"loss.dual_clip is {terms.dual_clip}, and {self._surrogate.where} takes none; set it to null"
-            )
-        self.kl: Any = Term(terms.kl, "loss.kl", KL_TAKES) if callable(terms.kl) else terms.kl
-        self.kl_coef, self.entropy_coef = terms.kl_coef, terms.entropy_coef
-        self.ratio, self.correction = terms.ratio, terms.correction
-        self.settings = terms
-        by_response = terms.correction != "none" and terms.correction_level == "sequence"
-        self._per_response = terms.ratio != "token" or by_response
+        loss = read_section(loss_section(settings), settings, "loss") if loss is None else loss
+        check_loss(loss, kl_coef)
+        self.kl_coef, self.entropy_coef = kl_coef, entropy_coef
+        self.settings = loss
+        self._surrogate, self._kl, self._correction = (factor.chosen(loss) for factor in (SURROGATE, KL, CORRECTION))
+        self._corrects = loss.correction != "none"
+        self._level = loss.correction_level if self._corrects else "token"
+        self._per_response = "sequence" in self._level or loss.ratio != "token"
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
@@ -153,7 +102,7 @@ class GRPOLoss(LossModule):
         names = [keys.log_prob, keys.entropy, keys.sampler_log_prob, keys.advantage, keys.trainable, keys.weight]
         optional = {
             keys.ref_log_prob: self.kl_coef,
-            keys.old_log_prob: self.correction != "none",
+            keys.old_log_prob: self._corrects,
             keys.response: self._per_response,
         }
         return names + [name for name, read in optional.items() if read]
@@ -177,15 +126,13 @@ class GRPOLoss(LossModule):
         log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
         advantage = self._read(tensordict, keys.advantage)
         response = _entry(tensordict, keys.response) if self._per_response else None
-        old = self._read(tensordict, keys.old_log_prob) if self.correction != "none" else sampler
+        old = self._read(tensordict, keys.old_log_prob) if self._corrects else sampler
         log_ratio = log_prob - old
-        leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, response)
-        how = settings.correction, settings.correction_level, settings.correction_low, settings.correction_high
-        weight, corrected = correction_weight(old - sampler, *how, response)
+        leveled = leveled_log_ratio(log_ratio, settings.ratio, trainable, response)
+        weight, corrected = correction_weight(old - sampler, self._correction, self._level, response)
+        objective = call(self._surrogate, log_ratio=leveled, advantage=advantage, log_prob=log_prob)
         terms = TensorDict(
-            objective=weight * self._surrogate(
-                log_ratio=leveled, advantage=advantage, log_prob=log_prob, **settings
-            ),
+            objective=weight * per_token(objective, log_prob, self._surrogate),
             entropy=self._read(tensordict, keys.entropy),
             kl=torch.zeros_like(log_prob),
             log_ratio=log_ratio,
@@ -193,12 +140,14 @@ class GRPOLoss(LossModule):
             correction=weight,
             corrected=corrected,
             batch_size=log_ratio.shape,
-        )  # fmt: skip
-        clips = settings.clip_low, settings.clip_high, settings.dual_clip
+        )
+        clips = (settings[name] for name in ("clip_low", "clip_high", "dual_clip"))
         terms.update(clipped_tokens(settings.surrogate, leveled.detach(), advantage, *clips))
         if self.kl_coef:
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
-            terms["kl"] = kl_estimate(self.kl, log_prob, self._read(tensordict, keys.ref_log_prob), log_prob - sampler)
+            ref = self._read(tensordict, keys.ref_log_prob)
+            estimate = call(self._kl, log_prob=log_prob, ref_log_prob=ref, log_ratio=log_prob - sampler)
+            terms["kl"] = per_token(estimate, log_prob, self._kl)
         return terms
 
     def _read(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
@@ -235,7 +184,7 @@ class GRPOLoss(LossModule):
             } | {name: terms[name] for name in ("clip_low", "clip_high", "clip_dual") if name in terms.keys()}
             if tensordict.get(keys.ref_log_prob, None) is not None:
                 sums["kl_ref"] = k3(log_prob, self._read(tensordict, keys.ref_log_prob))
-            if self.correction != "none":
+            if self._corrects:
                 sums |= {"correction": terms["correction"], "corrected": terms["corrected"]}
                 sums["correction_squared"] = torch.square(terms["correction"])
             for name, value in sums.items():

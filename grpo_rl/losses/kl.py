@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.losses.choices import KL
+from grpo_rl.losses.factors import KL, call
 
 
 def kl_estimate(
-    kind: KL | Callable[..., Tensor],
+    kind: str,
     log_prob: Float[Tensor, " N"],
     ref_log_prob: Float[Tensor, " N"],
     log_ratio: Float[Tensor, " N"] | None = None,
@@ -36,7 +34,7 @@ def kl_estimate(
     (gradients); ``k3+`` is verl's name; ``k3_is`` is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556.
 
     Args:
-        kind: one of these, or a `grpo_rl.losses.grpo.Term`, which gets of the other arguments what it names.
+        kind: one of these.
         log_prob: under the policy, with gradient.
         ref_log_prob: under the reference.
         log_ratio: log pi_theta - log of the policy that sampled, with gradient; read by ``k3_is``.
@@ -47,19 +45,22 @@ def kl_estimate(
     >>> [round(kl_estimate(kind, log_prob, ref).item(), 4) for kind in ("k1", "k2", "k3")]
     [0.6931, 0.2402, 0.1931]
     """
-    if callable(kind):
-        return kind(log_prob=log_prob, ref_log_prob=ref_log_prob, log_ratio=log_ratio)
-    if kind == "k1":
-        return log_prob - ref_log_prob
-    if kind == "k3":
-        return k3(log_prob, ref_log_prob)
-    if kind == "k3_is":
-        assert log_ratio is not None
-        return log_ratio.exp() * k3(log_prob, ref_log_prob)
-    k2 = (log_prob - ref_log_prob).square() / 2
-    return k2 if kind == "k2" else k2 - k2.detach() + k3(log_prob, ref_log_prob).detach()
+    return call(KL.functions[kind], log_prob=log_prob, ref_log_prob=ref_log_prob, log_ratio=log_ratio)
 
 
+@KL.add("k1", "only in the reward")
+def k1(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """KL estimate per token, in nats: the difference of the log-probabilities; see :func:`kl_estimate`."""
+    return log_prob - ref_log_prob
+
+
+@KL.add("k2")
+def k2(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """KL estimate per token, in nats: half the square of :func:`k1`."""
+    return (log_prob - ref_log_prob).square() / 2
+
+
+@KL.add("k3")
 def k3(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     r"""KL estimate per token, in nats: $e^d - d - 1$ with $d = \log\pi_{ref} - \log\pi_\theta$; never negative.
 
@@ -82,3 +83,18 @@ def k3(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Floa
     difference = ref_log_prob - log_prob
     # exp(d) - 1 loses all its digits in fp32 when d is below 1e-7, and fresh policies start there.
     return torch.expm1(difference) - difference
+
+
+@KL.add("k3+", "value of k3, gradient of k2")
+def k3_plus(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """KL estimate per token, in nats: the value of :func:`k3` with the gradient of :func:`k2`."""
+    half_square = k2(log_prob, ref_log_prob)
+    return half_square - half_square.detach() + k3(log_prob, ref_log_prob).detach()
+
+
+@KL.add("k3_is", "k3 weighted by importance, unbiased off-policy too")
+def k3_is(
+    log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"], log_ratio: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """KL estimate per token, in nats: :func:`k3` times the ratio to the policy that sampled."""
+    return log_ratio.exp() * k3(log_prob, ref_log_prob)

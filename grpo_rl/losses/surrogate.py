@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
-from grpo_rl.losses.choices import Ratio, Surrogate
+from grpo_rl.losses.factors import SURROGATE, Ratio
+
+ClipLow = Annotated[float, Field(description="r is clipped below at 1 - clip_low", ge=0, le=1)]
+ClipHigh = Annotated[float, Field(description="r is clipped above at 1 + clip_high", ge=0)]
 
 
 def leveled_log_ratio(
@@ -41,12 +46,15 @@ def leveled_log_ratio(
     return mean if level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
 
 
+@SURROGATE.add("clipped", "PPO's")
 def clipped_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: Annotated[
+        float | None, Field(description="for negative advantages, r is capped at this; null: no cap", ge=0)
+    ] = None,
 ) -> Float[Tensor, " N"]:
     r"""Loss per token: $-\min(rA, \mathrm{clip}(r, 1-\epsilon_l, 1+\epsilon_h)A)$, and at most $-cA$ if $A < 0$.
 
@@ -76,12 +84,13 @@ def clipped_surrogate(
     return -torch.min(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
+@SURROGATE.add("cispo", "a clipped weight, no gradient lost")
 def cispo_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
     log_prob: Float[Tensor, " N"],
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
 ) -> Float[Tensor, " N"]:
     r"""Loss per token: $-\mathrm{sg}(\mathrm{clip}(r, 1-\epsilon_l, 1+\epsilon_h))\, A \log\pi_\theta$.
 
@@ -98,15 +107,19 @@ def cispo_surrogate(
     A ratio of 10 is clipped to a weight of 5, and the gradient is -5:
 
     >>> log_prob = torch.tensor([-1.0], requires_grad=True)
-    >>> cispo_surrogate(torch.tensor([10.0]).log(), torch.tensor([1.0]), log_prob).backward()
+    >>> cispo_surrogate(torch.tensor([10.0]).log(), torch.tensor([1.0]), log_prob, clip_high=4.0).backward()
     >>> log_prob.grad
     tensor([-5.])
     """
     return -log_ratio.detach().exp().clamp(1 - clip_low, 1 + clip_high) * advantage * log_prob
 
 
+@SURROGATE.add("sapo", "a soft gate")
 def sapo_surrogate(
-    log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N"], tau_pos: float = 1.0, tau_neg: float = 1.05
+    log_ratio: Float[Tensor, " N"],
+    advantage: Float[Tensor, " N"],
+    tau_pos: Annotated[float, Field(description="temperature for positive advantages", gt=0)] = 1.0,
+    tau_neg: Annotated[float, Field(description="temperature for other advantages", gt=0)] = 1.05,
 ) -> Float[Tensor, " N"]:
     r"""Loss per token: $-\frac{4}{\tau}\sigma(\tau(r-1))A$, whose gradient fades as the ratio leaves 1.
 
@@ -128,6 +141,7 @@ def sapo_surrogate(
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
 
 
+@SURROGATE.add("plain", "r A")
 def plain_surrogate(log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     r"""Loss per token: $-rA$, the importance-weighted policy gradient, without a clip.
 
@@ -141,23 +155,14 @@ def plain_surrogate(log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N
     return -torch.where(advantage == 0, 0.0, log_ratio).exp() * advantage
 
 
+@SURROGATE.add("none", "only the KL")
 def no_surrogate(log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """0: in distillation the KL to the teacher is the whole loss, and rewards are only logged."""
     return torch.zeros_like(log_prob)
 
 
-SURROGATES: dict[Surrogate, Callable[..., Tensor]] = {
-    "clipped": clipped_surrogate,
-    "cispo": cispo_surrogate,
-    "sapo": sapo_surrogate,
-    "plain": plain_surrogate,
-    "none": no_surrogate,
-}
-"""The loss per token by the values of ``loss.surrogate``; each gets the arguments that its signature names."""
-
-
 def clipped_tokens(
-    kind: Surrogate | Callable[..., Tensor],
+    kind: str | Callable[..., Tensor],
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
     clip_low: float = 0.2,

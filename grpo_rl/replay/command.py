@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.by_name import is_name
+from grpo_rl.losses.factors import FACTORS
 from grpo_rl.section import select
 from grpo_rl.settings.compose import loss_config, with_loss
 from grpo_rl.settings.schema import Settings
@@ -39,7 +40,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     stored = read_step(options.run, options.step)
     allowed = {*options.imports, *(word.partition("=")[2] for word in overrides)}
-    for key in ("env.dataset", "loss.surrogate", "loss.kl"):  # of a run that may be untrusted
+    for key in ("env.dataset", *(f"loss.{factor.name}" for factor in FACTORS)):  # of a run that may be untrusted
         if is_name(name := select(stored.config, key)) and name not in allowed:
             raise ValueError(f"the run's {key} is {name}, whose module would be imported; allow it by --imports {name}")
     settings = Settings.restored(stored.config)

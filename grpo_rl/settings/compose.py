@@ -17,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl.config
 from grpo_rl.by_name import is_name
+from grpo_rl.losses.factors import loss_section
 from grpo_rl.section import declared, plain, read_section, select, unknown
 from grpo_rl.settings.command_line import hydra_options
 from grpo_rl.settings.schema import Settings, check_keys
-from grpo_rl.settings.sections import Env, Loss, Policy
+from grpo_rl.settings.sections import Env, Policy
 from grpo_rl.settings.tasks import MIXTURE, TASKS
 from grpo_rl.storage.masking import masked_override, masked_text
 
@@ -75,7 +76,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
         key, equals, value = word.lstrip("+").partition("=")
         if key in ("env.dataset", "env.task"):
             words += [f"env={OWN}", f"env.dataset={value}"] if ":" in value else [f"env={value}"]
-        elif equals and key.startswith("env.") and _is_of_a_task(key.removeprefix("env.")):
+        elif equals and (key.startswith("loss.") or (key.startswith("env.") and _is_of_a_task(key[4:]))):
             words.append(f"++{word.lstrip('+')}")
         else:
             words.append(word)
@@ -155,9 +156,9 @@ def loss_config(overrides: Sequence[str]) -> DictConfig:
         if key.partition(".")[0] != "loss" and key not in OF_A_LOSS:
             raise ValueError(f"{key} has no part in the loss; give loss=NAME, loss.KEY=VALUE, {', '.join(OF_A_LOSS)}")
     chosen = compose_config(DEFAULT_CONFIG, overrides)
-    for section, name in ((Loss, "loss"), (Policy, "policy")):
-        values: Any = OmegaConf.to_container(chosen[name], resolve=True)
-        read_section(section, values, name)
+    values: Any = OmegaConf.to_container(chosen, resolve=True)
+    read_section(loss_section(values["loss"]), values["loss"], "loss")
+    read_section(Policy, values["policy"], "policy")
     return chosen
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
-from grpo_rl.losses.choices import LossTerms
+from grpo_rl.losses.factors import AGGREGATE
 from grpo_rl.policies.adapters import LoRA, check_adapters
 from grpo_rl.settings.sections import Sections
 
@@ -98,14 +97,13 @@ def micro_batching(settings: Sections) -> MicroBatching:
     """The way an optimizer step's groups are split and weighted."""
     from grpo_rl.data.batching import MicroBatching  # torch, which the check of a config does without
 
-    loss = settings.loss
+    loss, most = settings.loss, settings.sampling.max_new_tokens
     return MicroBatching(
         max_tokens=settings.train.micro_batch_tokens,
         count=settings.train.gradient_accumulation_steps,
-        aggregate=loss.aggregate,
+        aggregate=AGGREGATE.chosen(loss, normalizer=most if loss["normalizer"] is None else loss["normalizer"]),
         # With a KL or entropy term every group has a gradient.
         skip_zero_advantage=not (kl_in_loss(settings) or settings.policy.entropy_coef),
-        normalizer=settings.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
         mask_truncated=loss.mask_truncated,
         top_entropy_fraction=loss.top_entropy_fraction,
         on_policy=steps_once(settings),
@@ -129,18 +127,6 @@ def _evaluated_at_once(settings: Sections) -> int:
     others = [int(task["rows"]) * max(int(task.get("samples", 0)), 1) for task in evaluate.tasks]
     tasks = len(settings.env.task.get("mixture", ())) or 1
     return max(tasks * evaluate.rows * max(evaluate.samples, 1), *others, 0)
-
-
-def loss_terms(settings: Sections) -> LossTerms:
-    """The terms of the loss, with functions of the user's own in the place of their names.
-
-    Raises:
-        ValueError: such a function can't be had.
-    """
-    terms = {name: settings.loss[name] for name in settings.loss if name in LossTerms.model_fields}
-    own = [name for name in ("surrogate", "kl") if is_name(terms[name])]
-    terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
-    return LossTerms(**terms, kl_coef=kl_in_loss(settings), entropy_coef=settings.policy.entropy_coef)
 
 
 def adapters(settings: Sections) -> LoRA:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_rl.losses.factors import Loss
 from grpo_rl.section import REQUIRED, Setting, declared, is_section, plain, select, unknown
 from grpo_rl.settings.command_line import program
 from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config
@@ -122,7 +123,8 @@ def _overview(summary: str, config_name: str, folders: Sequence[Path], mode: str
 
 
 def _settings(about: str, dataset: str | None) -> Iterator[str]:
-    known = declarations(dataset)
+    # The losses import torch, which takes seconds.
+    known = declarations(dataset, None if about.startswith("loss") else Loss)
     keys = [key for key in known if key == about or key.startswith(f"{about}.")]
     if not keys:
         sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))

@@ -39,7 +39,7 @@ def check_sft(settings: Sections) -> None:
             f"train.gradient_accumulation_steps={count} micro-batches cannot be made of the {batch} rows of an "
             f"optimizer step (train.optim_batch_size); use at most {batch}"
         )
-    for key, setting in declarations(settings.env.dataset).items():
+    for key, setting in declarations(settings.env.dataset, type(settings.loss)).items():
         if not is_read(key) and (value := select(settings, key)) != setting.default:
             raise ValueError(
                 f"{key}={plain(value)} means nothing to mode=sft, which samples no responses; leave it out"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
-from grpo_rl.losses.choices import check_advantage, check_loss
+from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.section import plain, select
-from grpo_rl.settings.derived import adapters, kl_in_reward, loss_terms
+from grpo_rl.settings.derived import adapters, kl_in_loss, kl_in_reward
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.mixture import read_tasks
 from grpo_rl.settings.sections import Sections, declarations
@@ -75,7 +75,7 @@ def _check_mode(settings: Sections) -> None:
     if settings.mode == "sft":
         return check_sft(settings)
     own, other = ("async", "sync") if settings.mode == "async" else ("sync", "async")
-    for key, setting in declarations(settings.env.dataset).items():
+    for key, setting in declarations(settings.env.dataset, type(settings.loss)).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:
             raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}; run {SCRIPTS[other]}")
     if own == "sync":
@@ -129,12 +129,14 @@ def _check_loss(settings: Sections) -> None:
             "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
             "loss.ratio=sequence_token"
         )
-    if loss.normalizer is not None and loss.aggregate != "constant":
-        raise ValueError(f"loss.normalizer={loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null")
-    check_loss(loss_terms(settings))
+    if loss["normalizer"] is not None and "normalizer" not in AGGREGATE.chosen(loss).keywords:
+        raise ValueError(
+            f"loss.normalizer={loss['normalizer']}, and loss.aggregate={loss.aggregate} reads none: use null"
+        )
+    check_loss(loss, kl_in_loss(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
-    check_advantage(loss.advantage, kl_in_reward(settings), loss.kl)
+    check_advantage(ADVANTAGE.chosen(loss), kl_in_reward(settings), loss.kl, settings.train.reward_clip)
 
 
 def _check_distillation(settings: Sections) -> None:

@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
-from grpo_rl.section import REQUIRED, Section, declared, plain, select, unknown, wrong_values
+from grpo_rl.losses.factors import Loss, loss_section
+from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, select, unknown, wrong_values
 from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
@@ -64,9 +65,10 @@ class Settings(Sections):
             raise ValueError(
                 f"env.dataset: {unknown('task', str(dataset or 'null'), [*TASKS, 'package.module:Class'])}"
             )
-        values = _with_own_defaults(values, dataset)
-        known = declarations(dataset)
-        check_keys(flat(values), dataset)
+        loss = loss_section(values.get("loss"))
+        values = _with_own_defaults(values, dataset, loss)
+        known = declarations(dataset, loss)
+        check_keys(flat(values), dataset, loss)
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
             raise ValueError(
                 f"the config lacks {', '.join(missing)}; build it on another: `defaults: [grpo_gsm8k, _self_]`, a loss "
@@ -80,10 +82,11 @@ class Settings(Sections):
         names = {key.partition(".")[0] for key in declared(own)}
         task = {name: value for name, value in values["env"].items() if name in names}
         env = {name: value for name, value in values["env"].items() if name not in task}
-        whole = {**values, "env": env | {"task": task}}
-        if lines := wrong_values(own, task, "env.") + wrong_values(cls, whole):
+        whole = {**values, "env": env | {"task": task}, "loss": Loss()}
+        of_loss = wrong_values(loss, values["loss"], "loss.")
+        if lines := [*wrong_values(own, task, "env."), *wrong_values(cls, whole), *of_loss]:
             raise ValueError("\n".join(lines))
-        return cls.model_validate(whole)
+        return cls.model_validate({**whole, "loss": loss.model_validate(values["loss"])})
 
     def with_values(self, changes: Mapping[str, Any]) -> Settings:
         """The settings with other values at some dotted names; not checked.
@@ -116,13 +119,18 @@ class Settings(Sections):
         return {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
 
 
-def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
-    """The values, with the settings of a task of the user's own, which no file of config/ has."""
-    if dataset in TASKS:
-        return values
-    own = {name: setting.default for name, setting in declared(task_section(dataset)).items()}
-    own = {name: UNSET if default is REQUIRED else default for name, default in own.items()}
-    return {**values, "env": own | {**values["env"]}}
+def _with_own_defaults(values: Mapping[str, Any], dataset: str, loss: type[Loss]) -> Mapping[str, Any]:
+    """The values, with the settings of the user's own task and functions of the loss, which no file of config/ has."""
+    of_loss = {name: declared(loss)[name] for name in declared(loss).keys() - declared(loss_section()).keys()}
+    own: dict[str, Mapping[str, Setting]] = {"loss": of_loss}
+    if dataset not in TASKS:
+        own["env"] = declared(task_section(dataset))
+    for section, settings in own.items():
+        defaults = {
+            name: UNSET if setting.default is REQUIRED else setting.default for name, setting in settings.items()
+        }
+        values = {**values, section: defaults | {**values.get(section, {})}}
+    return values
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
@@ -134,8 +142,8 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     return section.model_copy(update={name: inner}) if isinstance(section, Section) else {**section, name: inner}
 
 
-def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
-    """Refuses keys that nothing reads; without a dataset those of any task will do.
+def check_keys(names: Iterable[str], dataset: str | None = None, loss: type[Loss] | None = None) -> None:
+    """Refuses keys that nothing reads; without a dataset those of any task will do, see also :func:`declarations`.
 
     Raises:
         ValueError: names each unknown key and the nearest known one.
@@ -145,7 +153,7 @@ def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     ...
     ValueError: unknown config key optimizer.lrr; did you mean optimizer.lr?
     """
-    known = declarations(dataset)
+    known = declarations(dataset, loss)
     sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
     free = tuple(f"{key}." for key, setting in known.items() if setting.free)
     unknown = [name for name in names if name not in known and name not in sections and not name.startswith(free)]

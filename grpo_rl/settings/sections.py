@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_rl.losses.choices import Advantage, Aggregation, LossTerms
+from grpo_rl.losses.factors import Loss, loss_section
 from grpo_rl.section import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
 from grpo_rl.settings.tasks import TASKS, task_section
@@ -238,36 +238,6 @@ class Ray(Section):
     )
 
 
-class Loss(LossTerms):
-    """The loss of `policy` and this section; the other files of config/loss change some of it."""
-
-    aggregate: Aggregation = setting(
-        "sequence_mean",
-        "sequence_mean: each response weighs the same | token_mean: each token | prompt_mean: each prompt | constant: "
-        "a response's sum over `normalizer`, then the mean over responses",
-    )
-    normalizer: float | None = setting(
-        None, "for aggregate=constant; null: sampling.max_new_tokens, the most that one turn may have", gt=0
-    )
-    advantage: Advantage = setting(
-        "zscore",
-        "zscore: (r - mean) / (std + 1e-4) | no_std: r - mean | leave_one_out: r - mean of the others | batch_std, "
-        "batch_zscore: std over the collection, of r or of r - mean | multi_reward: z-scores of the parts, summed, "
-        "over the std of the collection",
-    )
-    advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
-    reward_weights: Mapping[str, float] = setting(
-        {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
-    )
-    kl_in: Literal["loss", "reward"] = setting(
-        "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
-    )
-    mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
-    top_entropy_fraction: float = setting(
-        1.0, "share of tokens, those of highest entropy, in the policy gradient", gt=0, le=1
-    )
-
-
 class Sections(Section):
     """All settings of a run, checked each by itself."""
 
@@ -297,13 +267,17 @@ class Sections(Section):
     )
 
 
-def declarations(dataset: str | None) -> dict[str, Any]:
+def declarations(dataset: str | None, loss: type[Loss] | None = None) -> dict[str, Any]:
     """The declaration of every setting, of one task or of all of the project's, by its dotted name.
+
+    Args:
+        loss: the section ``loss``; None: with the project's functions, whose files import torch.
 
     Raises:
         ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
     """
-    found = dict(declared(Sections))
+    found = {key: setting for key, setting in declared(Sections).items() if not key.startswith("loss.")}
+    found |= declared(loss or loss_section(), "loss.")
     for name in [dataset] if dataset else TASKS:
         own = declared(task_section(name), "env.")
         if not dataset:  # what one task has by default says nothing of the others

@@ -55,9 +55,7 @@ def scored_micro_batches(
             log_prob, entropy = policy.score(micro)
         trainable = torch.cat([group.trained_tokens(batching.mask_truncated) for group in micro])
         lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
-        weight = token_weights(
-            lengths, trainable, batching.aggregate, totals, sizes, batching.normalizer, log_prob.dtype
-        )
+        weight = token_weights(lengths, trainable, batching.aggregate, totals, sizes, log_prob.dtype)
         if i >= owned:
             trainable, weight = torch.zeros_like(trainable), torch.zeros_like(weight)
         yield training_tensordict(micro, weight, log_prob, entropy, trainable, totals.entropy_floor, batching.on_policy)

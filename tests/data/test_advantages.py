@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.data.advantages import GROUP_KINDS, AdvantageEstimator, batch_advantages, group_advantages
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.losses.advantage import batch_advantages, group_advantages
 from grpo_rl.testing import random_group
 
+GROUP_KINDS = ("zscore", "no_std", "leave_one_out")
 BATCH_KINDS = ("batch_std", "batch_zscore", "multi_reward")
 REWARDS = st.lists(st.integers(-4, 12).map(lambda quarter: quarter / 4), min_size=2, max_size=16)
 

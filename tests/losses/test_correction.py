@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo_rl.losses.correction import correction_weight
+from grpo_rl.losses.factors import CORRECTION
 
 RATIOS = [0.25, 0.5, 1.0, 2.0, 4.0]
 RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is empty
@@ -17,7 +18,6 @@ RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is
     ("how", "level", "weights", "bounded"),
     [
         # Bounds 0.4 and 3.
-        ("none", "token", [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
         ("truncate", "token", [0.25, 0.5, 1, 2, 3], [0, 0, 0, 0, 1]),
         ("mask", "token", [0, 0.5, 1, 2, 0], [1, 0, 0, 0, 1]),
         ("truncate", "sequence", [0.125, 0.125, 2, 2, 3], [0, 0, 0, 0, 1]),
@@ -26,8 +26,8 @@ RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is
 )
 def test_weights_match_the_table_worked_out_by_hand(how, level, weights, bounded):
     log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log()
-    settings = {"how": how, "level": level, "low": 0.4, "high": 3.0, "response": RESPONSE}
-    got, met_bound = correction_weight(log_ratio, **settings)
+    function = CORRECTION.bound(how, correction_low=0.4, correction_high=3.0)
+    got, met_bound = correction_weight(log_ratio, function, level, RESPONSE)
     assert got.tolist() == pytest.approx(weights) and met_bound.int().tolist() == bounded
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.assembly.training import make_loss
 from grpo_rl.settings.compose import compose_config
-from grpo_rl.settings.derived import loss_terms
 from grpo_rl.settings.schema import Settings
 
 TEACHER = ["loss=distill", "policy.kl_coef=1", "ref_model.name=teacher", "mode=sync"]
@@ -28,7 +27,7 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
         weight=log_prob.detach().exp(),
         batch_size=[4],
     )
-    out = GRPOLoss(loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))(tokens)
+    out = make_loss(Settings.read(compose_config("grpo_gsm8k", TEACHER)))(tokens)
     (gradient,) = torch.autograd.grad(out["loss"], logits, retain_graph=True)
     kl = (log_prob.exp() * (log_prob - teacher)).sum()
     (expected,) = torch.autograd.grad(kl, logits)

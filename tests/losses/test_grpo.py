@@ -14,19 +14,18 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 from torchrl.trainers.trainers import OptimizerHook
 
-from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
+from grpo_rl.losses.aggregate import StepTotals, token_weights
+from grpo_rl.losses.factors import AGGREGATE, KL, SURROGATE, Ratio
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS, GRPOLoss
-from grpo_rl.losses.kl import KL
-from grpo_rl.losses.surrogate import Ratio, Surrogate
 
 CORRECTIONS = ("none", "token truncate", "sequence truncate", "token mask", "sequence mask")
 FACTORS = {
     # The surrogate "none" has no policy gradient, and is in test_distill.py.
-    "surrogate": (*(kind for kind in get_args(Surrogate) if kind != "none"), "clipped dual"),
+    "surrogate": (*(name for name in SURROGATE.functions if name != "none"), "clipped dual"),
     "ratio": get_args(Ratio),
-    "kl": ("none", *(kind for kind in get_args(KL) if kind != "k1")),  # k1 is refused in the loss
+    "kl": ("none", *(name for name in KL.functions if name != "k1")),  # k1 is refused in the loss
     "correction": CORRECTIONS,
-    "aggregate": get_args(Aggregation),
+    "aggregate": tuple(AGGREGATE.functions),
     "entropy_coef": (0.0, 0.3),
 }
 LENGTHS, SIZES = torch.tensor([2, 3, 0, 1]), torch.tensor([2, 2])
@@ -70,7 +69,7 @@ def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
         ref_log_prob=ref,
         advantage=torch.randn(len(LENGTHS), generator=g, dtype=dtype).repeat_interleave(LENGTHS),
         trainable=trainable,
-        weight=token_weights(LENGTHS, trainable, aggregate, totals, SIZES, 4.0, dtype),
+        weight=token_weights(LENGTHS, trainable, AGGREGATE.bound(aggregate, normalizer=4.0), totals, SIZES, dtype),
         response=torch.repeat_interleave(LENGTHS),
         batch_size=[n],
     )
@@ -258,7 +257,8 @@ def test_a_response_of_many_tokens_is_as_exact_as_a_short_one(ratio):
     tokens = TensorDict(
         log_prob=log_prob, sampler_log_prob=torch.zeros(n), entropy=torch.zeros(n), advantage=torch.ones(n),
         trainable=trainable, response=torch.zeros(n, dtype=torch.long),
-        weight=token_weights(torch.tensor([n]), trainable, "sequence_mean", StepTotals(1, n, 1)), batch_size=[n],
+        weight=token_weights(torch.tensor([n]), trainable, "sequence_mean", StepTotals(1, n, 1), torch.tensor([1])),
+        batch_size=[n],
     )  # fmt: skip
     loss = GRPOLoss(ratio=ratio)(tokens)["loss"]
     loss.backward()

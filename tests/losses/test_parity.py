@@ -23,11 +23,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from grpo_rl.data.advantages import batch_advantages, group_advantages, kl_penalty
+from grpo_rl.data.advantages import kl_penalty
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.losses.choices import LossTerms
+from grpo_rl.losses.advantage import batch_advantages, group_advantages
 from grpo_rl.losses.correction import correction_weight
+from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, CORRECTION
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.losses.kl import kl_estimate
 from grpo_rl.policies.policy import TrainPolicy
@@ -160,14 +161,11 @@ class Table(TrainPolicy):
 
 def ours(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0, count: int | None = 2):
     """Loss, gradient by log-probability [N] and metric sums of a step, cut into micro-batches."""
-    names = LossTerms.model_fields.keys() & settings.keys()
-    loss = GRPOLoss(**{name: settings[name] for name in names}, kl_coef=kl_coef, entropy_coef=entropy_coef)
-    weighing = {name: settings[name] for name in ("aggregate", "mask_truncated", "top_entropy_fraction")}
+    loss = GRPOLoss(**settings, kl_coef=kl_coef, entropy_coef=entropy_coef)
+    weighing = {name: settings[name] for name in ("mask_truncated", "top_entropy_fraction")}
+    weighing["aggregate"] = AGGREGATE.chosen(settings, normalizer=settings["normalizer"] or LONGEST)
     policy, total, sums = Table(batch), 0.0, defaultdict(float)
-    normalizer = settings["normalizer"] or LONGEST
-    for tokens in scored_micro_batches(
-        policy, batch.groups, MicroBatching(10**6, count, normalizer=normalizer, **weighing)
-    ):
+    for tokens in scored_micro_batches(policy, batch.groups, MicroBatching(10**6, count, **weighing)):
         out = loss(tokens)
         value = sum(out[name] for name in LOSSES)
         value.backward()
@@ -592,10 +590,14 @@ def test_weights_of_sampler_against_trainer_equal_verls(how, level):
     for seed in BATCHES:
         batch = random_batch(seed)
         log_ratio = torch.where(batch.trainable, batch.old_log_prob - batch.sampler_log_prob, 0.0)
-        got, _ = correction_weight(log_ratio, how, level, low, 2.0, torch.repeat_interleave(batch.lengths))
+        function = CORRECTION.bound(how, correction_low=low)
+        got, _ = correction_weight(log_ratio, function, level, torch.repeat_interleave(batch.lengths))
         expected = weights(batch, settings)
         mask = batch.padded(batch.trainable.double())
         torch.testing.assert_close(batch.padded(got) * mask, expected * mask, rtol=1e-12, atol=0)
+
+
+HALF_OF_B = ADVANTAGE.bound("multi_reward", reward_weights={"b": 0.5})
 
 
 @pytest.fixture
@@ -654,7 +656,7 @@ def test_the_batchs_z_score_equals_verls_where_every_response_has_as_many_tokens
 def test_normalised_parts_of_the_reward_equal_trls_and_verls(nanstd):
     for seed in BATCHES:
         parts = {"a": random_rewards(4, seed=seed), "b": random_rewards(4, seed=seed + 10**6)}
-        (got,) = batch_advantages([sum(parts.values())], "multi_reward", parts=[parts], weights={"b": 0.5})
+        (got,) = batch_advantages([sum(parts.values())], HALF_OF_B, parts=[parts])
         sums, trls = normalised_by_trl(parts, nanstd)
         torch.testing.assert_close(got, trls, rtol=1e-6, atol=1e-9)
         # verl takes parts in fp32.
@@ -674,7 +676,7 @@ def test_rewards_that_are_none_for_some_responses_are_summed_and_normalised_as_b
         a, b = random_rewards(4, seed=seed), random_rewards(4, seed=seed + 10**6)
         lacks = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed))
         parts = {"a": a.masked_fill(lacks < 0.3, torch.nan), "b": b.masked_fill(lacks > 0.6, torch.nan)}
-        (got,) = batch_advantages([torch.zeros_like(a)], "multi_reward", parts=[parts], weights={"b": 0.5})
+        (got,) = batch_advantages([torch.zeros_like(a)], HALF_OF_B, parts=[parts])
         torch.testing.assert_close(got, normalised_by_trl(parts, nanstd)[1], rtol=1e-6, atol=1e-9)
 
 

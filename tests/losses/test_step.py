@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
+from grpo_rl.losses.factors import AGGREGATE
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
@@ -75,7 +76,8 @@ def whole_step():
 
 def gradient(groups, loss, share=None, totals=None, **settings):
     """Gradient by every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
-    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(normalizer=9.0, **settings)
+    settings["aggregate"] = AGGREGATE.bound(settings.get("aggregate", "sequence_mean"), normalizer=9.0)
+    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(**settings)
     for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
         loss(tokens)["loss"].backward()
     return policy.gradient()

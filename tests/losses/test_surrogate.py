@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
 
-from grpo_rl.losses.choices import Surrogate
 from grpo_rl.losses.surrogate import (
-    SURROGATES,
     cispo_surrogate,
     clipped_surrogate,
     clipped_tokens,
@@ -133,7 +130,3 @@ def test_clipped_tokens_are_those_whose_gradient_or_weight_a_clip_has_changed():
     assert flags["clip_low"].int().tolist() == [1, 1, 0, 0, 0, 0]
     assert flags["clip_high"].int().tolist() == [0, 0, 0, 1, 1, 1]
     assert not any(flag.any() for kind in ("sapo", "plain") for flag in clipped_tokens(kind, **both).values())
-
-
-def test_each_surrogate_that_can_be_chosen_has_a_function():
-    assert SURROGATES.keys() == {*get_args(Surrogate)}

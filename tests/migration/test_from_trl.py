@@ -104,7 +104,7 @@ def test_published_configs_keep_their_rewards_with_weights_and_dr_grpo_its_loss(
     code = settings_of(configs, "open_r1_codeforces_7b")
     assert code.env.dataset == "prompt_response" and code.env.rewards == {"code_format": 0.1}
     assert (code.loss.aggregate, code.loss.advantage) == ("constant", "no_std")
-    assert code.loss.normalizer is None  # max_new_tokens, which is TRL's max_completion_length
+    assert code.loss["normalizer"] is None  # max_new_tokens, which is TRL's max_completion_length
     assert code.loss.mask_truncated and code.optimizer.clip_grad_norm == 0.2
     assert code.env.task["prompt_column"] == "prompt_c++17"
 
