@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from grpo_rl.envs.declared import means
 from grpo_rl.envs.episodes import Episodes
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource
 from grpo_rl.envs.spec import TaskSpec, task_spec
 from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
@@ -81,8 +80,7 @@ def make_agent_task(
     max_calls: Annotated[int, means("calls of the policy in one session", ge=1)] = 100,
     max_session_tokens: Annotated[int, means("tokens sampled in all calls of one session", ge=1)] = 100_000,
     max_sessions: Annotated[
-        int,
-        means("sessions at the same time, each with a process of its own; further ones wait", ge=1),
+        int, means("sessions at the same time, each with a process of its own; further ones wait", ge=1)
     ] = 256,
 ) -> Task:
     """The scorer's task of these rows, or :class:`Told`. The other settings are of the sessions.
@@ -93,10 +91,7 @@ def make_agent_task(
     spec = replace(_spec(scorer), load_rows=lambda *_, **__: rows)
     task = spec.make_task(**scorer_settings)
     if isinstance(task, Episodes):
-        raise ValueError(
-            f"env.scorer={scorer} rewards the steps of an episode, and an agent's session is scored by its final "
-            "message; leave env.scorer out and let the agent send its reward"
-        )
+        raise ValueError(f"env.scorer={scorer} rewards the steps of an episode, not a final message; leave it out")
     return task
 
 
@@ -109,7 +104,7 @@ class AgentSpec(TaskSpec):
     """Another task, whose rows agents play and whose scorer judges their final messages; or :class:`Told`."""
 
     @override
-    def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
+    def rows(self, path: AnySource, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
         return _spec(settings["scorer"]).rows(path, split, settings["scorer_settings"])
 
     @override

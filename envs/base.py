@@ -49,10 +49,8 @@ class LLMEnv(EnvBase):
     ``state_dict()`` holds the data position as JSON-able numbers: a restored environment gives the same next prompts.
 
     Args:
-        task: gives prompts and rewards.
         tokenizer: of the policy. Without a chat template, a prompt is its messages' contents.
-        num_envs: prompts in flight.
-        repeats: responses to each, the group size G of ``reset`` and ``step``; a collector has its own.
+        repeats: the group size G of ``reset`` and ``step``; a collector has its own.
         max_prompt_tokens: the longest prompt that leaves room for a response; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`skipped`.
         max_turns: responses of the policy in one conversation, where the task replies.
@@ -64,7 +62,6 @@ class LLMEnv(EnvBase):
             something with ``parse(text) -> (content, tool_calls)``, such as
             `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
         mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`; :meth:`close` ends them.
-        seed: of the shuffles.
         curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
@@ -105,9 +102,7 @@ class LLMEnv(EnvBase):
         task = with_mcp(task, mcp, score_timeout_s, self._servers)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
-            raise ValueError(
-                f"{type(task).__name__} names reward parts {sorted(clash)}, which are metrics; rename them"
-            )
+            raise ValueError(f"{type(task).__name__} has reward parts {sorted(clash)}, which are metrics; rename them")
         if not task.reward_parts:
             raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
         if task.tools and tool_parser is None:
@@ -196,10 +191,7 @@ class LLMEnv(EnvBase):
         return self.tokenizer.batch_decode([ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
 
     def read_turn(self, text: str, row: dict) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the task has tools.
-
-        Args:
-            row: that the conversation is about; a mixture has its task read the turn.
+        """The text of a turn of the policy, and its calls as OpenAI's ``tool_calls``, where the row's task has tools.
 
         A turn at which the parser fails is text without calls; the first failure is logged.
         """
@@ -210,9 +202,8 @@ class LLMEnv(EnvBase):
                 if calls:
                     return said or "", checked_calls(calls)
             except Exception as error:  # untrusted text in the user's code: what it can't read is text
-                self.guard.tell_once(
-                    "parser", f"The parser of env.tool_parser failed, on {text:.80}: {one_line(error)}"
-                )
+                failed = f"The parser of env.tool_parser failed, on {text:.80}: {one_line(error)}"
+                self.guard.tell_once("parser", failed)
         return text, []
 
     def query(self, row: int) -> str:
@@ -229,11 +220,7 @@ class LLMEnv(EnvBase):
         return {**self._prompts.state(), **self.guard.counts, **({"counts": counts} if counts else {})}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes to a data position, as ``load_state_dict()`` asks for.
-
-        Raises:
-            ValueError: it is a position in other data.
-        """
+        """Goes to a data position, as ``load_state_dict()`` asks for; a ValueError where it is one in other data."""
         self._prompts.restore(state)
         self.guard.restore(state)
         self.task.restore(state.get("counts", {}))

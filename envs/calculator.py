@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from typing_extensions import override
@@ -12,7 +11,7 @@ from typing_extensions import override
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.declared import means, weight
 from grpo_rl.envs.generated.chains import problems
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.arithmetic import calculate, has_operation
@@ -140,7 +139,7 @@ def _numbers(text: str) -> set[str]:
     return found
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Problems of :func:`grpo_rl.envs.gsm8k.load_rows`, or by the path ``arithmetic`` of
     :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out.
 

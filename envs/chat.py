@@ -36,8 +36,6 @@ class Dialog:
         messages: the prompt's, then the policy's and the task's.
         row: of the data, which the conversation is about; ``where`` names it in messages.
         max_turns: most turns of the policy.
-        turns: those so far.
-        over: nothing follows.
         verdict: the reward, or the failure in its place, once the conversation was scored.
         prompt_messages: number of the prompt's messages; all of them where none is given.
     """
@@ -64,7 +62,6 @@ class Dialog:
         """The conversation with another turn of the policy.
 
         Args:
-            text: of the turn, without its calls.
             calls: ``tool_calls`` in OpenAI's form. An id of the parser's own is replaced by the call's number, in the
                 form that every chat template takes: parsers draw theirs, and a resumed run would read other ones.
         """
@@ -101,7 +98,6 @@ class Dialog:
 
 
 def _written(message: Mapping[str, Any]) -> str:
-    """A message as people read it: its text, then its calls."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return "\n".join([message["content"], *(f"{f['name']}({f['arguments']})" for f in functions)]).strip("\n")
 
@@ -165,14 +161,10 @@ def encode_rows(
     places: Sequence[str] = (),
     replies: Sequence[Messages] = (),
 ) -> list[list[int]]:
-    """Ids of each row's prompt with the tools that it shows; of one with a reply, to the reply's end.
-
-    Args:
-        places: of the rows, for messages.
-        replies: the policy's, to each row.
+    """Ids of each row's prompt with the tools that it shows; with the policy's replies, to their ends.
 
     Raises:
-        ValueError: see :func:`encode_prompts`; names the row's place.
+        ValueError: see :func:`encode_prompts`; names the row's place, if ``places`` has it.
     """
     conversations = [task.prompt(row) for row in rows]
     if replies:
@@ -261,11 +253,7 @@ def encode_reply(
 
 
 def check_reply(tokenizer: PreTrainedTokenizerBase, role: str, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Writes a reply as conversations will have it: the result of a call where there are tools, else one of this role.
-
-    Raises:
-        ValueError: the chat template refuses it, or changes earlier turns when later ones come.
-    """
+    """Tries :func:`encode_reply` with the result of a call where there are tools, else with a reply of this role."""
     reply, calls = {"role": role, "content": "reply", "tool_call_id": "call00000", "name": "tool"}, []
     if schemas:
         name = schemas[0]["function"]["name"]

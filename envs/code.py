@@ -8,15 +8,15 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.generated.programs import generated_rows
 from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, program_of, read_tests
+from grpo_rl.envs.guards.isolation import SPENT
 from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
@@ -31,8 +31,6 @@ COLUMNS = (
     *QUESTIONS, *SOLUTIONS, "tests", "input_output", "test_list", "test_setup_code", "test_imports", "test",
     "entry_point",
 )  # fmt: skip
-_SPENT = 0.9
-"""The part of the time for a group in which programs may run: what follows needs some of it."""
 
 
 class Code(GroupTask):
@@ -98,7 +96,7 @@ class Code(GroupTask):
         A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
         A program that waits takes no other's share of the group's time; one that is left no time has no reward.
         """
-        until = time.monotonic() + self._budget_s * _SPENT
+        until = time.monotonic() + self._budget_s * SPENT
         tests = {id(row): read_tests(row, self._max_tests) for row in rows}
         programs = [(id(row), program_of(response)) for row, response in zip(rows, responses, strict=True)]
         distinct = [key for key in dict.fromkeys(programs) if key[1] is not None]
@@ -149,14 +147,11 @@ class Code(GroupTask):
         return f"```python\n{row['solution'].strip()}\n```" if row.get("solution") else None
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Rows with ``question`` and tests, of :func:`grpo_rl.envs.tables.load_rows`; without a path small generated ones.
 
     Raises:
         ValueError: there is no such file, or a row has no question or no tests.
-
-    >>> load_rows()[0]["question"]
-    'Read ...'
     """
     source = Source.of(path)
     if source.path is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from typing_extensions import override
@@ -13,7 +12,7 @@ from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.generated.puzzles import Puzzles
 from grpo_rl.envs.grading.expressions import check, evaluated
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 
@@ -119,7 +118,7 @@ class Countdown(Task):
 
 
 def load_rows(
-    path: str | Path | Source | None = None, split: str = "train", puzzles: Annotated[Mapping | None, Puzzles] = None
+    path: AnySource = None, split: str = "train", puzzles: Annotated[Mapping | None, Puzzles] = None
 ) -> Sequence[dict]:
     """Rows with ``numbers`` (or ``nums``, as ``Jiayi-Pan/Countdown-Tasks-3to4`` has) and ``target``.
 
@@ -139,15 +138,12 @@ def load_rows(
 def _checked(row: dict, where: str) -> dict:
     row = {"numbers" if column == "nums" else column: value for column, value in row.items()}
     numbers, target = row.get("numbers"), row.get("target")
-    if not isinstance(numbers, Sequence) or not numbers or not all(map(_is_given, numbers)):
+    given = isinstance(numbers, Sequence) and all(type(number) is int and number >= 0 for number in numbers)
+    if not given or not numbers:
         raise ValueError(f"{where}: numbers is {numbers!r}; it must be a list of whole numbers, none negative")
     if isinstance(target, bool) or not isinstance(target, int):
         raise ValueError(f"{where}: target is {target!r}; it must be a whole number")
     return row
-
-
-def _is_given(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 CountdownEnv = TaskSpec(Countdown, load_rows, row_settings=("puzzles",))

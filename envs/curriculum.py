@@ -29,9 +29,6 @@ def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
 
     Raises:
         ValueError: there is no such setting, or a value makes no sense.
-
-    >>> read_bounds({"high": 0.8}), read_bounds({})
-    (Bounds(low=0.1, high=0.8, rest=3, passing=None), None)
     """
     if not given:
         return None
@@ -62,10 +59,7 @@ class Curriculum:
 
     def __init__(self, bounds: Bounds, task: Task) -> None:
         if bounds.passing is None and not task.tells_right:
-            raise ValueError(
-                f"env.curriculum counts right responses, and {type(task).__name__} does not say which are right; set "
-                "env.curriculum.passing, the reward from which on a response passes"
-            )
+            raise ValueError(f"{type(task).__name__} does not say what is right; set env.curriculum.passing")
         self._bounds, self._task = bounds, task
         self._seen: dict[int, tuple[float, float, int]] = {}
         self.passed_over = 0

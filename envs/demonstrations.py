@@ -28,12 +28,9 @@ class Demonstrations:
 
     Args:
         task: has a `Task.demonstration` of each row.
-        tokenizer: of the policy.
         ends: ids that end a response in generation (`grpo_rl.policies.generation.end_ids`).
-        max_prompt_tokens: the longest prompt.
         max_response_tokens: the longest response, its end included.
         long_prompt: what to do with rows of which either is longer: ``error``, or ``skip``, which counts them.
-        seed: of the shuffles.
 
     Raises:
         ValueError: there are no rows, a row has no demonstration, an empty one, or one with an end of turn in its text,
@@ -54,10 +51,7 @@ class Demonstrations:
         self.max_prompt_tokens, self._max_response_tokens = max_prompt_tokens, max_response_tokens
         self._long_prompt = long_prompt
         if not ends:
-            raise ValueError(
-                "the model has no end of sequence, so that its responses would not end; give it one: "
-                "eos_token_id in generation_config.json"
-            )
+            raise ValueError("the model has no end of sequence; give it one: eos_token_id in generation_config.json")
         self.end, self._ends = _end_of_turn(tokenizer, ends), set(ends)
         self._opened = _opened_thought(tokenizer)
         self._prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
@@ -90,10 +84,8 @@ class Demonstrations:
         for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, places), strict=True)):
             remedy = f"or set evaluate.rows={i if i > 1 else 0}, as env.long_prompt leaves none of these out"
             if len(ids) > self.max_prompt_tokens:
-                raise ValueError(
-                    f"the prompt of {places[i]} has {len(ids)} tokens, {self.max_prompt_tokens} fit; raise "
-                    f"inference_model.max_model_len, {remedy}"
-                )
+                where = f"the prompt of {places[i]} has {len(ids)} tokens, {self.max_prompt_tokens} fit"
+                raise ValueError(f"{where}; raise inference_model.max_model_len, {remedy}")
             if len(response) > self._max_response_tokens:
                 raise ValueError(self._too_long(places[i], len(response), remedy))
             groups.append(_group(Prompt(i, i, "", torch.tensor(ids, dtype=torch.long)), response))
@@ -108,11 +100,7 @@ class Demonstrations:
         return self._prompts.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position in the data.
-
-        Raises:
-            ValueError: it is a position in other data.
-        """
+        """Goes to a position in the data; see `PromptSource.restore`."""
         self._prompts.restore(dict(state))
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
@@ -132,9 +120,8 @@ class Demonstrations:
                 raise ValueError(f"{place}: {error}") from error
             if text is None:
                 raise ValueError(
-                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows of these can "
-                    "have one: gsm8k (answer), math and code (solution), prompt_response (env.completion_column, or "
-                    "messages that the assistant ends), and a task of your own with a method `demonstration`"
+                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows of gsm8k, math, "
+                    "code, prompt_response and a task of your own with a method `demonstration` can have one"
                 )
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")
@@ -142,11 +129,8 @@ class Demonstrations:
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         for place, ids in zip(places, encoded, strict=True):
             if ends := self._ends.intersection(ids):
-                raise ValueError(
-                    f"the demonstration of {place} has {self.tokenizer.decode([min(ends)])!r} in its text, at which "
-                    "generation ends, as where a chat template wrote it; remove such tokens (the end is added here), "
-                    "or the row"
-                )
+                where = f"the demonstration of {place} has {self.tokenizer.decode([min(ends)])!r} in its text"
+                raise ValueError(f"{where}, at which generation ends; remove such tokens (the end is added here)")
         return [[*ids, self.end] for ids in encoded]
 
     def _text(self, row: dict) -> str | None:
@@ -170,10 +154,8 @@ class Demonstrations:
                     self._prompts.too_long.add(row)
             self.written_otherwise += self._differing(fitting)
         if not len(self):
-            raise ValueError(
-                f"all {len(self.task.rows)} rows are too long; raise sampling.max_new_tokens or "
-                "inference_model.max_model_len"
-            )
+            remedy = "raise sampling.max_new_tokens or inference_model.max_model_len"
+            raise ValueError(f"all {len(self.task.rows)} rows are too long; {remedy}")
 
     def _differing(self, encoded: Sequence[tuple[int, list[int]]]) -> list[int]:
         """Those of the rows, given with the ids of prompt and response, that the template writes otherwise."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from grpo_rl.envs.task import Messages, Reward, Task, asking, opening
 
@@ -22,8 +21,6 @@ MAX_REMEMBERED = 4096
 
 @dataclass
 class _Open(Generic[State]):
-    """An episode that goes on."""
-
     state: State
     reward: float = 0.0
 
@@ -95,10 +92,6 @@ class Episodes(Task, Generic[State]):
     The responses to a row are compared, so that :meth:`reset` has to begin the same episode each time, and :meth:`step`
     to answer the same text the same way: what is random in them follows from a seed in the row. A conversation whose
     episode is not there any more, as in another process, is played again.
-
-    Args:
-        rows: what :meth:`reset` takes.
-        system_prompt: the first message; None leaves it out.
     """
 
     reward_parts = ("episode",)
@@ -228,15 +221,3 @@ class Episodes(Task, Generic[State]):
             reward = Reward({"episode": episode.reward}, self.measures(episode.state))
         self._close(episode)
         return reward
-
-
-def text_of(observation: Any) -> str:
-    """An observation as text: itself, the only text in it, or JSON.
-
-    >>> text_of({"echoed": "hi"}), text_of({"x": 1, "y": [2]})
-    ('hi', '{"x": 1, "y": [2]}')
-    """
-    if isinstance(observation, dict) and len(observation) == 1:
-        (only,) = observation.values()
-        observation = only if isinstance(only, str) else observation
-    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)

@@ -13,7 +13,7 @@ from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer, written
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
@@ -63,8 +63,7 @@ class GSM8K(GroupTask):
         rows: Sequence[dict],
         *,
         correctness: Annotated[
-            float,
-            weight('the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'),
+            float, weight('the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one')
         ] = 2.0,
         reasoning_format: Annotated[float, weight("the response matches reasoning_pattern")] = 0.5,
         answer_format: Annotated[float, weight("the response matches answer_pattern")] = 0.5,
@@ -72,13 +71,10 @@ class GSM8K(GroupTask):
         answer_pattern: Annotated[str, means("searched in the whole response", of_reward=True)] = ANSWER_PATTERN,
         system_prompt: SystemPrompt = SYSTEM_PROMPT,
         examples: Annotated[
-            Sequence[Mapping[str, Any]],
-            means("few-shot turns before the problem: a list of {question, answer}"),
+            Sequence[Mapping[str, Any]], means("few-shot turns before the problem: a list of {question, answer}")
         ] = (),
     ) -> None:
-        self._weights = {
-            "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,
-        }  # fmt: skip
+        self._weights = dict(zip(self.reward_parts, (correctness, reasoning_format, answer_format), strict=True))
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
             try:
@@ -146,11 +142,8 @@ def final_number(response: str) -> str | None:
     return None if quotient is None else f"quotient {written(quotient)}"
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:
-    """Problems with ``question`` and ``answer``, of :func:`grpo_rl.envs.tables.load_rows` or of :data:`SHIPPED`.
-
-    Args:
-        chat: whether questions may be chat messages.
+def load_rows(path: AnySource = None, split: str = "train", chat: bool = True) -> Sequence[dict]:
+    """Problems with ``question``, with ``chat`` also messages, and ``answer``, as of `tables.load_rows` or `SHIPPED`.
 
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'

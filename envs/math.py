@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means, weight
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
-from grpo_rl.envs.sources import Row, Source
+from grpo_rl.envs.sources import AnySource, Row, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
 
@@ -59,8 +58,7 @@ class Math(GroupTask):
         ] = DEADLINE_S,
         system_prompt: SystemPrompt = SYSTEM_PROMPT,
         examples: Annotated[
-            Sequence[Mapping[str, Any]],
-            means("few-shot turns before the problem: a list of {problem, solution}"),
+            Sequence[Mapping[str, Any]], means("few-shot turns before the problem: a list of {problem, solution}")
         ] = (),
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
@@ -71,10 +69,7 @@ class Math(GroupTask):
         self._before = opening(system_prompt, [(example["problem"], example["solution"]) for example in shown])
         self.rows = rows
         if len(rows) and all(self.gold(row) is None for row in rows):
-            raise ValueError(
-                f"none of the {len(rows)} rows has a gold answer; give a column answer, or solutions that end on "
-                r"\boxed{...}"
-            )
+            raise ValueError(rf"none of the {len(rows)} rows has a gold answer; give answer, or a \boxed{{}} solution")
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, examples, and the problem."""
@@ -124,7 +119,7 @@ class Math(GroupTask):
         return Reward(self._paid(earned), {"timed_out": float(verdict.timed_out)})
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Problems of :func:`grpo_rl.envs.tables.load_rows`, or of the hub's :data:`HUB_SETS`."""
     source = Source.of(path)
     if source.path is None and split not in HUB_SETS:

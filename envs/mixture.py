@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from typing_extensions import override
 
@@ -32,11 +32,7 @@ class Rows(Sequence[dict]):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> dict: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict]: ...
-    def __getitem__(self, index: int | slice) -> dict | list[dict]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
@@ -55,11 +51,9 @@ class Rows(Sequence[dict]):
 
 
 class Mixture(Task):
-    """Several tasks as one. A part of the reward has its task's name before its own: ``gsm8k/correctness``.
+    """Several tasks as one, whose rewards are scaled by ``scales``, 1 where none is given.
 
-    Args:
-        tasks: by name.
-        scales: factors of the tasks' rewards, 1 where none is given.
+    A part of the reward has its task's name before its own: ``gsm8k/correctness``.
     """
 
     def __init__(self, tasks: Mapping[str, Task], scales: Mapping[str, float] = {}) -> None:
@@ -159,11 +153,7 @@ class MixturePrompts:
         return random.Random(f"{self._seed}/mixture/{draw}").choices(self._names, self._shares)[0]
 
     def check(self) -> None:
-        """Tokenises every row of every task.
-
-        Raises:
-            ValueError: a prompt is too long; names its task.
-        """
+        """Tokenises every row of every task; a ValueError about a prompt that is too long names the task."""
         for name, env in self._envs.items():
             try:
                 env.check_prompts()
@@ -187,16 +177,9 @@ class MixturePrompts:
         return {"seed": self._seed, "drawn": self._drawn, "tasks": tasks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position.
-
-        Raises:
-            ValueError: it is one of other tasks or other data.
-        """
+        """Goes to a position; a ValueError where it is one of other tasks or other data."""
         if state["tasks"].keys() != self._envs.keys():
-            raise ValueError(
-                f"the data position is of a mixture of {', '.join(state['tasks'])}, and this one is of "
-                f"{', '.join(self._envs)}; resume with the same tasks"
-            )
+            raise ValueError(f"the data position is of the mixture {[*state['tasks']]}; resume with the same tasks")
         for name, env in self._envs.items():
             env.set_extra_state(state["tasks"][name])
         self._seed, self._drawn = state["seed"], state["drawn"]
@@ -256,7 +239,6 @@ class MixtureEnv(LLMEnv):
         envs: the tasks' environments by name, over one tokenizer; their rewards, guards and limits hold for their rows.
         weights: of the draws; they need not sum to 1.
         scales: factors of the tasks' rewards, 1 where none is given.
-        seed: of the draws.
 
     Raises:
         ValueError: a scale is of no task; see also :class:`LLMEnv`.

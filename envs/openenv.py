@@ -6,14 +6,13 @@ import http.client
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means
-from grpo_rl.envs.episodes import Episodes, text_of
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.episodes import Episodes
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 
 TIMEOUT_S = 60.0
@@ -61,10 +60,8 @@ class OpenEnv(Episodes[Any]):
         try:
             self._action = _schema(self._url)["action"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException) as error:
-            raise ValueError(
-                f"env.url={url}: no OpenEnv server gives its schema there ({type(error).__name__}: {error}); start it, "
-                "or correct the address"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"env.url={url}: no OpenEnv server gives its schema there ({why})") from error
 
     def reset(self, row: dict) -> tuple[Any, str]:
         """Opens a session, and begins an episode in it."""
@@ -138,7 +135,6 @@ def _connected(url: str) -> Any:
 
 
 def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The server's answer."""
     session.send(json.dumps({"type": what, "data": data}))
     text = session.recv(timeout=TIMEOUT_S)
     try:
@@ -157,13 +153,17 @@ def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _observation(data: Mapping[str, Any]) -> str:
+    """The observation as text: itself, the only text in it, or JSON."""
     seen = data.get("observation")
-    own = {k: v for k, v in seen.items() if k not in ("metadata", "done", "reward")} if isinstance(seen, dict) else seen
-    return text_of(own)
+    if isinstance(seen, dict):
+        seen = {name: value for name, value in seen.items() if name not in ("metadata", "done", "reward")}
+        texts = [value for value in seen.values() if isinstance(value, str)]
+        seen = texts[0] if len(seen) == len(texts) == 1 else seen
+    return seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
 
 
 def load_rows(
-    path: str | Path | Source | None = None,
+    path: AnySource = None,
     split: str = "train",
     episodes: Annotated[
         int, means("seeds to train on where there is no path; a tenth as many are held out", ge=1)

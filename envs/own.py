@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.by_name import is_name, object_by_name, one_line
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Task
 
@@ -24,10 +23,8 @@ def own_class(name: str) -> type:
     """
     found = object_by_name(name, "env.dataset")
     if not (inspect.isclass(found) and (issubclass(found, Task) or is_env(found))):
-        raise ValueError(
-            f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task, or "
-            "from torchrl.envs.EnvBase"
-        )
+        wanted = "a class that inherits from grpo_rl.envs.base.Task, or from torchrl.envs.EnvBase"
+        raise ValueError(f"env.dataset={name} is {found!r:.80}; it must be {wanted}")
     return found
 
 
@@ -44,9 +41,7 @@ def parameters_of(own: type) -> list[inspect.Parameter]:
     return [parameter for parameter in settings if parameter.kind not in variadic]
 
 
-def load_own_rows(
-    task: type[Task], name: str, path: str | Path | Source | None = None, split: str = "train"
-) -> Sequence[dict]:
+def load_own_rows(task: type[Task], name: str, path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """The rows of a task at ``path``: by its own ``load_rows(path, split)``, else as those of any data set."""
     source, own = Source.of(path), getattr(task, "load_rows", None)
     if own is None:
@@ -67,8 +62,7 @@ def check_task_of(env: LLMEnv, name: str) -> None:
     more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:
-        ValueError: a prompt is no list of messages, the task raised, or empty responses to the first row can't be
-            scored.
+        ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored.
     """
     # They bring torch and processes, which a message needs not wait for.
     from grpo_rl.envs.guards.guard import Failure, ScoreGuard
@@ -102,8 +96,6 @@ def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None
             hint = column_hint(error.args[0], rows[index]) if isinstance(error, KeyError) and error.args else ""
             raise ValueError(f"{where} raised {one_line(error)}{hint}") from error
         if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-            raise ValueError(
-                f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"
-            )
+            raise ValueError(f"{where} is {messages!r:.120}; it must be a list of messages, with role and content")
         first = first or messages
     return first

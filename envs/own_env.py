@@ -121,8 +121,7 @@ class OwnEnv(LLMEnv):
     """The environment as a run knows it: groups have numbers, and rows can be begun and stepped a group at a time.
 
     Args:
-        env: see the module.
-        num_envs, repeats, tokenizer: those that it was made with.
+        num_envs, repeats, tokenizer: those that ``env`` was made with.
         max_failed_fraction: share of all responses, beyond which rows with ``failed`` stop the run.
     """
 
@@ -161,8 +160,7 @@ class OwnEnv(LLMEnv):
         if (self.env.batch_locked or self.env.batch_size) and batch.batch_size != self.env.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__} is locked to its batch of {math.prod(self.env.batch_size)} rows, and "
-                f"{len(rows)} are to be stepped, as in conversations and with mode=async; give it batch_size=[], and "
-                "set self._batch_locked = False"
+                f"{len(rows)} are to be stepped; give it batch_size=[], and set self._batch_locked = False"
             )
         after = list(self.env.step(batch)["next"].unbind(0))
         for led_to in () if self._names_parts else after:

@@ -8,21 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
+from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import (
-    TOOLS,
-    asked_in_chat,
-    column_hint,
-    is_message,
-    load_rows,
-    message_text,
-    place_of,
-    read_messages,
-    read_tools,
-)
+from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, check_weights, raised
 
 RewardName = str | Callable[..., Any]
@@ -96,14 +87,11 @@ class PromptResponse(GroupTask):
                 self._asked(row)
                 self.tools_of(row)
             except ValueError as error:
-                raise ValueError(f"{place_of(rows, index)}: {error}") from error
+                raise ValueError(f"{tables.place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
         if completion_column and len(rows) and completion_column not in columns:
-            raise ValueError(
-                f"env.completion_column={completion_column} is no column of all rows, which have "
-                f"{', '.join(sorted(columns))}"
-            )
+            raise ValueError(f"env.completion_column={completion_column} is no column of all rows: {sorted(columns)}")
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
         self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
         self._columns, self._deadline_s = sorted(columns), 60.0
@@ -113,12 +101,7 @@ class PromptResponse(GroupTask):
             raise ValueError(f"env.reward has two functions of one name: {names}; rename one, as by its __name__")
 
     def prompt(self, row: dict) -> Messages:
-        """The row's messages, or its text as the user's, after the system prompt.
-
-        >>> task = PromptResponse([{"prompt": "Hi"}], reward="grpo_rl.envs.rewards.examples:reward_len")
-        >>> task.prompt(task.rows[0])
-        [{'role': 'user', 'content': 'Hi'}]
-        """
+        """The row's messages, or its text as the user's, after the system prompt."""
         messages = self._messages(row)
         if self._system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self._system_prompt}, *messages]
@@ -126,7 +109,7 @@ class PromptResponse(GroupTask):
 
     def tools_of(self, row: dict) -> Sequence[Any]:
         """The task's tools, and those in the row's column ``tools``; calls of these are not run."""
-        return [*self.tools, *read_tools(row.get(TOOLS))]
+        return [*self.tools, *tables.read_tools(row.get(tables.TOOLS))]
 
     def _messages(self, row: dict) -> Messages:
         asked = self._asked(row)
@@ -207,28 +190,26 @@ class PromptResponse(GroupTask):
         return self._parted(row).get(_LAST_MESSAGE)
 
     def _completion(self, row: dict) -> str | dict[str, Any] | None:
-        """The one response in the column of completions."""
         value = row.get(self._completion_column)
         if value is None or isinstance(value, str):
             return value
         messages = value if isinstance(value, list) else [value]
         if all(isinstance(message, Mapping) for message in messages):
-            turns = read_messages(messages, str(self._completion_column))
+            turns = tables.read_messages(messages, str(self._completion_column))
             for prompt in (self.prompt(row), self._messages(row)):
                 if turns[: len(prompt)] == prompt:
                     turns = turns[len(prompt) :]
                     break
             if [turn["role"] for turn in turns] == ["assistant"]:
-                return message_text(turns[0])
+                return tables.message_text(turns[0])
             found = f"messages of {', '.join(turn['role'] for turn in turns) or 'no one'} behind the prompt"
         elif len(messages) == 1 and isinstance(messages[0], str):
             return messages[0]
         else:
             found = f"{value!r:.80}"
         raise ValueError(
-            f"{self._completion_column} is {found}; to be imitated it must be a text, or one message of the "
-            "assistant's, which the prompt may precede. Of a whole conversation the last message is imitated with "
-            f"env.prompt_column={self._completion_column} and without env.completion_column"
+            f"{self._completion_column} is {found}; it must be a text, or one message of the assistant's. For the last "
+            f"one of a conversation set env.prompt_column={self._completion_column}, without env.completion_column"
         )
 
     def _reward(self, values: Sequence[float | Exception | None]) -> Reward | Exception:
@@ -261,22 +242,19 @@ class PromptResponse(GroupTask):
         value = row.get(self._prompt_column, ())
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return row  # a list of texts is a text
-        return asked_in_chat(row, "", self._prompt_column, _LAST_MESSAGE)
+        return tables.asked_in_chat(row, "", self._prompt_column, _LAST_MESSAGE)
 
     def _asked(self, row: dict) -> str | Messages:
-        """A row's prompt, as a text or as messages."""
         value = _column(self._parted(row), self._prompt_column)
         if isinstance(value, str) and value:
             return value
         if isinstance(value, list) and value:
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
-            if all(map(is_message, value)):
+            if all(map(tables.is_message, value)):
                 return value
-        raise ValueError(
-            f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "
-            "content, and not empty"
-        )
+        wanted = "a text, a list of texts, or messages with role and content, and not empty"
+        raise ValueError(f"{self._prompt_column} is {value!r:.80}; it must be {wanted}")
 
 
 @lru_cache(maxsize=8)
@@ -287,12 +265,11 @@ def _workers(names: tuple[str, ...], columns: tuple[str, ...], process_id: int) 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise ValueError(f"there is no column {name}{column_hint(name, row)}")
+        raise ValueError(f"there is no column {name}{tables.column_hint(name, row)}")
     return row[name]
 
 
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
-    """The reward functions, each with its weight."""
     if not reward:
         return []
     if isinstance(reward, Mapping):

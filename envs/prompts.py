@@ -20,6 +20,7 @@ from grpo_rl.envs.tables import place_of
 from grpo_rl.envs.task import Task
 
 _CHECK_BATCH = 1024
+_REMEDY = "raise inference_model.max_model_len or lower sampling.max_new_tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +37,8 @@ class PromptSource:
     """The prompts of a task, each row once an epoch, in the order of the epoch's seeded shuffle.
 
     Args:
-        task: gives the prompts.
-        tokenizer: of the policy.
         max_tokens: the longest prompt that leaves room for a response; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`too_long`.
-        seed: of the shuffles.
         curriculum: decides which rows are drawn; None: all.
 
     Raises:
@@ -59,10 +57,7 @@ class PromptSource:
         if not len(task.rows):
             raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
         if max_tokens is not None and max_tokens < 1:
-            raise ValueError(
-                f"{max_tokens} tokens are left for a prompt; raise inference_model.max_model_len "
-                "or lower sampling.max_new_tokens"
-            )
+            raise ValueError(f"{max_tokens} tokens are left for a prompt; {_REMEDY}")
         self._task, self._tokenizer = task, tokenizer
         self._max_tokens, self._long_prompt = max_tokens, long_prompt
         self.too_long: set[int] = set()
@@ -87,21 +82,13 @@ class PromptSource:
         return prompts
 
     def check(self) -> None:
-        """Tokenises every row, to find those that are too long.
-
-        Raises:
-            ValueError: see :meth:`take`.
-        """
+        """Tokenises every row, to find those that are too long, as :meth:`take` does."""
         if self._max_tokens is not None:
             for _ in self.checked():
                 pass
 
     def checked(self) -> Iterator[list[tuple[int, list[int]]]]:
-        """The rows whose prompts fit, with the ids of these, in the order of the data, a batch at a time.
-
-        Raises:
-            ValueError: see :meth:`take`.
-        """
+        """The rows whose prompts fit, with their ids, in the order of the data, a batch at a time; as :meth:`take`."""
         for start in range(0, len(self._task.rows), _CHECK_BATCH):
             encoded = self._encoded(range(start, min(start + _CHECK_BATCH, len(self._task.rows))))
             yield [(row, ids) for row, _, ids in encoded if self._fits(row, len(ids))]
@@ -120,10 +107,9 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The position in the data, as JSON-able numbers."""
-        own = self.curriculum and {
-            "curriculum": self.curriculum.state() | {"all_rows": self._all_rows, "drawn": self._drawn}
-        }
-        return (own or {}) | {
+        drawn = {"all_rows": self._all_rows, "drawn": self._drawn}
+        own = {"curriculum": self.curriculum.state() | drawn} if self.curriculum else {}
+        return own | {
             "rows": len(self._task.rows),
             "digest": self._digest,
             "seed": self._seed,
@@ -133,16 +119,10 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a position in the data.
-
-        Raises:
-            ValueError: it is a position in other data.
-        """
+        """Goes to a position in the data; a ValueError where it is one in other data."""
         if (state["rows"], state["digest"]) != (len(self._task.rows), self._digest):
-            raise ValueError(
-                f"the data position is from other data: {state['rows']} rows then, {len(self._task.rows)} now, or the "
-                "same number with other content; resume with the same data"
-            )
+            counts = f"{state['rows']} rows then, {len(self._task.rows)} now, or as many with other content"
+            raise ValueError(f"the data position is from other data: {counts}; resume with the same data")
         self.start_epoch(state["seed"], state["epoch"])
         self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
         if self.curriculum and (own := state.get("curriculum")):
@@ -187,24 +167,16 @@ class PromptSource:
             return []
         own = [self._task.rows[row] for row in rows]
         encoded = encode_rows(self._tokenizer, self._task, own, [place_of(self._task.rows, row) for row in rows])
-        return [
-            (row, self._task.prompt(data)[-1]["content"], ids)
-            for row, data, ids in zip(rows, own, encoded, strict=True)
-        ]
+        asked = [self._task.prompt(data)[-1]["content"] for data in own]
+        return list(zip(rows, asked, encoded, strict=True))
 
     def _fits(self, row: int, tokens: int) -> bool:
         if self._max_tokens is None or tokens <= self._max_tokens:
             return True
         if self._long_prompt == "error":
-            raise ValueError(
-                f"the prompt of row {row} has {tokens} tokens, {self._max_tokens} fit; raise "
-                "inference_model.max_model_len, lower sampling.max_new_tokens, or leave such rows out with "
-                "env.long_prompt=skip"
-            )
+            found = f"the prompt of row {row} has {tokens} tokens, {self._max_tokens} fit"
+            raise ValueError(f"{found}; {_REMEDY}, or leave such rows out with env.long_prompt=skip")
         self.too_long.add(row)
         if len(self.too_long) == len(self._task.rows):
-            raise ValueError(
-                f"all {len(self._task.rows)} prompts are longer than {self._max_tokens} tokens (row {row} has "
-                f"{tokens}); raise inference_model.max_model_len or lower sampling.max_new_tokens"
-            )
+            raise ValueError(f"all {len(self._task.rows)} prompts are longer than {self._max_tokens} tokens; {_REMEDY}")
         return False

@@ -14,7 +14,7 @@ from grpo_rl.envs import tables
 from grpo_rl.envs.declared import means, weight
 from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.calls import Tool
@@ -109,9 +109,7 @@ class SearchQA(ToolTask):
         bare = next((index for index, row in enumerate(rows) if not row["documents"]), None)
         if supporting_recall and bare is not None:
             where = tables.place_of(rows, bare)
-            raise ValueError(
-                f"env.reward.supporting_recall={supporting_recall}, but {where} names no supporting facts; set 0"
-            )
+            raise ValueError(f"{where} names no supporting facts; set env.reward.supporting_recall=0")
         self.reward_parts = tuple(weights)
         self.correct_part = "exact_match"
         self._results, self._max_chars = results, max_result_chars
@@ -144,9 +142,8 @@ class SearchQA(ToolTask):
         found = self._index.search(query, self._results)
         if not found:
             return "Error: no document has a word of this query; search with other words"
-        return "\n".join(
-            f"Title: {_line(title, MAX_TITLE_CHARS)}\nText: {_line(text, self._max_chars)}" for title, text in found
-        )
+        lines = [(_line(title, MAX_TITLE_CHARS), _line(text, self._max_chars)) for title, text in found]
+        return "\n".join(f"Title: {title}\nText: {text}" for title, text in lines)
 
 
 def _supporting_recall(row: dict, replies: Sequence[str]) -> dict[str, float]:
@@ -170,7 +167,7 @@ def _line(text: str, max_chars: int) -> str:
 
 
 def load_rows(
-    path: str | Path | Source | None = None,
+    path: AnySource = None,
     split: str = "train",
     *,
     held_out: Annotated[float, means("share of `path` that is kept for evaluation", ge=0, lt=1)] = 0.0,
@@ -179,9 +176,6 @@ def load_rows(
 
     They are of HotpotQA's JSON file, of rows with the same columns, where ``supporting_facts`` may be left out, or of
     ``hotpotqa/hotpot_qa`` (distractor) of the hub, whose validation split is the test split.
-
-    Args:
-        held_out: fraction of a file's rows that is its test split; at 0 the file is one split.
     """
     if split not in HUB_SPLITS:
         raise ValueError(f"there is no split {split!r}; there are {' and '.join(HUB_SPLITS)}")

@@ -43,11 +43,7 @@ class Row(dict):
 
 @dataclass(frozen=True)
 class Source:
-    """``env``'s ``path``, ``subset``, ``split``, ``revision`` and ``columns``; without a path: a task's own data.
-
-    >>> Source.of("rows.jsonl").path
-    'rows.jsonl'
-    """
+    """``env``'s ``path``, ``subset``, ``split``, ``revision`` and ``columns``; without a path: a task's own data."""
 
     path: str | None = None
     subset: str | None = None
@@ -56,7 +52,7 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: str | Path | Source | None) -> Source:
+    def of(cls, path: AnySource) -> Source:
         """A source itself, or that of a path alone."""
         return path if isinstance(path, Source) else cls(None if path is None else str(path))
 
@@ -64,6 +60,10 @@ class Source:
         """Raises ValueError where one of these settings is given, as ``what`` has none."""
         if given := [name for name in names if getattr(self, name)]:
             raise ValueError(f"the {given[0]} {getattr(self, given[0])} means nothing for {what}")
+
+
+AnySource = str | Path | Source | None
+"""A path, a source with more to say, or a task's own data."""
 
 
 def read(source: Source, split: str, choose: Choose, texts: Sequence[str] = ()) -> list[Row]:
@@ -111,10 +111,8 @@ def _ending(file: Path) -> str | None:
 def _of_file(file: Path, choose: Choose, texts: Sequence[str]) -> list[Row]:
     ending = _ending(file)
     if ending is None:
-        raise ValueError(
-            f"{file} is no file that ends in {_FORMATS}, no folder or pattern of such files, and no hub name "
-            "(owner/name)"
-        )
+        others = "no folder or pattern of such files, and no hub name (owner/name)"
+        raise ValueError(f"{file} is no file that ends in {_FORMATS}, {others}")
     if ending in ("jsonl", "json"):
         return _of_json(file, choose)
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
@@ -182,15 +180,13 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     by_split: dict[str, Any] = {}
     if saved := (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         data = load_from_disk(str(folder))
-        by_split = (
-            {str(name): part for name, part in data.items()} if isinstance(data, DatasetDict) else {"train": data}
-        )
+        parts = data if isinstance(data, DatasetDict) else {"train": data}
+        by_split = {str(name): part for name, part in parts.items()}
     else:
         endings = [f".{name}{packed}" for name in ("jsonl", "json", "csv", "parquet") for packed in ("", *PACKED)]
         with contextlib.suppress(EmptyDatasetError, FileNotFoundError):
-            found = DataFilesDict.from_patterns(
-                get_data_patterns(str(folder)), base_path=str(folder), allowed_extensions=endings
-            )
+            patterns = get_data_patterns(str(folder))
+            found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=endings)
             by_split = {str(name): files for name, files in found.items() if files}
     if not by_split:
         raise ValueError(f"{folder} is a folder without files that end in {_FORMATS}")
@@ -198,17 +194,14 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     if split not in by_split and not source.split and len(by_split) == 1:
         (split,) = by_split
     if split not in by_split:
-        raise ValueError(
-            f"{folder} has no split {split}; it has {', '.join(by_split)}: set env.split, and env.eval_split "
-            "for the held-out rows"
-        )
+        remedy = "set env.split, and env.eval_split for the held-out rows"
+        raise ValueError(f"{folder} has no split {split}; it has {', '.join(by_split)}: {remedy}")
     if saved:
         return _of_table(by_split[split], f"{folder} {split}", choose)
     return [row for file in sorted(by_split[split]) for row in _of_file(Path(file), choose, texts)]
 
 
 def _of_hub(source: Source, split: str, choose: Choose) -> list[Row]:
-    """The rows of a split of a data set of the hub, or of its cache."""
     from grpo_rl.storage.hub import why_no_hub  # it imports huggingface_hub
 
     name, _, subset = str(source.path).removeprefix(HUB_PREFIX).partition(":")

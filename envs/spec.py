@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from grpo_rl.by_name import is_name
 from grpo_rl.envs.own import is_env, load_own_rows, make_own_task, own_class
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.task import Task
 
 if TYPE_CHECKING:
@@ -54,19 +53,15 @@ class TaskSpec:
         repeats: int,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        path: str | Path | Source | None = None,
+        path: AnySource = None,
         split: str = "train",
         **settings: Any,
     ) -> LLMEnv:
-        """The task as a TorchRL environment.
+        """The task as an :class:`~grpo_rl.envs.base.LLMEnv`; for ``path`` and ``split`` see its ``load_rows``.
 
         Args:
-            num_envs: prompts in flight.
-            repeats: responses to each, the group size G.
-            tokenizer: of the policy.
-            path, split: see the task's ``load_rows``.
-            settings: those of :class:`~grpo_rl.envs.base.LLMEnv`, such as ``seed``; all others are the task's, with
-                its weights in ``reward``, as in the config's ``env``.
+            settings: those of the environment, such as ``seed``; all others are the task's, with its weights in
+                ``reward``, as in the config's ``env``.
         """
         from grpo_rl.envs.base import LLMEnv  # brings torch, which a worker that scores need not wait for
 
@@ -81,7 +76,7 @@ class TaskSpec:
         own = {name: value for name, value in settings.items() if name not in names}
         return own, {name: value for name, value in settings.items() if name in names}
 
-    def make_task(self, path: str | Path | Source | None = None, split: str = "train", **settings: Any) -> Task:
+    def make_task(self, path: AnySource = None, split: str = "train", **settings: Any) -> Task:
         """The task of the rows at ``path``."""
         rows = self.rows(path, split, settings)
         own = {name: value for name, value in settings.items() if name not in self.row_settings}
@@ -91,7 +86,7 @@ class TaskSpec:
             own |= own.pop("reward", None) or {}
         return self.task(rows, **own)
 
-    def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
+    def rows(self, path: AnySource, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
         """The rows at ``path``, loaded with those of ``settings`` that are the loader's."""
         return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})
 
@@ -105,14 +100,7 @@ class OwnEnvSpec(TaskSpec):
 
     @override
     def __call__(
-        self,
-        num_envs: int,
-        repeats: int,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        path: str | Path | Source | None = None,
-        split: str = "train",
-        **settings: Any,
+        self, num_envs: int, repeats: int, tokenizer: Any, *, path: Any = None, split: str = "train", **settings: Any
     ) -> LLMEnv:
         from grpo_rl.envs.own_env import OwnEnv
 
@@ -150,9 +138,6 @@ def task_spec(name: str) -> TaskSpec:
 
     Raises:
         ValueError: there is no such class, or it is neither a task nor an environment.
-
-    >>> task_spec("gsm8k").load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
-    '#### ...'
     """
     if is_name(name):
         own = own_class(name)

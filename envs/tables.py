@@ -6,11 +6,10 @@ import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from grpo_rl.envs.sources import Row, Source, read
+from grpo_rl.envs.sources import AnySource, Row, Source, read
 from grpo_rl.envs.task import Messages
 from grpo_rl.envs.tools.schemas import checked_calls, read_arguments, tool_schemas
 
@@ -24,7 +23,7 @@ EXTRA_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 def load_rows(
-    path: str | Path | Source | None = None,
+    path: AnySource = None,
     split: str = "train",
     columns: Collection[str] | None = None,
     *,
@@ -42,10 +41,6 @@ def load_rows(
 
     Raises:
         ValueError: there is no such data, it can't be read or is empty, or a column to be renamed is not there.
-
-    >>> from grpo_rl.envs.gsm8k import SHIPPED
-    >>> list(load_rows(SHIPPED["quickstart-test"])[0])
-    ['question', 'answer']
     """
     source = Source.of(path)
     if source.path is None and hub is None:
@@ -193,25 +188,19 @@ def checked_row(row: Any, columns: Mapping[str, Kind], where: str) -> dict:
         if text and isinstance(value, (int, float)) and not isinstance(value, bool):
             row[column] = str(value)
         elif not isinstance(value, kind):
-            raise ValueError(
-                f"{where}: {column} is {value!r:.80}, of type {type(value).__name__}; it must be of type "
-                f"{getattr(kind, '__name__', kind)}"
-            )
+            wanted = getattr(kind, "__name__", kind)
+            found = f"{value!r:.80}, of type {type(value).__name__}"
+            raise ValueError(f"{where}: {column} is {found}; it must be of type {wanted}")
     return row
 
 
 def column_hint(missing: Any, present: Iterable[str], ours: Any = None) -> str:
-    """The end of a message about a column that is missing: those that are there, and how to name one.
-
-    Args:
-        ours: the task's name of the column, where ``missing`` is the data's.
+    """The end of a message about a missing column, to the task ``ours``: those that are there, and how to name one.
 
     >>> column_hint("question", ["problem", "questions"])
     "; its columns are ['problem', 'questions']; did you mean questions? env.columns={question: questions} renames it"
     """
     present = list(present)
     close = difflib.get_close_matches(str(missing), present, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return (
-        f"; its columns are {present}; {hint}env.columns={{{ours or missing}: {(close or ['ITS_NAME'])[0]}}} renames it"
-    )
+    hint, nearest = (f"did you mean {close[0]}? ", close[0]) if close else ("", "ITS_NAME")
+    return f"; its columns are {present}; {hint}env.columns={{{ours or missing}: {nearest}}} renames it"

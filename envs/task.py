@@ -112,11 +112,7 @@ class Task(ABC):
         return task
 
     def ready(self, deadline_s: float) -> None:
-        """Starts what the scorer needs, such as processes of its own, before its deadline begins.
-
-        Args:
-            deadline_s: seconds that the call of the scorer, which follows, may take.
-        """
+        """Starts what the scorer needs, such as processes of its own, before its call of ``deadline_s`` begins."""
         self._budget_s = deadline_s
 
     def counts(self) -> dict[str, float]:
@@ -144,11 +140,7 @@ class Task(ABC):
         """
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]:
-        """The reward of each response, or what its scorer raised: for scorers that are better asked for a group.
-
-        Args:
-            rows: of each response. The responses to one prompt come in one call.
-        """
+        """The reward of each response, or what its scorer raised; the responses to one prompt come in one call."""
         results: list[Reward | Exception] = []
         for row, response in zip(rows, responses, strict=True):
             try:
@@ -219,10 +211,7 @@ class GroupTask(Task):
 
 
 def opening(system_prompt: str | None, examples: Iterable[tuple[str, str]] = ()) -> Messages:
-    """The messages before a row's own: the system prompt, unless it is empty, and examples as earlier turns.
-
-    Args:
-        examples: what the user asks and what the assistant responds.
+    """The messages before a row's own: the system prompt, unless it is empty, and questions with responses.
 
     >>> [message["role"] for message in opening("Be brief.", [("1 + 1?", "2")])]
     ['system', 'user', 'assistant']
@@ -280,10 +269,5 @@ def check_weights(weights: Mapping[str, object], section: str = "env.reward") ->
 
 
 def plays_turns(task: Task) -> bool:
-    """True if the task replies.
-
-    >>> from grpo_rl.envs.gsm8k import GSM8K
-    >>> plays_turns(GSM8K([]))
-    False
-    """
+    """True if the task replies."""
     return type(task).reply is not Task.reply

@@ -14,12 +14,11 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_rl.envs.declared import means
 from grpo_rl.envs.episodes import Episodes
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages
 
@@ -38,9 +37,6 @@ class Verifiers(Episodes["_Exchange"]):
     rewards and metrics, by their names, are logged as measures.
 
     Source: https://github.com/PrimeIntellect-ai/verifiers, ``verifiers.v1`` of 0.4.
-
-    Args:
-        rows: tasks, as :func:`load_rows` gives them.
     """
 
     def reset(self, row: dict) -> tuple[_Exchange, Messages]:
@@ -110,7 +106,6 @@ class _Exchange:
         self._loop.call_soon_threadsafe(self._replies.put_nowait, text)
 
     def close(self) -> None:
-        """Cancels what is under way."""
         self._future.cancel()
 
     async def turn(self, messages: Messages) -> str | None:
@@ -122,7 +117,8 @@ class _Exchange:
         import verifiers.v1 as vf
 
         try:
-            task = _task_of(env, data)
+            kind = type(env.taskset).task_type()
+            task = kind(kind.data_type().model_validate(data), env.taskset.config.task)
             trace_task = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
             episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=trace_task)
             agents = vf.Agents(env.config, lambda name, spec: _PolicyAgent(name, spec, episode, self))
@@ -180,11 +176,13 @@ class _Interaction:
         """The policy's turn after this message, or after the task's prompt."""
         import verifiers.v1 as vf
         from verifiers.v1.agent import Segment
+        from verifiers.v1.dialects.chat import parse_message
 
         if await self._stopped():
             return Segment(messages=[], terminated=True)
         turns = self._opening() if not self.trace.nodes else []
-        turns += [vf.UserMessage(content=message)] if isinstance(message, str) else [_typed(m) for m in message or ()]
+        given = [vf.UserMessage(content=message)] if isinstance(message, str) else message or ()
+        turns += [parse_message(each) if isinstance(each, dict) else each for each in given]
         for each in turns:
             self._add(each)
         text = await self._exchange.turn([{"role": each.role, "content": _text(each)} for each in turns])
@@ -225,12 +223,6 @@ class _Interaction:
         nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
 
-def _typed(message: Any) -> Any:
-    from verifiers.v1.dialects.chat import parse_message
-
-    return parse_message(message) if isinstance(message, dict) else message
-
-
 def _text(message: Any) -> str:
     if isinstance(message.content, str):
         return message.content
@@ -268,11 +260,6 @@ def _environment(taskset: str) -> Any:
     return env
 
 
-def _task_of(env: Any, data: Mapping[str, Any]) -> Any:
-    kind = type(env.taskset).task_type()
-    return kind(kind.data_type().model_validate(data), env.taskset.config.task)
-
-
 @functools.lru_cache(maxsize=1)
 def _loop(process_id: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
@@ -283,7 +270,6 @@ def _loop(process_id: int) -> asyncio.AbstractEventLoop:
 
 
 async def _cancelled() -> None:
-    """Cancels all episodes that are under way."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -291,11 +277,10 @@ async def _cancelled() -> None:
 
 
 def load_rows(
-    path: str | Path | Source | None = None,
+    path: AnySource = None,
     split: str = "train",
     name: Annotated[
-        str | None,
-        means("the taskset: an installed package, or one that comes with verifiers, such as textarena"),
+        str | None, means("the taskset: an installed package, or one that comes with verifiers, such as textarena")
     ] = None,
     taskset: Annotated[
         Mapping[str, Any] | None, means("the taskset's settings, those of `--env.taskset` under verifiers")

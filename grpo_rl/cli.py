@@ -14,7 +14,6 @@ from grpo_rl.storage.masking import shown
 from grpo_rl.storage.printable import replace_unwritable
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
-"""The help of ``train``."""
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "show a config's requirements of a cluster: memory and seconds, by role and device"),
@@ -31,7 +30,7 @@ COMMANDS = {
     "push-to-hub": ("run.push", "upload the model of a finished run to the Hugging Face hub"),
 }
 """The module whose ``add_<command>``, with underscores for dashes, declares a command's options, and has its
-description as docstring; its help."""
+description as docstring; its help. Neither help nor a usage error waits for torch: commands import it behind these."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -74,14 +74,12 @@ def paired_gain(before: Sequence[float], after: Sequence[float]) -> Gain:
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} rewards before and {len(after)} after; a paired gain needs the same rows")
-    if len(before) < 2:
-        raise ValueError(f"{len(before)} row(s) give no interval; evaluate at least 2 (evaluate.rows)")
     pair = np.asarray([before, after], dtype=float)
     if np.isinf(pair).any():
         raise ValueError(f"{int(np.isinf(pair).sum())} of {pair.size} rewards are infinite")
     pair = pair[:, ~np.isnan(pair).any(axis=0)]
     if pair.shape[1] < 2:
-        raise ValueError(f"{pair.shape[1]} row(s) were judged before and after; an interval needs at least 2")
+        raise ValueError(f"{pair.shape[1]} row(s) were judged both times; an interval needs at least 2 (evaluate.rows)")
     difference = pair[1] - pair[0]
     mean, half = float(difference.mean()), _half_width(difference, max(float(np.ptp(pair)), 1.0))
     return Gain(mean, mean - half, mean + half)

@@ -70,11 +70,9 @@ class Section(BaseModel, Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting in a section.
+    """The declaration of one setting in a section; with :data:`REQUIRED` the config must give a value.
 
     Args:
-        default: the default; :data:`REQUIRED`: the config must give a value.
-        meaning: what the setting does.
         kind: its type.
         limits: of a number, by pydantic's names.
         mode: the only mode that reads the setting; None: both do.

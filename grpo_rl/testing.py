@@ -25,7 +25,7 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.losses.grpo import GRPOLoss
@@ -95,13 +95,10 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) ->
 
 
 def tiny_run(folder: str | Path) -> list[str]:
-    """The overrides of a run of seconds: six rows, and a random model that is rewarded for digits.
+    """The overrides of a run of seconds: six rows, and a random model that is rewarded for digits, both in the folder.
 
     Four steps of four groups of four responses; later overrides win. Nothing is compiled, which would take longer than
     all the steps do.
-
-    Args:
-        folder: where the rows and the model are written.
     """
     data, model = Path(folder, "train.jsonl"), save_tiny_model(Path(folder, "model"))
     rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
@@ -165,19 +162,6 @@ RESPONSES = ("", "I don't know.", "It is 42.", "<answer>7</answer>", "\\boxed{1}
 """Responses of the kinds that an untrained policy samples."""
 
 
-class _RecordingEngine(ScriptedEngine):
-    """Returns the responses in turn, each with an end token, and records the prompts."""
-
-    def __init__(self, responses: Sequence[Sequence[int]], end: int) -> None:
-        turn = itertools.cycle(responses)
-        super().__init__(lambda prompt, g: [*next(turn), end])
-        self.seen: list[list[int]] = []
-
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        self.seen += [list(prompt) for prompt in prompts for _ in range(n)]
-        return super().generate(prompts, n, sampling)
-
-
 def hermes_parser(tokenizer: PreTrainedTokenizerFast, schemas: list[dict[str, Any]]) -> Any:
     """The parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as environments take it."""
     from grpo_rl.engines.vllm.tool_parsers import tool_parser  # brings vLLM, which other tasks do without
@@ -224,12 +208,17 @@ def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int 
         assert scores == backwards[::-1], "a score depends on what was scored before"
 
     ids = [tokenizer(text)["input_ids"] for text in responses]
-    engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), EnginePolicy(engine, Sampling(max_new_tokens=512)), 8).collect()
+    turn, seen = itertools.cycle(ids), set[tuple[int, ...]]()
+
+    def respond(prompt: Sequence[int], g: int) -> list[int]:
+        seen.add(tuple(prompt))
+        return [*next(turn), tokenizer.eos_token_id]
+
+    policy_of_responses = EnginePolicy(ScriptedEngine(respond), Sampling(max_new_tokens=512))
+    groups = SyncCollector(make_env(), policy_of_responses, 8).collect()
     assert [group.size for group in groups] == [4, 4], "a group is not complete"
     assert groups[0].group_id != groups[1].group_id
     sampled = {tuple([*response, tokenizer.eos_token_id]) for response in ids}
-    seen = {tuple(prompt) for prompt in engine.seen}
     for group in groups:
         assert group.chosen_lengths.gt(0).all(), "a response has no trainable token"
         for g, response in enumerate(group.responses):

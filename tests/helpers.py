@@ -1,4 +1,4 @@
-"""Helpers of tests of several folders: forked groups, models in fp64, ranks in threads, files that a kill leaves."""
+"""Helpers of tests of several folders: forked groups, responses, fp64 models, ranks in threads, what a kill leaves."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from grpo_rl.data.group import Group
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 from grpo_rl.testing import random_group
 
 
@@ -47,6 +48,12 @@ def forked_groups(vocab: int = 32) -> list[Group]:
         ids = torch.tensor(list(itertools.chain(*texts)))
         groups.append(replace(group, prompt_ids=torch.tensor(prompt), response_ids=ids))
     return groups
+
+
+def responses_by_step(run_dir: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """The rows of ``completions.parquet`` of each step that has some, in order."""
+    parts = StepParts(Path(run_dir) / COMPLETIONS_FOLDER)
+    return {step: parts.read(step).to_pylist() for step in parts.steps()}
 
 
 def left_if_killed(pid: int) -> set[str]:

@@ -64,15 +64,7 @@ OF_WORDS: tuple[Kind, ...] = (
 
 
 def generated_rows(split: str = "train") -> list[dict]:
-    """Tasks with ``question``, ``tests`` and ``solution``; no held-out one is among those to train on.
-
-    Raises:
-        ValueError: there is no such split.
-
-    >>> row = generated_rows("test")[0]
-    >>> sorted(row), len(row["tests"])
-    (['question', 'solution', 'tests'], 6)
-    """
+    """Tasks with ``question``, ``tests`` and ``solution``; no held-out one is among those to train on."""
     if split not in SPLITS:
         raise ValueError(f"code has no split {split!r}; it has {' and '.join(SPLITS)}")
     kinds = [("numbers", _NUMBERS, kind) for kind in OF_NUMBERS] + [("words", _WORDS, kind) for kind in OF_WORDS]

@@ -69,8 +69,6 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
 
     >>> extract_answer("48 / 2 = 24 and 48 + 24 = 72, so she sold $1,072.50.")
     Decimal('1072.50')
-    >>> extract_answer("The answer is 72. That took 2 steps."), extract_answer("<answer>71 or 72</answer>")
-    (Decimal('72'), None)
     """
     closed = last_answer(text)
     if closed is None and "####" in text:
@@ -136,14 +134,10 @@ def _signed(text: str, match: re.Match[str]) -> Decimal | None:
 def _value(match: re.Match[str]) -> Decimal | None:
     if match["over"]:
         return _quotient(Decimal(match["over"]), Decimal(match["under"]))
-    number = _decimal(match["number"])
+    number = Decimal(_KEPT.sub("", match["number"]))
     if match["divisor"]:
-        return _quotient(number, _decimal(match["divisor"]))
+        return _quotient(number, Decimal(_KEPT.sub("", match["divisor"])))
     return Decimal(f"{number}{match['exponent']}") if match["exponent"] else number
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(_KEPT.sub("", text))
 
 
 def _quotient(over: Decimal, under: Decimal) -> Decimal | None:

@@ -11,12 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.isolation import SPENT, IsolatedCalls
 
 DEADLINE_S = 5.0
 """Seconds for one pattern in one response, at most; a pattern that doesn't backtrack takes microseconds."""
-_SPENT = 0.9
-"""The part of the budget that may be spent: what follows needs some of it."""
 
 
 def found(
@@ -35,11 +33,13 @@ def found(
     [[True, True], [False, False]]
     """
     calls = [(pattern, text) for text in texts for pattern in patterns if pattern not in linear]
-    results = iter(_away(calls, budget_s * _SPENT) if calls else ())
-    return [
-        _of_one([search(pattern, text) if pattern in linear else next(results) for pattern in patterns])
-        for text in texts
-    ]
+    results = iter(_away(calls, budget_s * SPENT) if calls else ())
+    of_texts: list[list[bool] | Exception] = []
+    for text in texts:
+        matches = [search(pattern, text) if pattern in linear else next(results) for pattern in patterns]
+        failed = next((match for match in matches if isinstance(match, Exception)), None)
+        of_texts.append(failed or [match is True for match in matches])
+    return of_texts
 
 
 def search(pattern: str, text: str) -> bool:
@@ -56,12 +56,6 @@ def _away(calls: Sequence[tuple[str, str]], budget_s: float) -> list[bool | Exce
         TimeoutError(f"the search for {pattern} was stopped: {result}") if isinstance(result, TimeoutError) else result
         for (pattern, _), result in zip(calls, results, strict=True)
     ]
-
-
-def _of_one(results: Sequence[bool | Exception]) -> list[bool] | Exception:
-    """The results of one text's searches, or the first failure among them."""
-    failed = next((result for result in results if isinstance(result, Exception)), None)
-    return failed or [result is True for result in results]
 
 
 @lru_cache(maxsize=1)

@@ -173,7 +173,6 @@ def _surroundings(solution: ast.Module, given: str, entry_point: str | None) -> 
 
 
 def _called(tree: ast.AST) -> list[str]:
-    """The bare names that are called."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
 
@@ -181,10 +180,8 @@ def _called(tree: ast.AST) -> list[str]:
 def _call(test: str, names: Sequence[str] | None, setup: str = "") -> str | None:
     """The call of the program's function in a test that compares what it returns; None: the test has another form.
 
-    A call around another is none: it may compare what the inner one returns with what it should.
-
-    Args:
-        names: the program's names; None: all that are neither Python's nor the setup's may be.
+    A call around another is none: it may compare what the inner one returns with what it should. Without ``names`` of
+    the program all that are neither Python's nor the setup's may be.
 
     >>> _call("assert set(shared((3, 4), (4, 5))) == {4}", None)
     'shared((3, 4), (4, 5))'
@@ -257,8 +254,7 @@ def _equal_words(word: str, wanted: str) -> bool:
     if not _DECIMAL.fullmatch(wanted) or len(word) > 50:
         return False
     try:
-        return math.isclose(
-            float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=0.0 if float(wanted) else _TOLERANCE
-        )
+        abs_tol = 0.0 if float(wanted) else _TOLERANCE
+        return math.isclose(float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=abs_tol)
     except ValueError:
         return False

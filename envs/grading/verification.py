@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from grpo_rl.envs.grading.boxed import equal
 from grpo_rl.envs.grading.tags import last_boxed
-from grpo_rl.envs.guards.isolation import IsolatedCalls, WorkerDied
+from grpo_rl.envs.guards.isolation import SPENT, IsolatedCalls, WorkerDied
 from grpo_rl.envs.task import raised
 
 DEADLINE_S = 5.0
@@ -26,10 +26,9 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 
 
 class Verdict(NamedTuple):
-    """A comparison's outcome: whether both are equal, None if the gold can't be parsed; and whether it timed out.
+    """A comparison's outcome: whether both are equal, None if the gold can't be parsed.
 
-    Args:
-        timed_out: the comparison ran out of time or memory because of the response, which counts as wrong.
+    If it ran out of time or memory because of the response, it is ``timed_out``, which counts as wrong.
     """
 
     equal: bool | None
@@ -60,8 +59,6 @@ def verify(gold: str, response: str) -> bool | None:
 
 
 _TOO_MUCH = (TimeoutError, WorkerDied, MemoryError)
-_SPENT = 0.9
-"""The part of the budget that may be spent: what follows needs some of it."""
 
 
 def verdicts(
@@ -78,7 +75,7 @@ def verdicts(
             known[gold, answer] = Verdict(gold == answer)
     open_pairs = [pair for pair in dict.fromkeys(pairs) if pair not in known]
     if open_pairs:
-        known |= zip(open_pairs, _compared(open_pairs, deadline_s, budget_s * _SPENT), strict=True)
+        known |= zip(open_pairs, _compared(open_pairs, deadline_s, budget_s * SPENT), strict=True)
     return [known[pair] for pair in pairs]
 
 

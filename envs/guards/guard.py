@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from grpo_rl.by_name import one_line
@@ -54,16 +55,10 @@ class Failure:
         object.__setattr__(self, "message", shown(self.message))
 
 
-class Scorer:
-    """A task's ways to score, without its rows, as they go to a process of their own."""
-
-    def __init__(self, task: Task, deadline_s: float) -> None:
-        self._task, self._deadline_s = task.without_rows(), deadline_s
-
-    def __call__(self, method: str, *arguments: Any) -> Any:
-        """Calls the task's ``score``, ``score_many`` or ``score_dialog``, and returns its result."""
-        self._task.ready(self._deadline_s)
-        return getattr(self._task, method)(*arguments)
+def _scored(task: Task, deadline_s: float, method: str, *arguments: Any) -> Any:
+    """The result of the task's ``score``, ``score_many`` or ``score_dialog``, in a process of its own."""
+    task.ready(deadline_s)
+    return getattr(task, method)(*arguments)
 
 
 class ScoreGuard:
@@ -77,7 +72,6 @@ class ScoreGuard:
       a regular expression that backtracks, stops this process with it, deadlines and all: isolate such tasks.
 
     Args:
-        task: judges.
         deadline_s: seconds that one call of the scorer may take.
         max_failed_fraction: share of all responses; beyond it the run stops, as the responses that
             could be scored are no fair sample.
@@ -85,7 +79,9 @@ class ScoreGuard:
 
     def __init__(self, task: Task, deadline_s: float = 60.0, max_failed_fraction: float = 0.1) -> None:
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
-        self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
+        self._processes: IsolatedCalls | None = None
+        if task.isolated:
+            self._processes = IsolatedCalls(partial(_scored, task.without_rows(), deadline_s), deadline_s=deadline_s)
         self._parts, self._name_of_task = set(task.reward_parts), type(task).__name__
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
@@ -130,10 +126,7 @@ class ScoreGuard:
         self.failed = Counter({kind: n for kind in kinds if (n := counts.get(f"failed_{kind}", 0))})
 
     def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
-        """The reward of each response to one row.
-
-        Args:
-            where: names the row in messages.
+        """The reward of each response to one row, which ``where`` names in messages.
 
         Raises:
             ScoreError: too many responses failed.
@@ -209,10 +202,7 @@ class ScoreGuard:
         return checked
 
     def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
-        """Counts the results of responses that were judged, and tells of failures that are new.
-
-        Args:
-            row: that the responses are to, for a guard of several tasks.
+        """Counts the results of responses to a row that were judged, and tells of failures that are new.
 
         Raises:
             ScoreError: too many responses failed.
@@ -254,8 +244,6 @@ class ScoreGuard:
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {one_line(result)}; {of}")
         wanted = list(self._task.reward_parts)
-        if isinstance(result, Reward) and (_finite(result.parts) or {}).keys() == self._parts:
-            return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
         return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
 
 

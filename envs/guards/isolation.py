@@ -30,6 +30,8 @@ from grpo_rl.envs.guards.parent import end_with_parent
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import its function; not a part of any call's deadline."""
 
+SPENT = 0.9
+"""The part of a scorer's time that its calls may take: what follows needs some of it."""
 _MAX_WORKERS = 8
 _POLL_S = 0.2  # between two looks at whether a worker still lives
 _WORKER = (
@@ -39,11 +41,7 @@ _WORKER = (
 
 
 class Child:
-    """A process that leads a group of its own: Ctrl-C spares it, and a kill takes its children too.
-
-    Args:
-        command: and ``options``, as `subprocess.Popen` has them.
-    """
+    """A process of `subprocess.Popen` that leads a group: Ctrl-C spares it, and a kill takes its children too."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self._lock, self._killed = threading.Lock(), False
@@ -82,11 +80,7 @@ def ending(code: int) -> str:
 
 
 class WorkerDied(RuntimeError):
-    """The process that made a call ended before the call did: it was killed, or the interpreter crashed.
-
-    Args:
-        end: the signal's name, or the exit code.
-    """
+    """The process of a call ended before the call did, by ``end``: a signal's name, or an exit code."""
 
     def __init__(self, message: str, end: str = "") -> None:
         super().__init__(message)
@@ -103,7 +97,6 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         function: what is called. It goes to the workers by pickle, which names its module: it can't come from the main
             script, where workers would not find it.
         workers: processes at most; None takes one a CPU, up to 8.
-        deadline_s: seconds of each call.
         memory_gib: memory that a worker may take beyond that of its imports (Linux; elsewhere there is no limit).
             A call that asks for more gets a MemoryError. None sets no limit.
         again: a call whose worker died is made a second time: the worker may have been killed before it.

@@ -27,8 +27,7 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 def ending_with_parent(command: Sequence[str], with_group: bool = False) -> list[str]:
     """The command, as one that runs it in a process which ends with this one, see :func:`end_with_parent`.
 
-    Args:
-        with_group: the process leads a group of its own, all of which ends with the command, and with this process.
+    With ``with_group`` it leads a group of its own, all of which ends with the command, and with this process.
     """
     how = WITH_GROUP if with_group else ALONE
     # The file by itself: the interpreter before the command imports neither site-packages nor this package.

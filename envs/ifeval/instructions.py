@@ -35,9 +35,6 @@ def compare(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
 
 
-# ---- keywords ----
-
-
 def existence(response: str, *, keywords: Sequence[str]) -> bool:
     """True if every keyword is there, whatever its case; ``art`` is in ``party`` too."""
     return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
@@ -60,15 +57,9 @@ def letter_frequency(response: str, *, letter: str, let_frequency: int, let_rela
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
-# ---- language ----
-
-
 def response_language(response: str, *, language: str) -> bool:
     """True if the response is in the language; a response without letters is in every language."""
     return detect_language(response) in (language, None)
-
-
-# ---- length ----
 
 
 def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
@@ -105,9 +96,6 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
     return count == num_paragraphs and word[:end].lower() == first_word.lower()
 
 
-# ---- content ----
-
-
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
     """True if there are at least so many placeholders, such as ``[address]``."""
     return sum(_placeholders(line) for line in response.split("\n") if "[" in line) >= num_placeholders
@@ -127,9 +115,6 @@ def postscript(response: str, *, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     pattern = _POSTSCRIPTS.get(marker, re.escape(marker.lower()))
     return re.search(pattern, response.lower()) is not None
-
-
-# ---- format ----
 
 
 def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
@@ -179,9 +164,6 @@ def _title(line: str) -> str:
     return line[start:end].lstrip("<").rstrip(">") if 0 <= start < end - 2 else ""
 
 
-# ---- combination ----
-
-
 def two_responses(response: str) -> bool:
     """True if ``******`` parts exactly two different responses; it may open and close them too."""
     parts = [part.strip() for part in response.split("******")]
@@ -194,9 +176,6 @@ def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-# ---- start and end ----
-
-
 def end_checker(response: str, *, end_phrase: str) -> bool:
     """True if the response ends with the phrase, whatever its case; quotation marks may close it."""
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
@@ -206,9 +185,6 @@ def quotation(response: str) -> bool:
     """True if the whole response stands in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-# ---- case and punctuation ----
 
 
 def capital_word_frequency(response: str, *, capital_frequency: int, capital_relation: str) -> bool:

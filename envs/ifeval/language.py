@@ -87,7 +87,6 @@ def punkt() -> PunktTokenizer:
         return PunktTokenizer("english")
     except (LookupError, OSError, ValueError, SyntaxError) as error:  # a network may answer anything
         raise ValueError(
-            "counting sentences and capital words, as IFEval does, needs NLTK's punkt_tab, which can't be had "
-            f"({error!s:.200}). Where there is a network, run `python -m nltk.downloader punkt_tab`, copy ~/nltk_data "
-            "here and name it in $NLTK_DATA; or leave out the rows with number_sentences or capital_word_frequency"
+            f"IFEval counts sentences with NLTK's punkt_tab, which can't be had ({error!s:.200}). Where there is a "
+            "network, run `python -m nltk.downloader punkt_tab`, copy ~/nltk_data here and name it in $NLTK_DATA"
         ) from error

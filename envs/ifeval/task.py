@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, weight
 from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
-from grpo_rl.envs.sources import Source
+from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening
 
@@ -39,8 +38,6 @@ class IFEval(Task):
     >>> task = IFEval([row])
     >>> task.score(row, "On the first day thou shalt behold fair Kyoto.").parts
     {'strict': 1.0, 'all': 1.0}
-    >>> task.score(row, "Hark, on the first day thou shalt behold fair Kyoto.").total
-    0.0
 
     Rows have ``key``, ``prompt``, a text or chat messages, ``instruction_id_list`` and ``kwargs``. Only parts with a
     weight other than 0 are judged and named in :attr:`reward_parts`.
@@ -90,7 +87,7 @@ class IFEval(Task):
         return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
 
 
-def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Prompts with their instructions, of :func:`grpo_rl.envs.tables.load_rows`; the hub's are parted by
     :func:`split_of`.
     """

@@ -16,10 +16,9 @@ Instruction = Callable[[str], bool]
 
 
 def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
-    """For each instruction, whether the response follows it; a blank response follows none.
+    """For each instruction, whether the response follows it, or if ``loose`` one of its :func:`variants`.
 
-    Args:
-        loose: whether it is enough that a variant of the response follows the instruction, see :func:`variants`.
+    A blank response follows none.
 
     >>> kwargs = [{}, {"num_words": 3, "relation": "less than"}]
     >>> instructions = parse(["punctuation:no_comma", "length_constraints:number_words"], kwargs, "row 0")
@@ -48,18 +47,14 @@ def parse(instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], w
     """The instructions of a row, ready to be checked.
 
     Args:
-        instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
         kwargs: arguments of each; None is one that is not given, while 0 and empty ones count.
 
     Raises:
-        ValueError: an instruction is unknown, or an argument is missing, unknown or of no sense; ``where`` names the
-            row.
+        ValueError: an instruction is unknown, or an argument missing, unknown or of no sense, in the row ``where``.
     """
     if not instruction_ids or len(instruction_ids) != len(kwargs):
-        raise ValueError(
-            f"{where} has {len(instruction_ids)} instructions and {len(kwargs)} sets of arguments; "
-            "it needs at least one, and one set for each"
-        )
+        counts = f"{len(instruction_ids)} instructions and {len(kwargs)} sets of arguments"
+        raise ValueError(f"{where} has {counts}; it needs at least one, and one set for each")
     return [
         _parsed(name, arguments, f"{where}, instruction {number} ({name})")
         for number, (name, arguments) in enumerate(zip(instruction_ids, kwargs, strict=True), 1)
@@ -81,14 +76,10 @@ def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
         if not fits(value):
             raise ValueError(f"{where}: {argument} is {value!r}; it must be {wanted}")
     if "nth_paragraph" in given and given["nth_paragraph"] > given["num_paragraphs"]:
-        raise ValueError(
-            f"{where} is about paragraph {given['nth_paragraph']} of {given['num_paragraphs']}; "
-            "no response could follow it"
-        )
+        nth, most = given["nth_paragraph"], given["num_paragraphs"]
+        raise ValueError(f"{where} is about paragraph {nth} of {most}; no response could follow it")
     return partial(INSTRUCTIONS[name], **given)
 
-
-# ---- what arguments must be ----
 
 _ARGUMENTS = {name: tuple(inspect.signature(check).parameters)[1:] for name, check in INSTRUCTIONS.items()}
 
@@ -101,15 +92,14 @@ def _is_filled(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _are_filled(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_filled, value))
-
-
 _Rule = tuple[Callable[[Any], bool], str]
 _COUNT: _Rule = (_is_count, "a whole number, at least 0")
 _RELATION: _Rule = (RELATIONS.__contains__, " or ".join(map(repr, RELATIONS)))
 _FILLED: _Rule = (_is_filled, "a text that is not blank")
-_ALL_FILLED: _Rule = (_are_filled, "a list of texts that are not blank")
+_ALL_FILLED: _Rule = (
+    lambda value: isinstance(value, (list, tuple)) and all(map(_is_filled, value)),
+    "a list of texts that are not blank",
+)
 _TEXT: _Rule = (lambda value: isinstance(value, str), "a text")
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("keywords", "forbidden_words"), _ALL_FILLED),

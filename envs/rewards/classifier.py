@@ -63,12 +63,6 @@ class Classifier:
         self._device: Any = "cpu"
         self._model: Any = None
 
-    def check(self, one_by_one: bool = False) -> None:
-        """Does nothing: the model is looked for when it is loaded, by :meth:`place`."""
-
-    def ready(self, deadline_s: float) -> None:
-        """Does nothing: a forward pass has no deadline of its own."""
-
     def place(self, device: Any) -> None:
         """Loads the model on a device, before the deadline of a scorer begins.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
@@ -30,7 +31,6 @@ class WithRewards(GroupTask):
     Prompts, rows and gold answers are the task's own. Make it with :func:`with_rewards`.
 
     Args:
-        task: what is asked, and its own rewards.
         rewards: as ``env.rewards``; see `grpo_rl.envs.rewards.registry.read_parts`.
         count_tokens: for rewards whose unit is tokens.
 
@@ -91,7 +91,8 @@ class WithRewards(GroupTask):
         """Loads the added models that score on a device."""
         self.task.place(device)
         for made in self._made:
-            made.place(device)
+            if isinstance(made, Classifier):
+                made.place(device)
 
     @override
     def prompt(self, row: dict) -> Messages:
@@ -131,9 +132,9 @@ class WithRewards(GroupTask):
         return self._extended(rows, responses, score_many(rows, responses))
 
     def _begin(self) -> None:
-        """Passes the deadline of a call, which includes the task's own scoring, to the added rewards."""
-        for made in self._made:
-            made.ready(self._budget_s)
+        """Passes the deadline of a call, which includes the task's own scoring, to the judges."""
+        for judge in self.judges:
+            judge.ready(self._budget_s)
 
     def _extended(
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
@@ -174,18 +175,15 @@ class WithRewards(GroupTask):
         """The name of the part that shows whether a response is right; empty where no reward needs it."""
         if "correct" not in part.known.inputs:
             return ""
+        where, accuracy = f"env.rewards.{part.name} asks whether a response is right", "add env.rewards.accuracy"
         # An added accuracy first: it is judged before it is weighted.
         name = part.correct or next((name for name in CORRECTNESS if name in self.reward_parts), None)
         if name in self.task.reward_parts and not self.task.pays(name):
-            raise ValueError(
-                f"env.rewards.{part.name} asks whether a response is right, and the weight of {name} is not above 0, "
-                f"so that it is unknown; pay for it, or add env.rewards.accuracy"
-            )
+            raise ValueError(f"{where}, and the weight of {name} is not above 0; pay for it, or {accuracy}")
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(
-                f"env.rewards.{part.name} asks whether a response is right, and {name or ' or '.join(CORRECTNESS)} is "
-                f"no other part of the reward, which has {', '.join(self.reward_parts)}; name the part that is above 0 "
-                f"for right responses with env.rewards.{part.name}.correct, or add env.rewards.accuracy"
+                f"{where}, and {name or ' or '.join(CORRECTNESS)} is no other part of the reward, which has "
+                f"{', '.join(self.reward_parts)}; name that part with env.rewards.{part.name}.correct, or {accuracy}"
             )
         return name
 
@@ -194,14 +192,12 @@ class WithRewards(GroupTask):
         one_by_one = plays_turns(self.task) or self.task.one_by_one
         if part.known.made:
             if self.isolated:
-                raise ValueError(
-                    f"{where} keeps counts in this process, and {name} is scored in others; set isolated=false"
-                )
-            made: Any = part.known.function
-            try:
-                made.check(one_by_one=one_by_one)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+                raise ValueError(f"{where} keeps counts here, and {name} is scored in others; set isolated=false")
+            if isinstance(part.known.function, Judge):
+                try:
+                    part.known.function.check(one_by_one=one_by_one)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
         if part.name in self.task.reward_parts:
             raise ValueError(f"{name} has a reward part {part.name} of its own; leave {where} out")
         if "length" in part.known.inputs and part.unit == "tokens" and self._count_tokens is None:
@@ -210,9 +206,7 @@ class WithRewards(GroupTask):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
         if part.known.whole_group and one_by_one:
             remedy = ", or set env.scorer" if self.task.one_by_one else ""
-            raise ValueError(
-                f"{where} compares the responses of a group; {name} is scored one by one, so leave it out{remedy}"
-            )
+            raise ValueError(f"{where} compares a group's responses, {name} scores one by one; leave it out{remedy}")
 
 
 class WithRewardsInTurns(WithRewards):
@@ -233,11 +227,7 @@ class WithRewardsInTurns(WithRewards):
 
 
 def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: CountTokens | None = None) -> Task:
-    """The task with ``rewards`` added; the task itself where there are none.
-
-    Raises:
-        ValueError: see :class:`WithRewards`.
-    """
+    """The task with ``rewards`` added as :class:`WithRewards`; the task itself where there are none."""
     if not rewards:
         return task
     return (WithRewardsInTurns if plays_turns(task) else WithRewards)(task, rewards, count_tokens)

@@ -19,9 +19,7 @@ def reward_len(completion: Sequence[str], **columns: object) -> list[float]:
 
 
 def sentence_ending(completion: Sequence[str], **columns: object) -> list[float]:
-    """1 for each completion that ends with a full stop, an exclamation or a question mark, else 0.
-
-    White space after it is no matter.
+    """1 for each completion that ends with a full stop, an exclamation or a question mark (and white space), else 0.
 
     >>> sentence_ending(completion=["It works.", "It works", "Does it?"])
     [1.0, 0.0, 1.0]

@@ -68,14 +68,10 @@ class RewardFunction:
             raise RewardFunctionError(f"{self.where} raised {one_line(error)}{at}") from error
         values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
         if not isinstance(values, (list, tuple)):
-            raise RewardFunctionError(
-                f"{self.where} returned {values!r:.200}; it must return a list of numbers{self._at}"
-            )
+            raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list{self._at}")
         if len(values) != count:
-            raise RewardFunctionError(
-                f"{self.where} returned {len(values)} numbers for {count} responses; it must return one for each"
-                f"{self._at}"
-            )
+            returned = f"returned {len(values)} numbers for {count} responses"
+            raise RewardFunctionError(f"{self.where} {returned}; it must return one for each{self._at}")
         return [self._number(value) for value in values]
 
     def _number(self, value: Any) -> float | Exception | None:
@@ -87,13 +83,11 @@ class RewardFunction:
                 return float(value)
         except OverflowError:
             pass
-        return RewardFunctionError(
-            f"{self.where} returned {value!r:.200} for a response; it must be a finite number, or None{self._at}"
-        )
+        wanted = f"it must be a finite number, or None{self._at}"
+        return RewardFunctionError(f"{self.where} returned {value!r:.200} for a response; {wanted}")
 
     @property
     def _at(self) -> str:
-        """The place of the function's own code, for messages."""
         function = inspect.unwrap(getattr(self.function, "func", self.function))  # of a partial object
         code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
         return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
@@ -108,21 +102,14 @@ class RewardFunction:
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
-            raise ValueError(
-                f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
-                f"{', '.join(sorted(columns))}, the columns of all rows; rename its parameter or the column"
-            )
+            there = f"what it can get by name is {', '.join(sorted(columns))}, the columns of all rows"
+            raise ValueError(f"env.reward={self.where} asks for {', '.join(missing)}, and {there}; rename one of both")
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return [name for name in columns if takes_all or name in names]
 
 
 class NamedFunctions:
-    """Reward functions that are called with one batch, as they go to a process of their own: by name.
-
-    Args:
-        names: ``package.module:function`` each.
-        columns: see :class:`RewardFunction`.
-    """
+    """Reward functions that are called with one batch, as they go to a process of their own: by name."""
 
     def __init__(self, names: Sequence[str], columns: Sequence[str]) -> None:
         self._arguments = tuple(names), tuple(columns)

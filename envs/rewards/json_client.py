@@ -99,7 +99,10 @@ class JsonClient:
                     body_read = self._read(response, ends, MOST_BYTES + 1)
                 if len(body_read) > MOST_BYTES:
                     raise ValueError(f"{self.url}{path} responds with more than {MOST_BYTES >> 20} MiB")
-                return _json(body_read, self.url + path)
+                try:
+                    return json.loads(body_read)
+                except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, too deep, or too long an integer
+                    raise ValueError(f"{self.url}{path} responds with no JSON that can be read: {error}") from None
             except urllib.error.HTTPError as error:
                 why = f"HTTP {error.code}: {self._excerpt(error, ends)}"
                 if error.code not in FOR_NOW:
@@ -140,19 +143,11 @@ class JsonClient:
         return bytes(body[:most])
 
     def _excerpt(self, error: urllib.error.HTTPError, ends: float) -> str:
-        """The beginning of the server's message."""
         try:
             text = self._read(error, ends, PIECE).decode(errors="replace")
         except (OSError, http.client.HTTPException):
             text = ""
         return " ".join(self.without_key(text)[:EXCERPT].split())
-
-
-def _json(body: bytes, url: str) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, too deep, or an integer of too many digits
-        raise ValueError(f"{url} responds with no JSON that can be read: {error}") from None
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -59,10 +59,8 @@ class NoVerdict(ValueError):
 class Judge:
     """A callable that gives each response to a question a value between 0 and 1, by a judge's score.
 
-    Counts are of the run, over resumes.
+    The score ``low`` gives 0, ``high`` 1; docs/judges.md has the other settings. Counts are of the run, over resumes.
     The judges of a mixture's tasks that have the same settings share one budget.
-
-    The score ``low`` gives 0, ``high`` 1. docs/judges.md has the other settings.
 
     Raises:
         ValueError: a setting makes no sense.
@@ -121,36 +119,23 @@ class Judge:
         self._sharing.append(self)
 
     def check(self, one_by_one: bool = False) -> None:
-        """Looks for the key.
-
-        Args:
-            one_by_one: whether the responses of a group are judged one after the other, as conversations of several
-                turns are, and sessions whose agent sends its reward.
+        """Looks for the key; ``one_by_one``: the responses of a group are judged one after the other.
 
         Raises:
-            ValueError: the environment variable that should have it is not set, or holds no key; or ``drop`` would pay
-                a part of a group.
+            ValueError: its environment variable is not set, or holds none; or ``drop`` would pay a part of a group.
         """
         budgets = [f"budget_{name}" for name, most in self._budgets.items() if most is not None]
         if one_by_one and budgets and self._when_spent == "drop":
-            raise ValueError(
-                "when_spent=drop leaves out whole groups, and sessions whose agent sends its reward and conversations "
-                f"of several turns are judged one by one; set when_spent=stop, or leave {budgets[0]} out"
-            )
+            remedy = f"set when_spent=stop, or leave {budgets[0]} out"
+            raise ValueError(f"when_spent=drop is for whole groups, and these are judged one by one; {remedy}")
         if self._variable and not os.environ.get(self._variable, "").strip():
             # The name is not repeated: it may be the key itself.
-            raise ValueError(
-                "auth_variable: that environment variable is not set; export the endpoint's key there, which is "
-                "written nowhere. If you gave the key itself, take it out of the settings"
-            )
+            raise ValueError("auth_variable: that environment variable is not set; export the endpoint's key there")
         self._connected()
 
     def ready(self, deadline_s: float) -> None:
         """Notes when requests have to end, at the start of a call that also has the task's own scoring."""
         self._until = time.monotonic() + deadline_s * SAFE
-
-    def place(self, device: Any) -> None:
-        """Does nothing: the judge is elsewhere."""
 
     def counts(self) -> dict[str, float]:
         """The numbers of requests, verdicts, tokens and their cost since the start of the run."""
@@ -217,9 +202,8 @@ class Judge:
         usage = reply.get("usage") if isinstance(reply, dict) else None
         prompts, completions = (_tokens(usage, name) for name in ("prompt_tokens", "completion_tokens"))
         if not prompts and (bound := [name for name in ("tokens", "cost") if self._budgets[name] is not None]):
-            raise ValueError(
-                f"{self._url} reports no tokens in usage, so that budget_{bound[0]} can't be kept; set budget_calls"
-            )
+            why = f"so that budget_{bound[0]} can't be kept; set budget_calls"
+            raise ValueError(f"{self._url} reports no tokens in usage, {why}")
         cost = (prompts * self._prices[0] + completions * self._prices[1]) / 1e6
         self._count(prompt_tokens=prompts, completion_tokens=completions, cost=cost)
         try:
@@ -239,12 +223,8 @@ class Judge:
 
     def _schema(self) -> dict[str, Any]:
         score = {"type": "number", "minimum": self._low, "maximum": self._high}
-        schema = {
-            "type": "object",
-            "properties": {"score": score},
-            "required": ["score"],
-            "additionalProperties": False,
-        }
+        schema: dict[str, Any] = {"type": "object", "properties": {"score": score}, "required": ["score"]}
+        schema["additionalProperties"] = False
         return {"name": "verdict", "strict": True, "schema": schema}
 
     def _reserve(self) -> None:

@@ -48,8 +48,6 @@ def cosine(
     responses earn as the shortest; here it stays where it ends.
 
     Args:
-        length: of the response.
-        correct: whether it is right.
         max_len: where the wave ends.
         min_value_wrong: reward of a wrong response of length 0.
         max_value_wrong: reward of a wrong response of ``max_len``.
@@ -80,7 +78,6 @@ def soft_overlong_punishment(length: int, *, max_len: int, cache: int) -> float:
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13, with lengths in tokens and a cache of 4096 below 20480.
 
     Args:
-        length: of the response.
         max_len: the longest response that is not punished in full.
         cache: how far below it the punishment begins.
 

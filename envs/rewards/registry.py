@@ -70,11 +70,7 @@ class Part:
 
     Args:
         name: of :data:`REWARDS`, and of the reward part.
-        weight: factor of its value.
-        known: the reward.
-        unit: of its lengths.
         correct: the reward part that is above 0 for right responses; None looks for one.
-        settings: of its function.
     """
 
     name: str

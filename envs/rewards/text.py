@@ -22,7 +22,6 @@ def answer_format(text: str, *, line_breaks: bool = True) -> float:
     Source: Open-R1's ``format``. Its pattern lets anything follow the line of ``</answer>``; here only white space may.
 
     Args:
-        text: of the response.
         line_breaks: whether the tags must stand on lines of their own, as Open-R1's prompt asks.
 
     >>> answer_format("<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>")
@@ -92,7 +91,6 @@ def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -
     penalty of the whole response: Open-R1's ``repetition_penalty``.
 
     Args:
-        text: of the response.
         ngram_size: words in an n-gram.
         max_penalty: at most 0; what a text of one n-gram without end would earn.
 

@@ -52,11 +52,7 @@ def run(source, name="__main__"):
 
 
 class Objects:
-    """Values on their way to another process: plain ones as they are, others by a number.
-
-    Args:
-        give: makes the value behind a number; None: there are none to be given.
-    """
+    """Values on their way to another process: plain ones as they are, others by a number, which ``give`` reads."""
 
     def __init__(self, give=None):
         self._give, self.known = give, []
@@ -153,7 +149,6 @@ class Program(dict):
     """The names of a test: its own, else Python's and the standard library's modules, else what the program defines.
 
     Args:
-        ask: asks the program.
         names: names that are the program's though Python has them.
         only: the program is asked for no others.
     """
@@ -179,13 +174,8 @@ class Program(dict):
 def test(source, results, calls, verdicts):
     """Runs tests of a program that another process serves, and writes one line for each that it passes.
 
-    What fails before the program was asked for anything would fail for any program, and is written as "broken".
-
-    Args:
-        source: JSON: the arguments of :meth:`~grpo_rl.envs.sandbox.sandbox.Sandbox.test`.
-        results: handle on which the program answers.
-        calls: handle on which its functions are called.
-        verdicts: handle for the lines.
+    What fails before the program was asked for anything would fail for any program, and is written as "broken". The
+    source is the JSON of `Sandbox.test`'s arguments; the others are handles.
     """
     content = json.loads(source)
     calls, results = open(calls, "w"), open(results)  # noqa: SIM115  the process ends with them

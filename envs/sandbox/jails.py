@@ -46,11 +46,7 @@ def no_jail() -> Jail:
 
 
 def jails() -> list[Jail]:
-    """Ways to start Python in bubblewrap, the best first; none where its command is missing.
-
-    >>> jails() == [] or shutil.which("bwrap") is not None
-    True
-    """
+    """Ways to start Python in bubblewrap, the best first; none where its command is missing."""
     command = shutil.which("bwrap")
     if not command or sys.platform != "linux":
         return []
@@ -86,9 +82,7 @@ def _files() -> tuple[tuple[str, str], ...]:
     inside = f"{_HOME}/{os.path.relpath(library, sys.base_prefix)}"
     files = {_interpreter(): f"{_HOME}/bin/python3", str(library): inside}
     modules = [path for path in sorted((library / "lib-dynload").glob("*.so")) if "tkinter" not in path.name]
-    listed = subprocess.run(
-        ["ldd", _interpreter(), *map(str, modules)], capture_output=True, text=True, check=False
-    ).stdout
+    listed = subprocess.run(["ldd", _interpreter(), *map(str, modules)], capture_output=True, text=True).stdout
     for path in sorted(set(re.findall(r"(?:=> |^\s+)(/\S+)", listed, re.MULTILINE))):
         files[os.path.realpath(path)] = path
         if (threads := Path(path).with_name("libgcc_s.so.1")).exists():  # loaded where a thread ends

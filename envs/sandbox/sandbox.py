@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal
 
 from grpo_rl.envs.guards.isolation import Child
 from grpo_rl.envs.sandbox.jails import ENVIRONMENT, Jail, jails, no_jail
@@ -42,8 +42,7 @@ class Limits:
         cpu_s: CPU seconds, rounded up.
         wall_s: seconds until it is killed, besides its start, which has 5; None: three times ``cpu_s``.
         output_kib: output, and the size of any file.
-        threads: at the same time.
-        open_files: at the same time.
+        threads, open_files: at the same time.
     """
 
     memory_mib: int = 1024
@@ -77,7 +76,6 @@ class Outcome:
     """The end of a program.
 
     Args:
-        stdout: what it wrote.
         stderr: the end of what it wrote there.
         exit_code: 0 for a program that ended by itself; below 0 or above 128: a signal.
         timed_out: it took more seconds than it may.
@@ -100,36 +98,22 @@ class Sandbox:
     and handles of this process. Limits of the kernel bound its memory, time, threads and output.
 
     Args:
-        kind: ``bubblewrap``; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
-            alone, and no limit of threads: programs can read, change and delete every file that this process can, and
-            forge their verdicts.
-        limits: of each program.
+        kind: ``bubblewrap``; ``i_accept_no_sandbox`` leaves only the limits, but that of threads, and the seccomp
+            filter: programs can read, change and delete every file that this process can, and forge their verdicts.
 
     Raises:
-        ValueError: there is no such sandbox here, or it does not keep a probe from what it should.
+        ValueError: there is no bubblewrap here, or it does not keep a probe from what it should.
 
     >>> Sandbox("i_accept_no_sandbox").run("print(int(input()) ** 2)", "12").stdout
     '144\n'
     """
 
     def __init__(self, kind: Kind = "bubblewrap", limits: Limits = Limits()) -> None:
-        if kind not in get_args(Kind):
-            raise ValueError(f"env.sandbox={kind}; choose {' or '.join(get_args(Kind))}")
         self.limits = limits
         self._jail = no_jail() if kind == UNPROTECTED else _checked_jail()
 
-    @classmethod
-    def _in(cls, jail: Jail, limits: Limits) -> Sandbox:
-        sandbox = object.__new__(cls)
-        sandbox.limits, sandbox._jail = limits, jail
-        return sandbox
-
     def run(self, program: str, stdin: str = "", within_s: float = math.inf) -> Outcome:
-        """The end of a program that is run as a script with this input.
-
-        Args:
-            within_s: seconds after which it is killed, whatever its limits are.
-        """
+        """The end of a program that is run as a script with this input, and killed after ``within_s`` at the latest."""
         with contextlib.ExitStack() as files:
             return self._start(files, "run", program, stdin=_file(files, stdin)).ended(self._until(within_s))
 
@@ -151,7 +135,6 @@ class Sandbox:
 
         Args:
             tests: Python code; a test is passed if it ends without an exception.
-            setup: code before the tests.
             names: names that are the program's though Python has them, such as ``sum``.
             entry_point: name of the function that the tests call ``candidate``.
             within_s: seconds after which both processes are killed, whatever their limits are.
@@ -268,7 +251,8 @@ def _checked_jail() -> Jail:
 
 def _failure(jail: Jail) -> str | None:
     """The fault of a jail; None: the probe finds none."""
-    sandbox = Sandbox._in(jail, Limits(memory_mib=512))
+    sandbox = Sandbox(UNPROTECTED, Limits(memory_mib=512))
+    sandbox._jail = jail
     with tempfile.NamedTemporaryFile() as canary:
         tried = [canary.name, __file__, "/etc/passwd", "/proc/self", "/tmp", "/home"]
         outcome = sandbox.run(_PROBE, json.dumps([tried, sandbox.limits.threads]))

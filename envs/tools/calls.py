@@ -174,7 +174,6 @@ def _read(tool: Tool, argument: str, form: str) -> Call:
 
 
 def _read_json(text: str, by_name: Mapping[str, Tool]) -> Call:
-    """The call that is written between the tags."""
     tools = list(by_name.values())
     if len(text) > MAX_JSON_CHARS:
         return _wrong(f"the call has {len(text)} characters, at most {MAX_JSON_CHARS}", "json", tools)

@@ -86,19 +86,16 @@ class FunctionTask(Task):
 
 
 def check_functions(task: Task) -> None:
-    """Refuses a tool that nothing would run, which only the policy would notice, at its first call.
+    """Raises ValueError where a tool is a JSON schema, and the task does not override :meth:`FunctionTask.call`.
 
-    Raises:
-        ValueError: a tool is a JSON schema, and the task does not override :meth:`FunctionTask.call`.
+    Otherwise only the policy would notice, at its first call.
     """
     if not isinstance(task, FunctionTask) or type(task).call is not FunctionTask.call:
         return
     if schemas := [tool for tool in task.tools if not callable(tool)]:
         name = tool_schemas(schemas)[0]["function"]["name"]
-        raise ValueError(
-            f"{type(task).__name__}: the tool {name} is a JSON schema, and nothing runs it; override "
-            "call(self, row, name, arguments), or give a function in its place"
-        )
+        remedy = "override call(self, row, name, arguments), or give a function in its place"
+        raise ValueError(f"{type(task).__name__}: the tool {name} is a JSON schema, and nothing runs it; {remedy}")
 
 
 def run_calls(
@@ -112,7 +109,6 @@ def run_calls(
 
     Args:
         calls: as OpenAI's ``tool_calls``.
-        schemas: of the tools that there are.
         run: gives the result of a call by its name and arguments; a thread that is late is left behind.
         seconds: by a tool's name, for its calls; None gives each call those of ``limits``.
 

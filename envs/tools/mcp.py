@@ -80,10 +80,7 @@ class Server:
             why = f"stderr: …{stderr}" if stderr else "start it by hand to see why"
             why = self._shown(f"{_words(error)}; {why}")
             raise ValueError(f"env.mcp: {self.name} listed no tools: {why}") from error
-        return [
-            {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in tools
-        ]
+        return [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a tool's result; an error of the tool itself is a result.
@@ -115,11 +112,7 @@ class Server:
         return self._shown(("Error: " if result.is_error else "") + "\n".join(parts))
 
     def close(self, wait: bool = True) -> None:
-        """Ends the server's process and its thread for good: later calls are refused.
-
-        Args:
-            wait: until both are gone; else they go by themselves.
-        """
+        """Ends the server's process and its thread for good, and waits for it or not: later calls are refused."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -226,16 +219,10 @@ def _read(given: str | Mapping[str, Any]) -> tuple[str, Any, float, bool, list[s
     if isinstance(given, str):
         given = {"url" if given.lower().startswith(("http://", "https://")) else "command": given}
     if not isinstance(given, Mapping) or not given.keys() <= KEYS or ("command" in given) == ("url" in given):
-        raise ValueError(
-            "env.mcp: an entry is a command, a URL, or a mapping with one of both (command, url) and, if need be, with "
-            "env, timeout_s and on_failure"
-        )
+        raise ValueError("env.mcp: an entry is a command, a URL, or a mapping of one of both; see docs/tools.md")
     timeout_s, on_failure = given.get("timeout_s", 10.0), given.get("on_failure", "tell")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf or on_failure not in ON_FAILURE:
-        raise ValueError(
-            f"env.mcp: timeout_s={timeout_s} and on_failure={on_failure}; these are a positive number of seconds, and "
-            f"{' or '.join(ON_FAILURE)}"
-        )
+        raise ValueError(f"env.mcp: timeout_s={timeout_s}, on_failure={on_failure}; give seconds, and tell or drop")
     try:
         from mcp import StdioServerParameters
     except ImportError as error:
@@ -322,8 +309,7 @@ def with_mcp(
         opened: is given the servers, for :func:`close_servers`; without it they end with the program.
 
     Raises:
-        ValueError: an entry makes no sense, a server can't be started, a call may take longer than a reply, or two
-            tools have the same name.
+        ValueError: an entry makes no sense, a server can't be started, or a call may take longer than a reply.
     """
     if not entries:
         return task
@@ -332,11 +318,8 @@ def with_mcp(
         for entry in entries:
             servers.append(server := Server(entry))
             if server.deadline_s > reply_s:
-                raise ValueError(
-                    f"env.mcp: a call of {server.name} may take {server.deadline_s:g} s, {server.timeout_s:g} of "
-                    f"timeout_s and {ANSWER_S + END_S:g} until the server is ended, but a reply {reply_s:g}; lower "
-                    "timeout_s or raise env.score_timeout_s"
-                )
+                takes = f"a call of {server.name} may take {server.deadline_s:g} s with its server's end"
+                raise ValueError(f"env.mcp: {takes}, but a reply {reply_s:g}; set timeout_s or env.score_timeout_s")
         for server in servers:
             found = server.schemas()
             schemas += found

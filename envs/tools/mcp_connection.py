@@ -17,11 +17,7 @@ LAST_BYTES = 2000
 
 
 class Connection:
-    """One connection to a server.
-
-    Args:
-        target: a URL, or the parameters of a command as the client of MCP takes them.
-    """
+    """One connection to a server: to a URL, or by the parameters of a command as the client of MCP takes them."""
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop, stderr_tail: bytearray) -> None:
         self.started: Future[Any] = Future()

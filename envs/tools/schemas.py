@@ -25,17 +25,8 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         ValueError: a function lacks a type or a description, a schema has no name, or its parameters are not
             those of an object, or two tools have the same name.
 
-    >>> def add(a: int, b: int) -> int:
-    ...     \"\"\"Adds two numbers.
-    ...
-    ...     Args:
-    ...         a: the one
-    ...         b: the other
-    ...     \"\"\"
-    ...     return a + b
-    >>> schema = tool_schemas([add])[0]["function"]
-    >>> schema["name"], schema["description"], schema["parameters"]["required"]
-    ('add', 'Adds two numbers.', ['a', 'b'])
+    >>> tool_schemas([{"name": "add", "parameters": {"required": ["a", "b"]}}])
+    [{'type': 'function', 'function': {'name': 'add', 'parameters': {'required': ['a', 'b']}}}]
     """
     schemas: list[dict[str, Any]] = []
     for tool in tools:
@@ -69,10 +60,8 @@ def _of_function(tool: Any) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:  # a foreign function's signature; transformers has several kinds of errors for it
         name = getattr(tool, "__name__", type(tool).__name__)
-        raise ValueError(
-            f"the tool {name} makes no schema: {error}; give each parameter a type, and a docstring that describes it "
-            "under `Args:`"
-        ) from error
+        remedy = "give each parameter a type, and a docstring that describes it under `Args:`"
+        raise ValueError(f"the tool {name} makes no schema: {error}; {remedy}") from error
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -123,11 +112,7 @@ def _no_json(constant: str) -> None:
 
 
 def checked_calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    """The calls that a parser found, if all have OpenAI's form.
-
-    Raises:
-        ValueError: one has not.
-    """
+    """The calls that a parser found; a ValueError where one has not OpenAI's form."""
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str)

@@ -42,13 +42,8 @@ class SearchIndex:
     Searching is safe from several threads. The index is kept in the user's cache folder under a digest of the
     documents, as arrays and JSON; what can't be read is built again.
 
-    Args:
-        documents: at least one of them with a word.
-        cache: folder; by default ``bm25`` in ``$GRPO_RL_CACHE``, else in ``grpo_rl`` in ``$XDG_CACHE_HOME`` or
-            ``~/.cache``.
-
     Raises:
-        ValueError: there is nothing to find.
+        ValueError: no document has a word.
 
     >>> texts = ["A river in Peru.", "A city on the Amazon.", "The longest river."]
     >>> documents = [Document("Ucayali", texts[0]), Document("Manaus", texts[1]), Document("Nile", texts[2])]
@@ -56,9 +51,9 @@ class SearchIndex:
     ['Ucayali', 'Nile']
     """
 
-    def __init__(self, documents: Sequence[Document], cache: str | Path | None = None) -> None:
+    def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
-        self._bm25 = _kept_index(documents, Path(cache) if cache else cache_folder() / "bm25")
+        self._bm25 = _kept_index(documents, cache_folder() / "bm25")
 
     def search(self, query: str, count: int) -> list[Document]:
         """Up to ``count`` documents that share a word with ``query``, the best first; ties go by the corpus' order."""
@@ -105,9 +100,6 @@ def _built_index(documents: Sequence[Document]) -> Any:
     return bm25
 
 
-# ---- the index on disk ----
-
-
 def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
     digest = hashlib.sha256(f"{_FORMAT} {_bm25s().__version__}".encode())
     for document in documents:
@@ -145,9 +137,6 @@ def _store_index(bm25: Any, folder: Path) -> None:
         if folder.exists():
             folder.rename(Path(temporary) / "broken")
         built.rename(folder)
-
-
-# ---- the documents ----
 
 
 def load_corpus(path: str | Path | None = None) -> list[Document]:
@@ -199,9 +188,8 @@ def _context(row: Mapping, where: str) -> Iterator[Document]:
         pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
         pairs = [(title, sentences) for title, sentences in pairs]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{where} has {list(row)}; a document has title and text, a question a context [[title, [sentence, …]], …]"
-        ) from None
+        wanted = "a document has title and text, a question a context [[title, [sentence, …]], …]"
+        raise ValueError(f"{where} has {list(row)}; {wanted}") from None
     return (_document(title, sentences, where) for title, sentences in pairs)
 
 

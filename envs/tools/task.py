@@ -111,7 +111,6 @@ class ToolTask(Task):
         return message if self._is_function or is_final(message, [self._tool]) else ""
 
     def _calls(self, message: Mapping[str, Any]) -> list[Call]:
-        """The calls of one of the policy's messages, in either form."""
         if not self._is_function:
             return find_calls(message["content"], [self._tool])
         known = {self._tool.name: self._tool.schema["function"]}

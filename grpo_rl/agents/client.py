@@ -23,11 +23,6 @@ class Client:
     model: str
 
 
-@dataclass(frozen=True)
-class NamedFunction:
-    """The function, found where it is called."""
-
-    name: str
-
-    def __call__(self, client: dict[str, str], row: dict[str, Any]) -> object:
-        return object_by_name(self.name, "env.agent")(Client(**client), row)
+def call_named(name: str, client: dict[str, str], row: dict[str, Any]) -> object:
+    """The result of the function of this name, which is found where it is called."""
+    return object_by_name(name, "env.agent")(Client(**client), row)

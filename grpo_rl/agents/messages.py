@@ -90,13 +90,10 @@ def _call(call: Any) -> Message:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """Digests of the tools and the first n messages, for each n from 0.
+    """Digests of the tools and the first n messages, which are as :func:`for_template` makes them, for each n from 0.
 
     Ids of calls count as the numbers of the calls, as some clients number them anew and the policy never wrote them; of
     the policy's own messages, only text and calls count, since clients add keys of theirs.
-
-    Args:
-        messages: as of :func:`for_template`.
     """
     digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
     found, numbers = [digest.digest()], {}
@@ -124,7 +121,8 @@ def response_message(
             problem says why.
         number: of the response in its session; ids of calls are made of it.
     """
-    text = _before(stop, decode_responses(tokenizer, [list(ids)])[0])
+    text = decode_responses(tokenizer, [list(ids)])[0]
+    text = text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]
     message: Message = {"role": "assistant", "content": text}
     if parser is None:
         return message, None
@@ -140,12 +138,3 @@ def response_message(
     except Exception as error:  # untrusted text in the user's code: what it can't read is text
         return message, f"the parser of env.tool_parser failed: {one_line(error)}"
     return called, None
-
-
-def _before(stop: Sequence[str], text: str) -> str:
-    """The text up to the first stop string.
-
-    >>> _before(["#", "c"], "ab#c"), _before([], "ab")
-    ('ab', 'ab')
-    """
-    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from grpo_rl.agents.client import Client, NamedFunction
+from grpo_rl.agents.client import Client, call_named
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
@@ -51,15 +51,12 @@ class Agent(Protocol):
 
 
 def environment(passed: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that agents inherit: this process's without those that may be secret, and those that are passed.
+    """The variables that agents inherit: those ``passed``, and this process's without those that may be secret.
 
     Clients go to the endpoint past the proxies of the variables, which must not read calls and the session's key.
 
-    Args:
-        passed: names of variables that agents inherit in any case.
-
     Raises:
-        ValueError: one of them is not set.
+        ValueError: one that is passed is not set.
     """
     if missing := [name for name in passed if name not in os.environ]:
         raise ValueError(f"env.pass_environment names {missing[0]}, which is not set; export it, or leave it out")
@@ -184,7 +181,7 @@ class Function(Agent):
     async def play(self, client: Client, row: Mapping[str, Any]) -> object:
         worker = self._worker()
         try:
-            result = await asyncio.wrap_future(worker.submit((asdict(client), dict(row))))
+            result = await asyncio.wrap_future(worker.submit((self._name, asdict(client), dict(row))))
         except asyncio.CancelledError:  # no one waits for the session: its function must not go on
             in_thread(lambda: worker.close(now=True))
             raise
@@ -199,9 +196,8 @@ class Function(Agent):
         if isinstance(result, Exception):
             raise AgentError(one_line(result)) from result
         if result is not None and not isinstance(result, str) and finite(result) is None:
-            raise AgentError(
-                f"{self._name} returned a {type(result).__name__}; it must be a finite number, a text or None"
-            )
+            kind = type(result).__name__
+            raise AgentError(f"{self._name} returned a {kind}; it must be a finite number, a text or None")
         return result
 
     @override
@@ -231,6 +227,6 @@ class Function(Agent):
         try:
             worker = self._idle.pop()  # training and evaluation, each with a thread, may play at the same time
         except IndexError:
-            worker = IsolatedCalls(NamedFunction(self._name), workers=1, **settings)
+            worker = IsolatedCalls(call_named, workers=1, **settings)
         self._busy.add(worker)
         return worker

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
+from grpo_rl.agents.requests import RequestError
 from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.chat import encode_prompts, encode_reply, harmless
@@ -27,34 +28,12 @@ Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
 """Samples one response to a prompt."""
 
 
-class SessionError(Exception):
-    """A call that a session refuses.
-
-    Args:
-        code: in a word, for programs.
-        message: for people.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one session.
-
-    Args:
-        calls: of the endpoint.
-        tokens: sampled in all calls together.
-    """
+    """Limits of one session: calls of the endpoint, and tokens sampled in all of them together."""
 
     calls: int = 100
     tokens: int = 100_000
-
-    def __post_init__(self) -> None:
-        if self.calls < 1 or self.tokens < 1:
-            raise ValueError(f"a session has {self.calls} calls and {self.tokens} tokens; each must be at least 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +82,11 @@ class Recorded:
     """One sequence of a session, as it is trained on: a chain of calls, each of which extends the one before.
 
     Args:
-        prompt_ids: of the first call.
         ids: all tokens behind it; the other lists have an entry for each.
         trainable: which tokens the policy sampled, and no earlier sequence of the session holds.
         kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.groups.Trajectory`.
         routes: experts of all tokens, the prompt's too, from the last call, which read them all.
         truncated: the last response reached a token limit.
-        messages: the conversation.
     """
 
     prompt_ids: list[int]
@@ -122,24 +99,15 @@ class Recorded:
     kept: list[tuple[Kept | None, int]] = field(default_factory=list)
     routes: torch.Tensor | None = None
 
-    def add_read(self, ids: Sequence[int], version: int) -> None:
-        """Appends tokens that the policy read and did not choose."""
+    def add(
+        self, ids: list[int], log_probs: list[float], versions: list[int], trainable: bool, kept: Kept | None = None
+    ) -> None:
+        """Appends a piece: tokens that the policy read, or a response of it."""
         self.ids += ids
-        self.log_probs += [0.0] * len(ids)
-        self.versions += [version] * len(ids)
-        self.trainable += [False] * len(ids)
-        self.kept.append((None, len(ids)))
-
-    def add_sampled(self, samples: Samples, trainable: bool) -> None:
-        """Appends a response of the policy."""
-        ids = samples.response_ids.tolist()
-        self.ids += ids
-        self.log_probs += samples.log_probs.tolist()
-        self.versions += samples.versions.tolist()
+        self.log_probs += log_probs
+        self.versions += versions
         self.trainable += [trainable] * len(ids)
-        self.kept.append((samples.kept, len(ids)))
-        if samples.routes is not None and samples.prompt_routes is not None:
-            self.routes = torch.cat([samples.prompt_routes, samples.routes])
+        self.kept.append((kept, len(ids)))
 
 
 class Session:
@@ -196,7 +164,7 @@ class Session:
         many were sampled.
 
         Raises:
-            SessionError: the session has ended, or a limit is reached.
+            RequestError: the session has ended, or a limit is reached.
             ValueError: the chat template refuses the messages, or they are none.
         """
         self.check_open()
@@ -212,7 +180,7 @@ class Session:
             self._reserved -= n * sampling.max_new_tokens
             self._given_back.set()  # waiting calls go on once this call's tokens are counted: nothing is awaited before
         if self.ended:
-            raise SessionError("session_ended", "the session ended while this call was sampled")
+            raise RequestError("the session ended while this call was sampled", None, "session_ended", 403)
         self._count(parent, history[-1], n)
         responses = []
         for samples in sampled:
@@ -245,11 +213,14 @@ class Session:
             chain = last.chain
             recorded = Recorded(chain[0].prompt_ids, last.messages, bool(last.samples.truncated[0]))
             for response in chain:
-                samples = response.samples
+                samples, read, versions = response.samples, response.new_ids, response.samples.versions.tolist()
                 if response.parent is not None:
-                    first_version = int(samples.versions[0]) if len(samples.versions) else samples.version
-                    recorded.add_read(response.new_ids, first_version)
-                recorded.add_sampled(samples, holders[id(response)] is last)
+                    first_version = versions[0] if versions else samples.version
+                    recorded.add(read, [0.0] * len(read), [first_version] * len(read), False)
+                trainable = holders[id(response)] is last
+                recorded.add(response.ids, samples.log_probs.tolist(), versions, trainable, samples.kept)
+                if samples.routes is not None and samples.prompt_routes is not None:
+                    recorded.routes = torch.cat([samples.prompt_routes, samples.routes])
             found.append(recorded)
         return found
 
@@ -275,9 +246,8 @@ class Session:
                     calls = response.message.get("tool_calls", ())
                     return response, encode_reply(self._tokenizer, list(messages[count:]), last, calls)
                 except ValueError as error:  # such a template may still write the conversation from its beginning
-                    self.problems.setdefault(
-                        "template", f"an agent's calls can't extend earlier ones, and are written anew: {error}"
-                    )
+                    text = f"an agent's calls can't extend earlier ones, and are written anew: {error}"
+                    self.problems.setdefault("template", text)
                     return None, []
         return None, []
 
@@ -289,28 +259,28 @@ class Session:
         return self._parsers[digest]
 
     def check_open(self) -> None:
-        """Raises a SessionError if the session takes no further call."""
+        """Raises a RequestError if the session takes no further call."""
         self._check_not_ended()
         if self.counts["calls"] >= self._limits.calls:
-            raise SessionError("session_limit", f"the session has made all of its {self._limits.calls} calls")
+            text = f"the session has made all of its {self._limits.calls} calls"
+            raise RequestError(text, None, "session_limit", 403)
 
     def _check_not_ended(self) -> None:
         if self.ended:
-            raise SessionError("session_ended", "this session has ended")
+            raise RequestError("this session has ended", None, "session_ended", 403)
 
     async def _within(self, sampling: Sampling, prompt: int, n: int) -> Sampling:
         """The settings, shortened to the tokens that are left, once no other call holds any of those requested."""
         self._check_not_ended()
         if not 0 < prompt < self._max_model_len:
-            raise SessionError(
-                "context_length_exceeded",
-                f"the messages have {prompt} tokens, and the context is {self._max_model_len} with the response",
-            )
+            text = f"the messages have {prompt} tokens, and the context is {self._max_model_len} with the response"
+            raise RequestError(text, None, "context_length_exceeded")
         wanted = min(sampling.max_new_tokens, self._max_model_len - prompt)
         while True:
             unused = self._limits.tokens - self.counts["tokens"]
             if unused < n:
-                raise SessionError("session_limit", f"the session has sampled all of its {self._limits.tokens} tokens")
+                text = f"the session has sampled all of its {self._limits.tokens} tokens"
+                raise RequestError(text, None, "session_limit", 403)
             left = (unused - self._reserved) // n
             if left >= wanted or not self._reserved:
                 break

@@ -52,11 +52,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One call of the chat endpoint.
-
-    Args:
-        notes: fields that were ignored or replaced, in words.
-    """
+    """One call of the chat endpoint; ``notes`` are fields that were ignored or replaced, in words."""
 
     messages: list[Any]
     tools: list[Any]
@@ -168,9 +164,8 @@ def _check_tools(tools: Sequence[Any]) -> None:
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"a tool is {tool!r:.80}; it must be of type function, and its function have a name", "tools"
-            )
+            text = f"a tool is {tool!r:.80}; it must be of type function, and its function have a name"
+            raise RequestError(text, "tools")
 
 
 def finite(value: object) -> float | None:

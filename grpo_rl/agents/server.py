@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.recorder import Response, Session, SessionError
+from grpo_rl.agents.recorder import Response, Session
 from grpo_rl.agents.requests import ChatRequest, RequestError, finite, read_json, read_request
 from grpo_rl.engines.base import Sampling
 from grpo_rl.loopback import LOOPBACK, names_this_machine
@@ -80,14 +80,11 @@ class ChatServer:
         """The base URL for clients, once the server has started; it ends on ``/v1``."""
         most = min(max(TOKEN_BYTES * max_model_len, LEAST_BODY_BYTES), MAX_BODY_BYTES)
         self._app = web.Application(middlewares=[_in_openais_form], client_max_size=most)
-        self._app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._chat),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._models),
-                web.post("/v1/reward", self._reward),
-            ]
-        )
+        router = self._app.router
+        router.add_post("/v1/chat/completions", self._chat)
+        router.add_get("/v1/models", self._models)
+        router.add_get("/v1/models/{name:.+}", self._models)
+        router.add_post("/v1/reward", self._reward)
 
     async def start(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Listens; port 0 takes a free one.
@@ -113,9 +110,8 @@ class ChatServer:
             self._listening = await asyncio.get_running_loop().create_server(self._connection, host, port)
         except OSError as error:
             await self.close()
-            raise ValueError(
-                f"port {port} can't be used ({error.strerror}); take another, or 0 for a free one"
-            ) from error
+            text = f"port {port} can't be used ({error.strerror}); take another, or 0 for a free one"
+            raise ValueError(text) from error
         self.url = f"http://{host}:{self._listening.sockets[0].getsockname()[1]}/v1"
 
     def _connection(self) -> asyncio.BaseProtocol:
@@ -149,13 +145,11 @@ class ChatServer:
         if self._stranger and not names_this_machine(request.host):  # any key opens a session
             raise RequestError("this model is served on this machine alone", None, "invalid_host", 403)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme.lower() == "bearer" and key else None
-        if session is None and scheme.lower() == "bearer" and key and self._stranger:
-            session = self._stranger(key)
+        key = key if scheme.lower() == "bearer" else ""
+        session = self._sessions.get(key) or (self._stranger(key) if key and self._stranger else None)
         if session is None:
-            raise RequestError(
-                "no session has this key: none was opened, or it has ended", None, "invalid_api_key", 401
-            )
+            text = "no session has this key: none was opened, or it has ended"
+            raise RequestError(text, None, "invalid_api_key", 401)
         assert self._runner and self._runner.server
         connections = self._connections.setdefault(session, set())
         connections.intersection_update(self._runner.server.connections)
@@ -164,12 +158,8 @@ class ChatServer:
             connections.discard(request.protocol)
             most = f"an agent has opened more than {MOST_OF_SESSION} connections"
             self.problems["of a session"] = f"{most}, and is refused more"
-            raise RequestError(
-                f"this session has {MOST_OF_SESSION} connections open; close some, or use them again",
-                None,
-                "rate_limit_exceeded",
-                429,
-            )
+            text = f"this session has {MOST_OF_SESSION} connections open; close some, or use them again"
+            raise RequestError(text, None, "rate_limit_exceeded", 429)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -178,9 +168,8 @@ class ChatServer:
         if (name := request.match_info.get("name")) is None:
             return web.json_response({"object": "list", "data": [model]})
         if name != self.model:
-            raise RequestError(
-                f"the model {name:.80} does not exist; {self.model} does", "model", "model_not_found", 404
-            )
+            text = f"the model {name:.80} does not exist; {self.model} does"
+            raise RequestError(text, "model", "model_not_found", 404)
         return web.json_response(model)
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -231,9 +220,8 @@ class ChatServer:
         sampling: asyncio.Future[list[Response]],
     ) -> web.StreamResponse:
         """Comments as long as the response is sampled, then the response; an error before the first has its status."""
-        stream = web.StreamResponse(
-            headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-        )
+        headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        stream = web.StreamResponse(headers=headers)
         while not (await asyncio.wait({sampling}, timeout=KEEP_ALIVE_S))[0]:
             if not stream.prepared:
                 await stream.prepare(request)
@@ -299,6 +287,8 @@ async def _read(request: web.Request, reader: Callable[[bytes], T]) -> T:
 async def _sampled(session: Session, asked: ChatRequest) -> list[Response]:
     try:
         return await session.ask(asked.messages, asked.tools, asked.n, asked.sampling)
+    except RequestError:
+        raise
     except ValueError as error:
         raise RequestError(str(error), "messages") from error
 
@@ -321,9 +311,6 @@ def _error_reply(error: Exception) -> tuple[dict[str, Any], int]:
     """The error in OpenAI's form, and its status."""
     if isinstance(error, RequestError):
         message, param, code, status = error.message, error.param, error.code, error.status
-    elif isinstance(error, SessionError):
-        message, param, code = str(error), None, error.code
-        status = 400 if code == "context_length_exceeded" else 403
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message, param, code, status = error.text or error.reason, None, "context_length_exceeded", error.status
     elif isinstance(error, web.HTTPException):  # no such path or method

@@ -22,10 +22,7 @@ class SteppedEngine:
     """Samples for calls from an event loop while the thread that owns the engine is in :meth:`run`.
 
     Calls are taken in between two steps of the engine, so one with continuous batching samples all of them together.
-
-    Args:
-        engine: an engine of this process.
-        goes_on: a call at which the engine fails is refused; otherwise it ends :meth:`run`.
+    With ``goes_on`` a call at which the engine fails is refused; otherwise it ends :meth:`run`.
     """
 
     def __init__(self, engine: Sampler, goes_on: bool = False) -> None:

@@ -18,11 +18,7 @@ from grpo_rl.training.held_out_sessions import HeldOutSessions
 
 
 class Agents:
-    """The agent of a run, which starts no process before its first session.
-
-    Raises:
-        ValueError: there is no such program, function, parser or variable.
-    """
+    """The agent of a run, which starts no process before its first session."""
 
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
         own = settings.env.task

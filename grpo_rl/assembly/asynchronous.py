@@ -63,9 +63,8 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
     """Size of the KV cache next to a trainer, once vLLM has measured it: it can't while the trainer takes memory."""
 
     # An actor has its own working directory; a name that is no folder here is downloaded where the engine runs.
-    name_or_path = settings.model.name
-    if Path(name_or_path).is_dir():
-        name_or_path = str(Path(name_or_path).resolve())
+    own = Path(settings.model.name)
+    name_or_path = str(own.resolve()) if own.is_dir() else settings.model.name
 
     async def start(number: int) -> FleetMember:
         name, seed = f"engine {number}", settings.train.seed + number
@@ -118,10 +117,8 @@ def make_transport(
         return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
     plain = skeleton(model_folder)
     if buffers := list(saved_buffers(plain)):
-        raise ValueError(
-            f"inference_model.transfer=nccl sends numbers of one dtype, and {buffers[0]} keeps its own; set "
-            "inference_model.transfer=shared_memory"
-        )
+        remedy = "set inference_model.transfer=shared_memory"
+        raise ValueError(f"inference_model.transfer=nccl sends one dtype, and {buffers[0]} keeps its own; {remedy}")
     names = CheckpointNames(plain)
     shapes = {name: part.shape for named in plain.named_parameters() for name, part in names.views(*named)}
     return NativeTransport(
@@ -143,12 +140,7 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 
 
 def make_collector(
-    settings: Settings,
-    env: LLMEnv,
-    engine: FleetEngine,
-    weights: WeightSync,
-    collected: int,
-    agents: Agents | None,
+    settings: Settings, env: LLMEnv, engine: FleetEngine, weights: WeightSync, collected: int, agents: Agents | None
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already; it samples during training."""
     train, sampling = settings.train, Sampling(**settings.sampling)

@@ -21,14 +21,10 @@ if TYPE_CHECKING:
 
 
 def plan_devices(settings: Settings, model_folder: Path) -> Devices:
-    """The device plan, checked against what a run in this process supports.
-
-    That is one engine in this process, or none in mode=sft, and several training devices only with
-    `train_model.parallel`.
+    """The device plan of a run in this process: with one engine, or none in mode=sft, and a model that can be trained.
 
     Raises:
-        ValueError: the plan does not fit the machine or the model, or asks for more than the script supports; the
-            engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
+        ValueError: the plan does not fit the machine, the model or the script.
     """
     check_engine(settings)
     heads = None  # mode=sft has no engine that would split them
@@ -41,11 +37,7 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
 
 
 def check_devices(settings: Settings, devices: Devices) -> None:
-    """Refuses a plan that a run in this process can't follow, see :func:`plan_devices`.
-
-    Raises:
-        ValueError: with the reason, and what to set.
-    """
+    """Refuses a plan that a run in this process can't follow, see :func:`plan_devices`."""
     if len(devices.train) > 1 and settings.train_model.parallel is None:
         raise ValueError(
             f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
@@ -55,8 +47,7 @@ def check_devices(settings: Settings, devices: Devices) -> None:
         return
     if settings.train_model.parallel and settings.inference_model.engine == "vllm":
         raise ValueError(
-            "vLLM in this process would take the trainer's process group for its own; with train_model.parallel set "
-            "inference_model.engine=transformers, or run sota/grpo_async.py, where engines have processes of their own"
+            "vLLM would take the trainer's process group: set inference_model.engine=transformers, or train --async"
         )
     if devices.replicas > 1:
         raise ValueError(
@@ -73,14 +64,7 @@ def check_devices(settings: Settings, devices: Devices) -> None:
 
 
 def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | None = None) -> Ranks | None:
-    """The ranks of the processes that train together, started by torchrun or as actors; None if one trains alone.
-
-    Args:
-        rendezvous: the actors' rendezvous; None: torchrun started the processes.
-
-    Raises:
-        ValueError: torchrun started none, or more or fewer processes than there are training devices.
-    """
+    """The ranks of processes that train together, actors at a rendezvous or torchrun's; None if one trains alone."""
     train = settings.train_model
     if train.parallel is None:
         return None
@@ -93,9 +77,7 @@ def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | No
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
     fits = started <= len(devices.train) if settings.train.elastic else started == len(devices.train)
     if on_gpu and started and not fits:
-        raise ValueError(
-            f"{started} processes were started on this node and {len(devices.train)} of its devices train; set "
-            f"train_model.num_devices={started}"
-        )
+        counts = f"{started} processes were started on this node, and {len(devices.train)} of its devices train"
+        raise ValueError(f"{counts}; set train_model.num_devices={started}")
     device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
     return Ranks.join(train.parallel, device, **limits, **placement)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask
+from grpo_rl.section import unknown
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.mixture import OF_DATA, Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
@@ -32,10 +32,6 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
 
     Args:
         tries: has reward functions of the user's own score once.
-
-    Raises:
-        ValueError: the data can't be found or read, a prompt is too long and ``env.long_prompt`` is ``error``, or the
-            user's own task or reward functions fail.
     """
     if found := entries(settings):
         return _mixture(settings, tokenizer, found, tries)
@@ -124,9 +120,6 @@ def make_eval_env(
 
     Args:
         remedy: for a prompt that is too long; by default that of an evaluation by itself.
-
-    Raises:
-        ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
     """
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
     if tokenizer is None:
@@ -149,12 +142,7 @@ def make_eval_env(
 
 
 def eval_tasks(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> list[HeldOutTask]:
-    """The tasks of ``evaluate.tasks`` with their held-out rows.
-
-    Raises:
-        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
-            name of ``evaluate.score``.
-    """
+    """The tasks of ``evaluate.tasks`` with their held-out rows; refuses an ``evaluate.score`` that no score has."""
     tasks = []
     for given, own in zip(read_tasks(settings.evaluate.tasks), settings_of_eval_tasks(settings), strict=True):
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
@@ -173,9 +161,7 @@ def _check_score(wanted: Evaluate, env: LLMEnv, others: Sequence[HeldOutTask]) -
         names += [f"{member}/{name}" for name in own if not name.startswith(("maj@", "tied"))]
     names += [f"{other.name}/{name}" for other in others for name in score_names(other.env.task, other.samples)]
     if wanted.score not in names:
-        nearest = difflib.get_close_matches(wanted.score, names, 1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f"evaluate.score={wanted.score} is none of {', '.join(names)}{hint}")
+        raise ValueError(f"evaluate.score: {unknown('score', wanted.score, names)}")
 
 
 def _take(task: Task, rows: int | None, name: str) -> None:
@@ -193,11 +179,7 @@ def _check_prompts(env: LLMEnv, rows: Sequence[dict], remedy: str) -> None:
 
 
 def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
-    """The rows of ``env.dataset`` with the responses that SFT imitates, checked against the lengths of GRPO.
-
-    Raises:
-        ValueError: the data can't be found or read, has no demonstrations, or one is too long; see `Demonstrations`.
-    """
+    """The rows of ``env.dataset`` with the responses that SFT imitates, checked against the lengths of GRPO."""
     given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
     task = spec.make_task(train_source(settings), **spec.parted(_own(settings))[0])
     if is_name(given.dataset):
@@ -214,12 +196,7 @@ def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, 
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
-    """The first ``evaluate.rows`` held-out rows; of a mixture, the first ones of each task.
-
-    Raises:
-        ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
-            ``env.eval_path`` or ``env.eval_split``.
-    """
+    """The first ``evaluate.rows`` held-out rows, checked for length; of a mixture, the first ones of each task."""
     rows: list[dict] = []
     for name, own in settings_of_mixture(settings).items():
         with named(f"env.mixture.{name}"):
@@ -230,11 +207,7 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
 
 
 def held_out_rows(settings: Settings, task: Task) -> list[dict]:
-    """The first ``evaluate.rows`` held-out rows, however long.
-
-    Raises:
-        ValueError: see :func:`eval_rows`.
-    """
+    """The first ``evaluate.rows`` held-out rows, however long; of a local ``env.path`` they have to be named."""
     wanted = settings.evaluate.rows
     if not wanted:
         return []
@@ -242,10 +215,8 @@ def held_out_rows(settings: Settings, task: Task) -> list[dict]:
     if not given.eval_path:
         same = given.eval_split or spec.holds_out(given.path, given.task)
         if given.path and not same:
-            raise ValueError(
-                f"evaluate.rows={wanted} needs env.eval_path next to env.path={given.path}, or env.eval_split where "
-                "that has several splits"
-            )
+            needs = f"needs env.eval_path next to env.path={given.path}, or env.eval_split"
+            raise ValueError(f"evaluate.rows={wanted} {needs} where that has several splits")
     rows = spec.rows(eval_source(settings), "test", given)
     if is_name(given.dataset):
         check_prompts(task, rows, f"{given.dataset}, held out", min(wanted, len(rows)))

@@ -37,6 +37,7 @@ from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
@@ -144,7 +145,13 @@ def build_run(
             engine=engine,
             weights=weights,
             collector=collector,
-            schedules=training.make_schedules(settings, loss, advantages, reference, policy),
+            schedules=Schedules(
+                AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
+                RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
+                loss if settings.loss.kl_in == "loss" else advantages,
+                reference,
+                policy,
+            ),
             loss=loss,
             compute_advantages=advantages,
             buffer=buffer,
@@ -169,7 +176,7 @@ def build_run(
             folder,
             logs,
             parts,
-            RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
+            RunDiagnosis(parts, mismatch, sampling, alone=ranks is None),
             held_out,
             partial(step_metrics, mismatch, roofline, settings.train.max_resamples > 0),
             interrupt,
@@ -193,8 +200,18 @@ def begin(
     ranks = make_ranks()
     if ranks:
         stack.enter_context(ranks)
+    room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
+    config = settings.stored()
     with waiting("the run's folder, and the checkpoint to resume from"):
-        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
+        restarts = Restarts.find(ranks, config) if ranks else Restarts()
+        own, resume = restarts.place(own_folder, settings.resume)
+        folder = stack.enter_context(RunFolder(own, resume, config, settings.as_text(), room, train, ranks))
+        if ranks:
+            restarts.leave(ranks, config, folder.shared, folder.restarts)
+            folder.restarts = restarts.count
+            if restarts.folder:
+                reason = f": {restarts.reason}" if restarts.reason else ""
+                folder.notes.append(f"Restart {restarts.count} of the run, with {ranks.size} ranks{reason}")
     stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
     folder.prepare()
     logs = stack.enter_context(make_logs(folder))
@@ -220,28 +237,6 @@ def options(settings: Settings, train: Train, folder: RunFolder, model: Path) ->
         settings.inference_model.sleep,
         origin(folder.config, before) | revisions(model, settings.env, before),
     )
-
-
-def open_folder(
-    settings: Settings,
-    own: str | Path,
-    model: Path,
-    ranks: Ranks | None,
-    train: Train,
-) -> RunFolder:
-    """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
-    room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
-    config = settings.stored()
-    restarts = Restarts.find(ranks, config) if ranks else Restarts()
-    own, resume = restarts.place(own, settings.resume)
-    folder = RunFolder(own, resume, config, settings.as_text(), room, train, ranks)
-    if ranks:
-        restarts.leave(ranks, config, folder.shared, folder.restarts)
-        folder.restarts = restarts.count
-        if restarts.folder:
-            reason = f": {restarts.reason}" if restarts.reason else ""
-            folder.notes.append(f"Restart {restarts.count} of the run, with {ranks.size} ranks{reason}")
-    return folder
 
 
 def needed_room(settings: Settings, model_bytes: float) -> Room:

@@ -40,12 +40,7 @@ from grpo_rl.weights.transport import NullTransport
 
 @contextmanager
 def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonParts]]:
-    """A run that imitates the data's responses, in this process or in those that torchrun started.
-
-    Raises:
-        ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
-        RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
-    """
+    """A run that imitates the data's responses; for processes and errors see `grpo_rl.assembly.run.sync_run`."""
     check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"finding {settings.model.name}"):
         model = resolve_model(settings.model.name)

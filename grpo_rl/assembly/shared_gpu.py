@@ -22,9 +22,6 @@ def divide_memory(settings: Settings, model_folder: Path, devices: Devices) -> N
 
     The engine takes its share when it starts, and some of it anew in every step: a trainer that went beyond its own
     would end the engine, and not itself.
-
-    Raises:
-        ValueError: what is known of one side's memory is more than its share.
     """
     device = devices.train[0]
     check_shares(settings, model_folder, devices, torch.cuda.get_device_properties(device).total_memory)
@@ -33,11 +30,7 @@ def divide_memory(settings: Settings, model_folder: Path, devices: Devices) -> N
 
 
 def check_shares(settings: Settings, model_folder: Path, devices: Devices, memory: float) -> None:
-    """Refuses weights that do not fit into their shares of so many bytes; activations come on top of them.
-
-    Raises:
-        ValueError: as :func:`divide_memory`.
-    """
+    """Refuses weights that do not fit into their shares of so many bytes; activations come on top of them."""
     share, parameters = devices.engine_share, sum(p.numel() for p in skeleton(model_folder).parameters())
     itemsize = getattr(torch, dtype(settings)).itemsize
     sides = {

@@ -40,7 +40,6 @@ class Site:
         place: bundles: first one for each trainer actor, then one for each engine.
         trainers: number of trainer actors; 0: this process trains, alone or as one of torchrun's.
         engine_cpus: CPU cores of each engine.
-        rendezvous: the rendezvous of the trainer actors.
     """
 
     devices: Devices
@@ -98,19 +97,15 @@ def make_site(settings: Settings) -> Iterator[Site]:
     Every node has responded. On this machine the trainer is this process; on a cluster trainers are actors.
 
     Raises:
-        ValueError: the model can't be trained; the plan does not fit; no cluster responds; nodes, which are named, are
-            missing or silent.
+        ValueError: the model can't be trained, the plan does not fit, or nodes, which are named, are missing.
     """
     model_folder = resolve_model(settings.model.name)
     check_model(model_folder, adapters(settings), settings.policy.router_replay)
     heads = AutoConfig.from_pretrained(model_folder).get_text_config().num_attention_heads
     world, parallel = int(os.environ.get("WORLD_SIZE", 1)), settings.train_model.parallel
     if world > 1 and (parallel is None or settings.ray.address):
-        raise ValueError(
-            f"torchrun started {world} processes with train_model.parallel={parallel} and "
-            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by "
-            "itself: on a cluster trainers are actors"
-        )
+        both = f"train_model.parallel={parallel} and ray.address={settings.ray.address}"
+        raise ValueError(f"torchrun started {world} processes with {both}; set fsdp (or ddp), or start without it")
     check_parallel(settings)
     if (address := settings.ray.address) is None:
         first = int(os.environ.get("RANK", 0)) == 0
@@ -134,10 +129,8 @@ def make_site(settings: Settings) -> Iterator[Site]:
             yield Site(devices, place, 0, share)
         return
     if settings.ref_model.num_devices is not None:
-        raise ValueError(
-            f"ref_model.num_devices={settings.ref_model.num_devices} with ray.address: on a cluster each trainer "
-            "scores the reference on its own device; leave it null"
-        )
+        given = f"ref_model.num_devices={settings.ref_model.num_devices}"
+        raise ValueError(f"{given}: on a cluster each trainer scores the reference on its own device; leave it null")
     with cluster(address):
         check_nodes(settings.ray.nodes or 1)
         found = nodes()
@@ -151,16 +144,10 @@ def make_site(settings: Settings) -> Iterator[Site]:
 
 
 def check_parallel(settings: Settings) -> None:
-    """Refuses several training devices without a way to share their work.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    if (settings.train_model.num_devices or 1) > 1 and settings.train_model.parallel is None:
-        raise ValueError(
-            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
-            "fsdp, or to ddp"
-        )
+    """Refuses several training devices without a way to share their work."""
+    train = settings.train_model
+    if (train.num_devices or 1) > 1 and train.parallel is None:
+        raise ValueError(f"train_model.num_devices={train.num_devices} needs train_model.parallel=fsdp, or ddp")
 
 
 def _bundle(devices: Devices, cpus: int) -> dict[str, float]:
@@ -180,11 +167,7 @@ def share_cores(devices: Devices, world: int) -> int:
 
 
 def check_transfer(settings: Settings, devices: Devices) -> str:
-    """The transport of weights: ``shared_memory``, ``ipc`` or ``nccl``.
-
-    Raises:
-        ValueError: the transport that is asked for can't carry what the settings would send, or not to these devices.
-    """
+    """The transport of weights, ``shared_memory``, ``ipc`` or ``nccl``; refuses one that can't carry them there."""
     on_gpu, shares = devices.inference[0].type == "cuda", devices.engine_share > 0
     own = ("ipc" if shares else "nccl") if on_gpu else "shared_memory"
     transfer = settings.inference_model.transfer or own
@@ -204,8 +187,6 @@ def check_transfer(settings: Settings, devices: Devices) -> str:
     }
     if transfer == "nccl" and (not on_gpu or (chosen := [name for name, is_set in refused.items() if is_set])):
         what = f"{chosen[0]} with" if on_gpu else "no GPU is there for"
-        raise ValueError(
-            f"{what} {asked}, which sends whole merged weights from GPU to GPU by nccl; use "
-            "inference_model.transfer=shared_memory, or leave the setting out"
-        )
+        remedy = "use inference_model.transfer=shared_memory"
+        raise ValueError(f"{what} {asked}, which sends whole merged weights from GPU to GPU by nccl; {remedy}")
     return transfer

@@ -24,15 +24,10 @@ from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.hardware import lacks_bfloat16
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 
 def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
-    """Loads the policy.
-
-    Raises:
-        ValueError: the model's weights are not finite, or it can't be trained.
-    """
+    """Loads the policy; refuses weights that are not finite, and a model that can't be trained."""
     _check_finite(model_folder, ranks)
     return TrainPolicy.load(
         model_folder,
@@ -52,8 +47,12 @@ def load_policy(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None, logs: RunLogs
 ) -> TrainPolicy:
     """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
-    if note := note_on_dtype(derived.dtype(settings), devices.train[0]):
-        logs.note(note)
+    if devices.train[0].type == "cpu" and lacks_bfloat16():
+        if derived.dtype(settings) == "float32":
+            logs.note("Weights are float32: nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16")
+        else:
+            slow = "Nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16"
+            logs.note(f"{slow}: train_model.dtype=float32 may be many times faster")
     with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
@@ -66,29 +65,13 @@ def load_policy(
     return policy
 
 
-def note_on_dtype(dtype: str, device: torch.device) -> str | None:
-    """A log line on how well the dtype suits this CPU; None if there is nothing to report."""
-    if device.type != "cpu" or not lacks_bfloat16():
-        return None
-    if dtype == "float32":
-        return "Weights are float32: nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16"
-    return (
-        "Nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16: train_model.dtype=float32 may be many "
-        "times faster"
-    )
-
-
 def make_reference(
     settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy
 ) -> ReferencePolicy | None:
     """The frozen reference; None if no KL term needs it.
 
-    Args:
-        policy: the policy. With adapters it is its own reference when they are off, and nothing more is loaded. The
-            processes that train it share the reference likewise.
-
-    Raises:
-        ValueError: ``ref_model.name`` is a model that can't judge the policy's tokens, or can't become its copy.
+    With adapters the policy is its own reference when they are off, and nothing more is loaded. The processes that
+    train the policy share the reference likewise.
     """
     if not settings.policy.kl_coef:
         return None
@@ -113,19 +96,13 @@ def _check_finite(folder: Path, peers: Peers | None) -> None:
 def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> None:
     vocabularies = [load_tokenizer(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
-        raise ValueError(
-            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: its scores "
-            "of the policy's tokens would mean nothing; choose a model of the same family"
-        )
-    shapes = [
-        {name: weight.shape for name, weight in skeleton(model).named_parameters()} for model in (folder, model_folder)
-    ]
+        given = f"ref_model.name={settings.ref_model.name}"
+        raise ValueError(f"{given} has another vocabulary than {settings.model.name}; choose one of the same family")
+    models = skeleton(folder), skeleton(model_folder)
+    shapes = [{name: weight.shape for name, weight in model.named_parameters()} for model in models]
     if settings.ref_model.refresh != "never" and shapes[0] != shapes[1]:
-        raise ValueError(
-            f"ref_model.refresh={settings.ref_model.refresh} renews the reference from the policy, and "
-            f"{settings.ref_model.name} has other weights than {settings.model.name}; set ref_model.refresh=never, or "
-            "leave ref_model.name at null"
-        )
+        differ = f"{settings.ref_model.name} has other weights than {settings.model.name}"
+        raise ValueError(f"ref_model.refresh={settings.ref_model.refresh} copies the policy, and {differ}; set never")
 
 
 def make_loss(settings: Settings) -> GRPOLoss:
@@ -153,23 +130,16 @@ def make_buffer(settings: Settings) -> GroupBuffer:
 
 
 def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> AdvantageEstimator:
-    """The estimator that turns rewards of these parts into advantages.
-
-    Raises:
-        ValueError: ``loss`` has settings that give no advantage, or weighs parts that the reward doesn't have.
-    """
+    """The estimator that turns rewards of these parts into advantages; refuses weights that it would not read."""
     weights = dict(settings.loss["reward_weights"])
     if unknown := weights.keys() - set(reward_parts):
-        raise ValueError(
-            f"loss.reward_weights weighs {', '.join(sorted(unknown))}, and the parts of the reward are "
-            f"{', '.join(reward_parts)}"
-        )
+        what = ", ".join(sorted(unknown))
+        raise ValueError(f"loss.reward_weights weighs {what}, and the reward's parts are {', '.join(reward_parts)}")
     check_weights(weights, "loss.reward_weights")
     function = ADVANTAGE.chosen(settings.loss)
     if weights and "reward_weights" not in function.keywords:
         raise ValueError(
-            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}; the "
-            "weights of the reward's sum are those of env.reward and env.rewards"
+            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}"
         )
     return AdvantageEstimator(
         function,
@@ -177,21 +147,4 @@ def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> Adv
         kl_coef=derived.kl_in_reward(settings),
         kl=settings.loss.kl,
         reward_clip=settings.train.reward_clip,
-    )
-
-
-def make_schedules(
-    settings: Settings,
-    loss: GRPOLoss,
-    advantages: AdvantageEstimator,
-    reference: ReferencePolicy | None,
-    policy: TrainPolicy,
-) -> Schedules:
-    """The schedules: KL weight and reference refresh."""
-    return Schedules(
-        AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
-        RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
-        loss if settings.loss.kl_in == "loss" else advantages,
-        reference,
-        policy,
     )

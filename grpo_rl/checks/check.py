@@ -148,11 +148,7 @@ def findings_of(name: str, module: str, case: Case) -> Iterator[Finding]:
 def all_findings(
     checks: Checks, case: Case, run: Callable[[str, str, Case], Iterator[Finding]] = findings_of
 ) -> Iterator[Finding]:
-    """The findings of all checks, whatever those before them found.
-
-    Args:
-        run: runs a check; by default in this process, with no deadline.
-    """
+    """The findings of all checks, whatever those before them found; ``run`` runs one, by default with no deadline."""
     broken: set[str] = set()
     for name, (module, needs) in checks.items():
         if missing := [need for need in needs if need in broken]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -38,7 +37,6 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -79,8 +77,6 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if not 0 < options.deadline_s < math.inf:
-        raise ValueError(f"--deadline-s {options.deadline_s:g}: give seconds above 0")
     if not options.ray and (options.nodes or options.names):
         raise ValueError("--nodes and --names are about the cluster at --ray ADDRESS")
     began, found, has_config = time.monotonic(), [], bool(overrides or options.config_name or not options.ray)

@@ -22,10 +22,7 @@ SUM_S = 60.0
 
 
 def node_findings(alive: Sequence[Node], case: Case, folder: Path | None, deadline_s: float) -> list[Finding]:
-    """The findings on each node, which name it, and on all of them together.
-
-    Args:
-        folder: folder that all nodes must see, with the same files in it.
+    """The findings on each node, which name it, and on all together; all must see the files in ``folder``.
 
     Raises:
         ValueError: a node, which is named, has other packages, or does not see the folder.

@@ -59,8 +59,7 @@ class Trial:
 def in_one_process(settings: Settings, gpus: int) -> Settings:
     """The settings of a trial of a run that has several processes: one that trains, and its engine.
 
-    Args:
-        gpus: of this machine. Where a run in async mode has several, the trial's engine has one of its own.
+    Where a run in async mode has several of this machine's ``gpus``, the trial's engine has one of its own.
 
     Raises:
         Unfit: the model is divided among devices, and one process may not hold it; skipped.

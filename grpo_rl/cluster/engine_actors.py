@@ -50,13 +50,7 @@ class _EngineActor:
 
 
 class RayEngine(AsyncEngine, EngineControl):
-    """An engine in a Ray actor.
-
-    Args:
-        name: the engine's name in messages.
-        actor: the Ray actor that :func:`launch` started.
-        about: the engine's attributes, as the actor's ``about`` returns them.
-    """
+    """An engine in a Ray actor, whose attributes are those that the actor's ``about`` returns."""
 
     def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
         self.name, self._actor = f"{name} on {about['node']}", actor
@@ -160,12 +154,8 @@ async def launch(
     """Starts an engine in an actor, and waits until it is ready.
 
     Args:
-        name: the engine's name in messages.
-        make: builds the engine, in the actor.
-        place: the placement group to run in; None: wherever there is room.
-        bundle: the number of the bundle in ``place``.
-        num_cpus: CPUs that the actor reserves.
-        num_gpus: GPUs that it reserves.
+        make: builds the engine, in the actor, which reserves so many CPUs and GPUs.
+        place: the placement group, in whose ``bundle`` it runs; None: wherever there is room.
         deadline_s: seconds until the engine must be ready.
 
     Raises:
@@ -192,9 +182,8 @@ async def launch(
             raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
-                f"{name} was not ready within {deadline_s:g} s. If the model loads slowly, copy it to local "
-                f"disks; otherwise Ray may have no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` "
-                "shows what is taken)"
+                f"{name} was not ready within {deadline_s:g} s: its model loads slowly, or Ray has no room for "
+                f"{num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` shows what is taken)"
             ) from None
         raise
     return RayEngine(name, actor, about)

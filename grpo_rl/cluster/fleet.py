@@ -6,18 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineLostError, EngineStartError
 from grpo_rl.waits.registry import waiting
-
-
-class Closable(Protocol):
-    """The part of an engine's interface that a fleet uses."""
-
-    async def close(self) -> None:
-        """Ends the engine; may be called on a dead one."""
-
 
 RETRY_S = 30.0
 """Seconds until an engine for which the cluster had no resources is started again."""
@@ -25,7 +17,7 @@ RETRY_S = 30.0
 FIRST_RETRY_S = 2.0
 """Seconds until an engine that died while it started is started again; they double with each try."""
 
-E = TypeVar("E", bound=Closable)
+E = TypeVar("E", bound=AsyncEngine)
 R = TypeVar("R")
 
 
@@ -50,16 +42,10 @@ class Fleet(Generic[E]):
 
     Args:
         launch: starts the engine of a slot.
-        size: number of engines.
         max_restarts: how often the engine of one slot is replaced before the run ends.
-
-    Raises:
-        ValueError: ``size`` is less than 1.
     """
 
     def __init__(self, launch: Callable[[int], Awaitable[E]], size: int, max_restarts: int = 3) -> None:
-        if size < 1:
-            raise ValueError(f"a fleet of {size} engines; it needs at least one")
         self._launch, self._max_restarts = launch, max_restarts
         self._slots = [_EngineSlot[E](number) for number in range(size)]
         self._starts: list[asyncio.Task[None]] = []  # in order: a simulated run has to replay
@@ -71,11 +57,7 @@ class Fleet(Generic[E]):
         """Messages about engines that were lost or replaced; reading them removes them."""
 
     async def start(self) -> None:
-        """Launches all engines.
-
-        Raises:
-            Exception: the first launch that failed.
-        """
+        """Launches all engines; the error of the first launch that failed is raised."""
         starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
         self._starts += starts
         await asyncio.gather(*starts)
@@ -179,20 +161,12 @@ class Fleet(Generic[E]):
                 await asyncio.sleep(RETRY_S)
 
     async def new_engine(self) -> None:
-        """Returns when an engine has joined that has no weights yet.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """Returns when an engine has joined that has no weights yet; EngineDeadError: engines died too often."""
         while not any(slot.new_engine for slot in self._slots):
             await self._changed()
 
     async def present(self) -> list[E]:
-        """The live engines, those without weights included.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """The live engines, those without weights included; EngineDeadError: engines died too often."""
         if self._lost:
             raise self._lost
         return [engine for slot in self._slots if (engine := slot.new_engine or slot.engine) is not None]
@@ -207,11 +181,7 @@ class Fleet(Generic[E]):
         self._change.set()
 
     async def lose(self, engine: E, error: EngineDeadError) -> None:
-        """Replaces an engine that was found dead.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """Replaces an engine that was found dead; EngineDeadError: engines died too often."""
         for slot in self._slots:
             self._replace(slot, engine, error)
         if self._lost:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import ray
 from ray._private import ray_constants
@@ -97,7 +98,10 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
             # Ray itself tries for five minutes.
             host, port = address.rpartition("://")[2].rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else _on_loopback():
+        # Otherwise Ray replaces a loopback address with the machine's own, and then listens on all interfaces, unless
+        # it believes that there can be no other nodes, as it does by itself on macOS.
+        on_loopback = mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
+        with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else on_loopback:
             # On a cluster, forward the trainers' output to this terminal.
             logs = {"log_to_driver": address is not None, "configure_logging": False}
             with waiting("Ray to start" if address is None else f"the Ray cluster at {address}"):
@@ -114,14 +118,10 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 @contextmanager
 def _private_folder() -> Iterator[str]:
     """A new folder for Ray, inside one that only this user can enter: Ray opens its folder to all users."""
-    root = os.environ.get("RAY_TMPDIR") or None
-    try:
-        if root:
-            os.makedirs(root, exist_ok=True)
-        # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
-        outer = tempfile.mkdtemp(prefix="ray-", dir=root)
-    except OSError as error:
-        raise ValueError(f"no folder can be made in RAY_TMPDIR={root}: {error}; set it to one of yours") from error
+    if root := os.environ.get("RAY_TMPDIR") or None:
+        os.makedirs(root, exist_ok=True)
+    # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
+    outer = tempfile.mkdtemp(prefix="ray-", dir=root)
     keep = False
     try:
         yield os.path.join(outer, "ray")
@@ -131,20 +131,6 @@ def _private_folder() -> Iterator[str]:
     finally:
         if not keep:
             shutil.rmtree(outer, ignore_errors=True)
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Has what Ray starts meanwhile listen on the loopback interface alone, as it does by itself on macOS.
-
-    Ray replaces a loopback address with the machine's own, unless it believes that there can be no other nodes. Its
-    servers listen on all interfaces if their address is not a loopback one.
-    """
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -38,7 +38,6 @@ class Rendezvous:
     """The rendezvous of a training's ``size`` ranks, at the store of the process that started them.
 
     Args:
-        rank: this process's.
         start: how often ranks were started before.
     """
 
@@ -124,9 +123,8 @@ def run_trainers(
             found = _placed(trainers, patience_s if start else None)
             if len(found) < (1 if elastic else count):
                 raise RuntimeError(
-                    f"{len(found)} of {count} trainers have found a place again within {patience_s:.0f} s; with "
-                    "train.elastic=true they would go on; what the last checkpoint holds is safe: "
-                    "resume=<the run's folder>"
+                    f"{len(found)} of {count} trainers have found a place again within {patience_s:.0f} s (fewer would "
+                    "go on with train.elastic=true); the last checkpoint is safe: resume=<the run's folder>"
                 )
             return _run_once(work, found, Rendezvous(0, len(found), this_address(), store.port, start))
         except _Lost as ended:

@@ -29,10 +29,8 @@ class AgentSettings:
     """An agent, and what holds for its sessions.
 
     Args:
-        agent: plays the sessions.
         model: the policy's name for its client.
         deadline_s: seconds of a session, for messages: the agent itself keeps them.
-        limits: of a session.
         make_parser: makes what finds calls of tools in responses.
         tells: the agent tells its reward; otherwise the task scores its final message.
         max_sessions: sessions at the same time; further ones wait for their turn.
@@ -72,7 +70,6 @@ class AgentSessions:
 
     Args:
         env: environment whose task scores the sessions.
-        settings: of the agent.
         sampling: of each response, for all that requests leave open.
         max_model_len: most tokens of a prompt and its response.
         guard: scores the sessions and counts their failures; that of training by default.

@@ -31,7 +31,6 @@ class AgentGroups:
 
     Args:
         env: environment whose rows the sessions are about, and whose task scores them.
-        settings: of the agent.
         sampling: of each response, for all that requests leave open.
         max_model_len: most tokens of a prompt and its response.
     """
@@ -98,10 +97,9 @@ def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
     The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
     is not trained on.
 
-    >>> from grpo_rl.engines.base import Samples
     >>> short, long = (Recorded([1, 2, *rest], [], False) for rest in ([], [3]))
     >>> for one in (short, long):
-    ...     one.add_sampled(Samples.from_lists([[5]], [[-0.5]], [False], version=3), True)
+    ...     one.add([5], [-0.5], [3], True)
     >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])
     >>> group.prompt_ids.tolist(), group.response_ids.tolist(), group.trainable.tolist(), group.versions.tolist()
     ([1, 2], [5, 3, 5], [True, False, True], [3, 3, 3])

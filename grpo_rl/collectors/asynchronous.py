@@ -49,7 +49,6 @@ class AsyncCollector(Collector):
 
     Args:
         env: environment that gives prompts and scores responses.
-        engines: engines that sample.
         sampling: settings of sampling; if the task replies, they hold for each turn.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         weights: owner of the policy version; a push ends the step and makes room for other groups.

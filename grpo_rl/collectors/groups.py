@@ -100,8 +100,7 @@ class Trajectory:
                 whole = later[keys.TOKENS_PROMPT]
                 if not torch.equal(whole[: len(before)], before):
                     raise ValueError(
-                        "the environment's next prompt does not begin with the ids of prompt and response, so what was "
-                        "sampled could not be trained on; append to them instead of writing the conversation anew"
+                        "the environment's prompt does not begin with the ids of prompt and response; append to them"
                     )
                 made.read(whole[len(before) :])
         last = rollout[-1]

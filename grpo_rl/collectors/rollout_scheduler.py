@@ -21,15 +21,7 @@ Rollout = TypeVar("Rollout")
 
 
 class Dropped(Exception):
-    """A group will never be complete.
-
-    Args:
-        reason: a word or two, by which such groups are counted.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A group will never be complete; the message is a word or two, by which such groups are counted."""
 
 
 class RolloutScheduler(Generic[Prompt, Rollout]):
@@ -105,7 +97,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
                     self.staleness.finish(group)
                     break
         except Dropped as drop:
-            self.staleness.drop(group, drop.reason)
+            self.staleness.drop(group, str(drop))
             del self._prompts[group.number]
         except Exception as error:
             self._error = error

@@ -41,9 +41,6 @@ class StalenessManager:
         max_staleness: S; with 0 no group is sampled while another is trained on.
         version: of the weights that the next step trains.
 
-    Raises:
-        ValueError: no group in a step, or a bound below 0.
-
     With room for two steps, the first batch is trained while the second is sampled:
 
     >>> staleness = StalenessManager(groups_per_step=2, max_staleness=1)
@@ -65,13 +62,6 @@ class StalenessManager:
     open: list[InFlightGroup] = field(default_factory=list)
     """Started, and neither trained on nor dropped, in the order of starting."""
     _in_training: int = 0
-
-    def __post_init__(self) -> None:
-        if self.groups_per_step < 1 or self.max_staleness < 0:
-            raise ValueError(
-                f"{self.groups_per_step} groups a step with train.max_staleness={self.max_staleness}; a step needs a "
-                "group, and the bound is 0 or more"
-            )
 
     def room(self) -> int:
         """The number of groups that may be started now."""

@@ -59,7 +59,7 @@ class AdvantageEstimator:
         Sessions are compared, each once, whose responses then all have its advantage.
 
         Raises:
-            ValueError: rewards that give no advantage, see :func:`group_advantages`, or log-probabilities are missing.
+            ValueError: rewards that give no advantage, see :func:`group_advantages`.
         """
         by_size: dict[int, list[int]] = defaultdict(list)
         sessions = [_sessions(group) for group in groups]
@@ -99,7 +99,6 @@ def _sessions(group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _summed(group: Group, values: Float[Tensor, " G"]) -> Tensor:
-    """The sum of the values of each session's responses."""
     first, of = _sessions(group)
     return values.new_zeros(len(first)).index_add(0, of, values)
 
@@ -121,11 +120,8 @@ def kl_penalty(group: Group, kl: str = "k1") -> Float[Tensor, " G"]:
     Source: RLOO, https://arxiv.org/abs/2402.14740, section 2.1, with k1; as in PPO.
 
     Args:
-        group: with ``old_log_probs`` and ``ref_log_probs``.
+        group: with ``old_log_probs`` and ``ref_log_probs``, see `TrainPolicy.add_log_probs` and `ReferencePolicy`.
         kl: k1, k2 or k3.
-
-    Raises:
-        ValueError: log-probabilities are missing.
 
     >>> from dataclasses import replace
     >>> from grpo_rl.testing import random_group
@@ -134,10 +130,6 @@ def kl_penalty(group: Group, kl: str = "k1") -> Float[Tensor, " G"]:
     >>> kl_penalty(group)
     tensor([ 2.0000, -0.5000])
     """
-    if group.old_log_probs is None or group.ref_log_probs is None:
-        raise ValueError(
-            f"group {group.group_id} lacks log-probabilities of the policy or the reference, which loss.kl_in=reward "
-            "compares; write them with TrainPolicy.add_log_probs and ReferencePolicy.add_log_probs"
-        )
+    assert group.old_log_probs is not None and group.ref_log_probs is not None, "call both policies' add_log_probs"
     estimate = torch.where(group.trainable, kl_estimate(kl, group.old_log_probs, group.ref_log_probs), 0.0)
     return estimate.new_zeros(group.size).index_add(0, torch.repeat_interleave(group.lengths), estimate)

@@ -77,18 +77,13 @@ def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = 
 
     Args:
         max_tokens: tokens computed at a time: prompts count once, and what all prompts begin with once a micro-batch.
-        count: exactly this many micro-batches instead.
-
-    Raises:
-        ValueError: there are fewer groups than micro-batches.
+        count: exactly this many micro-batches instead, or as many as there are groups.
 
     >>> from grpo_rl.testing import random_group
     >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
     >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
     [[8], [4, 3]]
     """
-    if count is not None and count > len(groups):
-        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
     shared = shared if (shared := shared_prompt(groups)) >= LEAST_SHARED else 0
     total = sum(group.num_tokens - shared for group in groups)
     size = count or max(1, -(-total // max(1, max_tokens - shared)))
@@ -127,7 +122,6 @@ def micro_batches_of(
 
     Args:
         rank: which of the processes this is; None for a single process.
-        max_tokens: tokens of a micro-batch.
         count: exactly this many micro-batches in each process instead, as far as there are groups.
 
     Three groups for two processes:

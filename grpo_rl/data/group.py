@@ -145,10 +145,7 @@ class Group:
         """Mask of the tokens that are trained on: those that the policy sampled.
 
         Args:
-            mask_truncated: leave out responses that reached the length limit.
-
-        Raises:
-            ValueError: the group does not say which responses did.
+            mask_truncated: leave out responses that reached the length limit; the group has to say which did.
 
         >>> from grpo_rl.testing import random_group
         >>> group = replace(random_group(lengths=[1, 2]), truncated=torch.tensor([True, False]))
@@ -157,11 +154,7 @@ class Group:
         """
         if not mask_truncated:
             return self.trainable
-        if self.truncated is None:
-            raise ValueError(
-                f"group {self.group_id} doesn't say which responses reached the length limit, and loss.mask_truncated "
-                "leaves them out; set Group.truncated, or loss.mask_truncated=false"
-            )
+        assert self.truncated is not None, "set Group.truncated, or loss.mask_truncated=false"
         return self.trainable & ~self.truncated.repeat_interleave(self.lengths)
 
     def with_only(self, responses: Sequence[int]) -> Group:

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -76,7 +76,6 @@ def exit_message(error: BaseException | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of an error's message."""
     return (str(error).splitlines() or [""])[0][:200]
 
 
@@ -194,13 +193,12 @@ class Watch:
     def lost_in(self, name: str) -> str:
         """The rank that was lost in an earlier watch of this name, and how; empty where none was found lost."""
         key = f"{name}/lost"
-        return self._claimed(self.store.get(key))[1] if self.store.check([key]) else ""
+        return json.loads(self.store.get(key))[1] if self.store.check([key]) else ""
 
     # The thread.
 
     def _run(self) -> None:
-        poll, of = select.poll(), {}
-        ended: list[Member] = []
+        poll, of, ended = select.poll(), {}, list[Member]()
         for member in self._members if hasattr(os, "pidfd_open") else ():
             if member.rank != self.rank and member.machine == self._members[self.rank].machine:
                 try:
@@ -257,13 +255,13 @@ class Watch:
 
     def _find(self, ended: list[Member], now: float) -> tuple[int, str] | None:
         if self.store.check([self._key("lost")]):
-            return self._claimed(self.store.get(self._key("lost")))
+            return json.loads(self.store.get(self._key("lost")))
         watched = self._members[1:] if self.rank == 0 else self._members[:1]
-        statuses = self._statuses({member.rank: member for member in [*ended, *watched]})
+        statuses = self._statuses({member.rank for member in [*ended, *watched]})
         if any(statuses[member.rank]["exit_message"] is None for member in ended):
             time.sleep(0.1)  # its exit message may be on its way
             statuses = self._statuses(statuses)
-        for member in [*ended]:
+        for member in list(ended):
             if statuses[member.rank]["exit_message"] is None:
                 return self._claim(member.rank, f"{member} died {_at(statuses[member.rank])}")
             ended.remove(member)
@@ -281,24 +279,21 @@ class Watch:
                 return self._claim(member.rank, f"{member} {silent}: frozen, or its machine is gone; {_at(status)}")
         return None
 
-    def _statuses(self, ranks: Mapping[int, object]) -> dict[int, dict[str, Any]]:
+    def _statuses(self, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
         """The last status of some ranks."""
-        of = list(ranks)
-        return dict(zip(of, map(json.loads, self.store.multi_get([self._key(rank) for rank in of])), strict=True))
+        found = self.store.multi_get([self._key(rank) for rank in ranks])
+        return dict(zip(ranks, map(json.loads, found), strict=True))
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
         """The rank for which an exchange failed: one that is silent since, or that the others waited for."""
-        everyone = {member.rank: member for member in self._members}
+        everyone = [member.rank for member in self._members]
         before = self._statuses(everyone)
         time.sleep(3 * self._interval_s)
         statuses = self._statuses(everyone)
         for member in self._members:
             status = statuses[member.rank]
-            if (
-                status["beat"] == before[member.rank]["beat"]
-                and status["exit_message"] is None
-                and member.rank != self.rank
-            ):
+            is_silent = status["beat"] == before[member.rank]["beat"] and status["exit_message"] is None
+            if is_silent and member.rank != self.rank:
                 return member.rank, f"{member} is gone, and its connections with it; it was {_at(status)}"
         behind = [member for member in self._members if statuses[member.rank]["count"] < self._count]
         if not behind:
@@ -312,13 +307,9 @@ class Watch:
 
     def _claim(self, rank: int, text: str) -> tuple[int, str]:
         """Declares a rank lost, for all ranks; the first declaration counts."""
-        lost = self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
+        lost = json.loads(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
         self.store.set(LAST_LOST, lost[1])
         return lost
-
-    def _claimed(self, value: bytes) -> tuple[int, str]:
-        rank, text = json.loads(value)
-        return rank, text
 
     # The end.
 

@@ -20,7 +20,7 @@ import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,20 +63,14 @@ class Ranks:
     """The processes of a training, as one of them sees it.
 
     Args:
-        mode: ``fsdp`` or ``ddp``.
-        device: this rank's.
         fp32_masters: with ``fsdp`` the weights that are trained are held in fp32, as the optimizer's master weights,
             and gathered in the model's own dtype.
         cpu_offload: with ``fsdp`` weights, gradients and optimizer state stay in the CPU's memory.
-
-    Raises:
-        ValueError: an unknown mode.
     """
 
     def __init__(
         self, mode: Mode, device: torch.device | str = "cpu", fp32_masters: bool = True, cpu_offload: bool = False
     ) -> None:
-        check_mode(mode)
         self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
         self.mode, self.device = mode, torch.device(device)
         self.told_after_s: float | None = None
@@ -111,9 +105,8 @@ class Ranks:
             placement: ``fp32_masters`` and ``cpu_offload``.
 
         Raises:
-            ValueError: neither torchrun's environment nor a store is there, or an unknown mode.
+            ValueError: neither torchrun's environment nor a store is there.
         """
-        check_mode(mode)
         if store is None and "WORLD_SIZE" not in os.environ:
             raise ValueError(
                 f"train_model.parallel={mode} trains in several processes; start them with torchrun --nproc-per-node N"
@@ -260,16 +253,6 @@ class Ranks:
             module.register_forward_pre_hook(_sum_gradients_in_fp32)
         setattr(model, CALL_WHOLE, types.MethodType(_call, model))
         register_fsdp_forward_method(model, CALL_WHOLE)
-
-
-def check_mode(mode: str) -> None:
-    """Refuses an unknown mode.
-
-    Raises:
-        ValueError: which, and what it may be.
-    """
-    if mode not in get_args(Mode):
-        raise ValueError(f"train_model.parallel is {mode!r}; it can be null, {', '.join(get_args(Mode))}")
 
 
 def _call(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any) -> Any:

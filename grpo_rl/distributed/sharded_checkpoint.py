@@ -195,8 +195,6 @@ def export_model(
 
     Args:
         state: of a model without adapters, by the names of its parameters and saved buffers; tied weights once.
-        config: of the model.
-        generation_config: how it is sampled from where nothing else is asked; None: as its class has it.
     """
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -26,8 +26,6 @@ from grpo_rl.engines.sampling import Sampling
 R = TypeVar("R")
 ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 """Names of a LoRA layer's two factors, as engines take them."""
-
-
 SIGNS = (
     "DefaultCPUAllocator: can't allocate",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -97,10 +95,6 @@ class EngineStartError(EngineDeadError):
 
 class EngineLostError(RuntimeError):
     """An engine died while it sampled a group, whose responses are lost; another engine can sample it again."""
-
-
-class AbortedError(RuntimeError):
-    """A request was aborted before it was finished."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,24 +288,19 @@ class AsyncEngine(Protocol):
     """
 
     name: str
-    """The engine's name in messages."""
-
+    """The engine's name in messages; the others are as in :class:`Engine`."""
     version: int
-    """Policy version of the weights that the engine holds."""
-
     dtype: torch.dtype
     max_model_len: int
     takes_adapters: bool
-
     proves_bytes: bool
-    """See :class:`Engine`."""
 
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
         """``n`` responses to a prompt; tokens from before and after an update carry their own versions.
 
         Raises:
             ValueError: as :meth:`Engine.generate`.
-            AbortedError: it was aborted.
+            RuntimeError: vLLM aborted it.
             EngineDeadError: the engine died, or hangs.
         """
 
@@ -329,7 +318,7 @@ class EngineFleet(Protocol):
     """Engines that were or are to be replaced, so far."""
 
     async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
-        """Runs ``work``, which samples so many responses, on the engine with the least to do, and returns its result.
+        """The result of ``work``, which samples so many responses, on the engine with the least to do.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another.

@@ -10,19 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-
-    jit: Any = triton.jit
-except ImportError:  # no build for this platform: nothing below is called
-    triton = tl = None
-    jit = no_type_check
+from grpo_rl.policies.head_triton import jit, tl, triton
 
 log = logging.getLogger(__name__)
 

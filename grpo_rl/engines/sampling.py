@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST_TEMPERATURE = 0.01
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,28 +40,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # At less than this vLLM samples at this all the same, and logits divided by 1e-320 are infinite.
-        if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= 2:
+        if self.temperature and not 0.01 <= self.temperature <= 2:
             raise ValueError(
-                f"sampling.temperature is {self.temperature}; it must be 0, which is greedy, or in "
-                f"[{LEAST_TEMPERATURE}, 2]"
+                f"sampling.temperature is {self.temperature}; it must be 0, which is greedy, or in [0.01, 2]"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
-        if self.max_new_tokens < 1 or self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"sampling.max_new_tokens is {self.max_new_tokens}; it must be at least 1 and at least "
-                f"min_new_tokens ({self.min_new_tokens})"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k is {self.top_k}; it must be 0, which keeps all tokens, or more")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"sampling.min_p is {self.min_p}; it must be in [0, 1), 0 keeping all tokens")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"sampling.stop is {self.stop!r}; it must be a list of strings, none of them empty")
-        if self.stop and self.min_new_tokens:
-            raise ValueError(
-                f"sampling.stop ends responses that min_new_tokens ({self.min_new_tokens}) holds back; use one of them"
-            )
 
     @property
     def cuts(self) -> bool:

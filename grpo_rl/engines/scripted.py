@@ -24,8 +24,7 @@ class ScriptedEngine(StepByGenerate, Engine):
 
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]], max_model_len: int = 1 << 20) -> None:
         super().__init__()
-        self.version, self.max_model_len = 0, max_model_len
-        self.dtype = torch.bfloat16
+        self.version, self.max_model_len, self.dtype = 0, max_model_len, torch.bfloat16
         self.takes_adapters = self.proves_bytes = False
         self.weights: dict[str, Tensor] = {}
         self._script = script
@@ -36,14 +35,9 @@ class ScriptedEngine(StepByGenerate, Engine):
         for prompt in prompts:
             responses = [list(self._script(prompt, g)) for g in range(n)]
             cut = [response[: sampling.max_new_tokens] for response in responses]
-            samples.append(
-                Samples.from_lists(
-                    cut,
-                    [[0.0] * len(response) for response in cut],
-                    [len(response) > sampling.max_new_tokens for response in responses],
-                    self.version,
-                )
-            )
+            log_probs = [[0.0] * len(response) for response in cut]
+            truncated = [len(response) > sampling.max_new_tokens for response in responses]
+            samples.append(Samples.from_lists(cut, log_probs, truncated, self.version))
         return samples
 
     @override

@@ -52,8 +52,6 @@ class TransformersEngine(StepByGenerate, Engine):
     Args:
         model: a local model folder.
         max_model_len: longest prompt and response together, in tokens.
-        dtype: of the weights and the computation.
-        device: where it runs.
         max_batch: responses sampled at the same time.
     """
 
@@ -66,9 +64,7 @@ class TransformersEngine(StepByGenerate, Engine):
         max_batch: int = 64,
     ) -> None:
         super().__init__()
-        self.version = 0
-        self.max_model_len = max_model_len
-        self.dtype = getattr(torch, dtype)
+        self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = self.proves_bytes = False
         self._device = torch.device(device)
         self._max_batch = max_batch
@@ -115,17 +111,12 @@ class TransformersEngine(StepByGenerate, Engine):
         if len(prompts) == 1:
             raise OutOfMemoryError(
                 f"{n} responses of at most {sampling.max_new_tokens} tokens to a prompt of {len(prompts[0])} do not "
-                f"fit into the engine's memory ({why}); a new run may have a lower env.repeats or "
-                "sampling.max_new_tokens"
+                f"fit into memory ({why}); start a new run with a lower env.repeats or sampling.max_new_tokens"
             )
         self._max_batch = len(prompts) * n // 2
         self.out_of_memory += 1
-        print(
-            f"The engine's memory ran out with {len(prompts) * n} responses at the same time ({why}); it goes on with "
-            f"{self._max_batch}, and samples these prompts again",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = f"The engine's memory ran out with {len(prompts) * n} responses at the same time ({why}); it goes on "
+        print(f"{what}with {self._max_batch}, and samples these prompts again", file=sys.stderr, flush=True)
         free_memory()
         return None
 
@@ -149,7 +140,10 @@ class TransformersEngine(StepByGenerate, Engine):
                 warpers.append(TopPLogitsWarper(sampling.top_p))
         warpers.append(recorder)
         ends = [] if sampling.ignore_eos else self._ends
-        stopping = self._stopping([prompt for prompt in prompts for _ in range(n)], sampling)
+        stopping = None
+        if sampling.stop:
+            decoder = self._decoder = self._decoder or text_decoder(self._folder)
+            stopping = _AtStopString([StopString(decoder, p, sampling.stop) for p in prompts for _ in range(n)])
         sequences = self._model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -183,13 +177,6 @@ class TransformersEngine(StepByGenerate, Engine):
             )
             for i in range(0, len(whole), n)
         ]
-
-    def _stopping(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _AtStopString | None:
-        """Ends responses at stop strings, if there are any."""
-        if not sampling.stop:
-            return None
-        self._decoder = self._decoder or text_decoder(self._folder)
-        return _AtStopString([StopString(self._decoder, prompt, sampling.stop) for prompt in prompts])
 
     @override
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -228,10 +215,7 @@ class TransformersEngine(StepByGenerate, Engine):
 def _until_end(
     response: list[int], room: int, ends: Sequence[int], at_least: int, stop: int | None
 ) -> tuple[list[int], bool]:
-    """The response up to and with what ended it, and whether it was truncated at ``room`` tokens instead.
-
-    Args:
-        stop: tokens up to and with the one that completed a stop string, if one did.
+    """The response up to the token that ended it or completed a stop string, and whether it was cut at ``room``.
 
     >>> _until_end([5, 6, 2, 9], 4, ends=[2], at_least=0, stop=None), _until_end([5, 6, 7], 3, [2], 0, stop=3)
     (([5, 6, 2], False), ([5, 6, 7], False))
@@ -261,10 +245,8 @@ class _AtStopString(StoppingCriteria):
 class _Recorder(LogitsProcessor):
     """Records the log-probability of each sampled token; last in the list, it sees the final distribution.
 
-    Only one step's [B, V] is held: its token is known when the next one is sampled.
-
-    Args:
-        cuts: record kept sets, too: the ids that are not at -inf.
+    Only one step's [B, V] is held: its token is known when the next one is sampled. With ``cuts`` it also records kept
+    sets: the ids that are not at -inf.
     """
 
     def __init__(self, prompt_length: int, cuts: bool) -> None:
@@ -297,10 +279,6 @@ class _Recorder(LogitsProcessor):
         return [step[row].tolist() for step in self._kept[:tokens]]
 
 
-_BAD_PREFIX = "Invalid prefix encountered"
-"""Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
-
-
 def text_decoder(model: str | Path) -> Tokenizer:
     """The decoder of a model folder's ids, as stop strings need one.
 
@@ -331,8 +309,8 @@ class StopString:
     def _step(self, token: int) -> str | None:
         try:
             return self._stream.step(self._decoder, token)
-        except Exception as error:  # the library has no narrower one
-            if not str(error).startswith(_BAD_PREFIX):
+        except Exception as error:  # the library has no narrower one for bytes that are no UTF-8
+            if not str(error).startswith("Invalid prefix encountered"):
                 raise
             self._stream = DecodeStream(skip_special_tokens=False)
             return self._stream.step(self._decoder, token)

@@ -50,7 +50,6 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_name(model)
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
     base = Path(own.out or time.strftime("evaluations/%Y-%m-%d/%H-%M-%S"))

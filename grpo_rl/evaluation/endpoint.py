@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
+from grpo_rl.envs.rewards.json_client import JsonClient
 from grpo_rl.envs.task import Messages
-
-__all__ = ["Endpoint", "EndpointError", "Reply"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
 from grpo_rl.envs.guards.guard import ScoreError
-from grpo_rl.evaluation.endpoint import Endpoint, EndpointError
+from grpo_rl.envs.rewards.json_client import EndpointError
+from grpo_rl.evaluation.endpoint import Endpoint
 from grpo_rl.evaluation.models import model_folder
 from grpo_rl.evaluation.results import (
     EVAL,

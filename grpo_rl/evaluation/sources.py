@@ -20,11 +20,7 @@ from grpo_rl.training.evaluate import Evaluation, evaluate, judged
 
 
 class LocalSource:
-    """An engine that is started here, for all tasks.
-
-    Args:
-        tasks: the settings of each task, which share the engine's.
-    """
+    """An engine that is started here, for all tasks, whose settings share the engine's."""
 
     def __init__(self, folder: Path, tasks: dict[str, Settings], rows: int | None, samples: int) -> None:
         self._folder, self._rows, self._samples = folder, rows, samples

@@ -93,9 +93,7 @@ def token_weights(
         how: one of the functions above or its name, or one of the user's own. Gets by name: ``trained``, ``trainable``
             as numbers; ``response`` and ``prompt``, each token's in this micro-batch; and ``sequences``, ``tokens`` and
             ``prompts`` of the whole step.
-        totals: counts of the whole step.
         group_sizes: responses of each prompt, in the order of ``lengths``; B in all.
-        dtype: of the weights.
 
     Raises:
         ValueError: lengths or sizes that don't add up, totals smaller than what this micro-batch holds, or not a weight

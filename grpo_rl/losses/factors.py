@@ -27,8 +27,6 @@ class Factor:
     ``loss``: type, meaning and limits are in their ``Annotated``, and functions that share one declare it alike.
 
     Args:
-        name: the setting.
-        default: its default.
         given: the arguments that the loss computes.
         module: registers the project's functions when it is imported.
 
@@ -215,11 +213,7 @@ def _section(own: tuple[tuple[Factor, Any], ...]) -> type[Loss]:
 
 
 def check_loss(loss: Loss, kl_coef: float) -> None:
-    """Refuses settings that give no loss together.
-
-    Raises:
-        ValueError: a bound is on the wrong side, the KL estimate would have no effect, or there is no term at all.
-    """
+    """Refuses settings that give no loss together."""
     if loss.surrogate == "none" and not kl_coef:
         raise ValueError(
             "loss.surrogate=none trains on the KL to the reference alone, which is off; set policy.kl_coef=1 and "
@@ -232,24 +226,15 @@ def check_loss(loss: Loss, kl_coef: float) -> None:
     if dual_clip is not None and "dual_clip" not in inspect.signature(SURROGATE.function(loss.surrogate)).parameters:
         raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={loss.surrogate} has none; set it to null")
     if not low <= 1 <= high:
-        raise ValueError(
-            f"loss.correction_low is {low} and loss.correction_high {high}; a weight of 1 must lie between them"
-        )
+        raise ValueError(f"loss.correction_low is {low} and loss.correction_high {high}; 1 must lie between them")
     if kl_coef and loss.kl == "k1":
-        raise ValueError(
-            "loss.kl=k1 in the loss has a gradient of mean zero, so it would have no effect; use k2, k3, k3+ or "
-            "k3_is, or loss.kl_in=reward"
-        )
+        raise ValueError("loss.kl=k1 in the loss has no mean gradient; use k2, k3, k3+ or k3_is, or loss.kl_in=reward")
 
 
 def check_advantage(
     function: Callable[..., Any], kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
 ) -> None:
-    """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage.
-
-    Raises:
-        ValueError: the KL estimate has no part in a reward, or the rewards that would be changed are not read.
-    """
+    """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:
         raise ValueError(f"loss.kl={kl} differs by its gradient, and a reward has none; use {', '.join(REWARD_KL)}")
     if not {"rewards", "tables"} & {*inspect.signature(function).parameters} and (kl_coef or reward_clip is not None):

@@ -34,7 +34,6 @@ def kl_estimate(
     (gradients); ``k3+`` is verl's name; ``k3_is`` is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556.
 
     Args:
-        kind: one of these.
         log_prob: under the policy, with gradient.
         ref_log_prob: under the reference.
         log_ratio: log pi_theta - log of the policy that sampled, with gradient; read by ``k3_is``.

@@ -64,8 +64,6 @@ def clipped_surrogate(
     Args:
         log_ratio: log pi_theta - log pi_old of the sampled token, in nats.
         advantage: of the token's sequence.
-        clip_low: the ratio is clipped below at 1 - clip_low.
-        clip_high: and above at 1 + clip_high.
         dual_clip: bound c on the ratio of a negative advantage, without gradient beyond it; None: no bound.
 
     With a positive advantage a ratio of 1.5 counts as 1.2, without gradient; with a negative one it counts in full:
@@ -129,8 +127,6 @@ def sapo_surrogate(
     Args:
         log_ratio: log pi_theta - log pi_old.
         advantage: of the token's sequence.
-        tau_pos: temperature for positive advantages.
-        tau_neg: temperature for the others.
 
     >>> sapo_surrogate(torch.zeros(1), torch.ones(1))
     tensor([-2.])

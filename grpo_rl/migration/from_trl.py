@@ -14,11 +14,7 @@ from grpo_rl.settings.other_names import SAME
 
 
 def convert(
-    given: Mapping[str, Any],
-    *,
-    processes: int | None = None,
-    rows: int | None = None,
-    rewards: Sequence[str] = (),
+    given: Mapping[str, Any], *, processes: int | None = None, rows: int | None = None, rewards: Sequence[str] = ()
 ) -> Converted:
     """The config here that trains as TRL would with these fields, and what differs.
 

@@ -43,10 +43,7 @@ Row = Mapping[str, float]
 class History:
     """The metrics of a run so far, as much of them as advisories need: its size does not grow with the run.
 
-    A statistic of too few values is NaN, which is neither above nor below any bound.
-
-    Args:
-        facts: the run's settings by their dotted names.
+    A statistic of too few values is NaN, neither above nor below any bound. ``facts`` are settings by dotted names.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -293,15 +290,13 @@ LEFT_OUT = {
 
 @dataclass
 class Advisory:
-    """Something that goes wrong in a run.
+    """Something that goes wrong in a run, which has one of each name at most.
 
     Args:
-        name: its kind; a run has one of each at most.
         seen: its numbers, when it was found.
         since: the first of the steps that showed it.
         until: the last step that showed it; None while it lasts.
         setting: the setting to change, its value, and what to try.
-        page: the section of the docs about it.
     """
 
     name: str

@@ -109,9 +109,8 @@ class CompletionsLog:
     def log(self, step: int, rows: Sequence[dict[str, Any]], reward_parts: Sequence[str] = ()) -> None:
         """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them.
 
-        Args:
-            reward_parts: names that have a column whether or not the step has them, as a mixture's draws may not: a
-                folder is read with the columns of its first part.
+        All ``reward_parts`` have a column, also those that the step lacks, as a mixture's draws may: a folder is read
+        with the columns of its first part.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
@@ -123,20 +122,6 @@ class CompletionsLog:
         turns = [(TURN_ENDS, pa.list_(pa.int32()))] if rows and TURN_ENDS in rows[0] else []
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS, *turns])
         self._parts.write_rows(step, rows, schema)
-
-
-def logged_steps(run_dir: str | Path) -> list[int]:
-    """Steps that have a part, in order; empty where the run wrote none."""
-    return StepParts(Path(run_dir) / COMPLETIONS_FOLDER).steps()
-
-
-def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
-    """Rows of one step, without reading the others.
-
-    Raises:
-        ValueError: there is no part of the step, or it can't be read; names it.
-    """
-    return StepParts(Path(run_dir) / COMPLETIONS_FOLDER).read(step).to_pylist()
 
 
 def _common(a: str, b: str) -> int:

@@ -32,11 +32,9 @@ class HeldOutLog:
         self._parts = StepParts(Path(run_dir) / HELD_OUT_FOLDER)
 
     def write(self, step: int, evaluation: Any, gold: Sequence[object]) -> None:
-        """Writes the responses of an evaluation; null stands for the reward of a response that has none.
+        """Writes the responses of a `grpo_rl.training.evaluate.Evaluation`, and the gold answers of its rows.
 
-        Args:
-            evaluation: a `grpo_rl.training.evaluate.Evaluation`.
-            gold: gold answers of the rows, None for a row without one.
+        Null stands for the reward of a response, or the gold answer of a row, that has none.
 
         Raises:
             OSError: the disk is full or read-only; names the file.

@@ -22,8 +22,6 @@ def logger_names(backend: str | Sequence[str]) -> list[str]:
     Raises:
         ValueError: there is no logger of that name.
 
-    >>> logger_names("none"), logger_names(["wandb", "tensorboard", "wandb"])
-    ([], ['wandb', 'tensorboard'])
     >>> logger_names("tensorbord")
     Traceback (most recent call last):
     ...

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_rl.by_name import object_by_name, short_name
-from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 from grpo_rl.storage.masking import masked, masked_text
 from grpo_rl.waits.registry import waiting
 
@@ -82,11 +82,7 @@ def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> 
 
 
 def open_loggers(
-    logger: Mapping[str, Any],
-    run_dir: Path,
-    config: Mapping[str, Any],
-    say: Callable[[str], None],
-    again: bool = False,
+    logger: Mapping[str, Any], run_dir: Path, config: Mapping[str, Any], say: Callable[[str], None], again: bool = False
 ) -> Loggers:
     """The loggers, open, with all that the run folder holds in those that were written anew.
 
@@ -109,7 +105,7 @@ def open_loggers(
             with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
                 # The config goes to other machines, and is shown there.
                 opened = logger_class(name)(run_dir, masked(config), last_step, **own)
-                loggers.add(name, opened)
+                loggers._loggers[name] = opened
                 if again or getattr(opened, "needs_history", False):
                     _replay(opened, run_dir, rows)
         except BaseException as error:  # whatever a library or a class of one's own raises
@@ -126,8 +122,9 @@ def _replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, fl
     """Logs all rows of metrics again, and the responses that the run folder holds."""
     for row in rows:
         logger.log(int(row["step"]), sent(row))
-    for step in logged_steps(run_dir):
-        logger.table(step, [{name: row[name] for name in row if name != "step"} for row in read_step(run_dir, step)])
+    parts = StepParts(run_dir / COMPLETIONS_FOLDER)
+    for step in parts.steps():
+        logger.table(step, parts.read(step).drop_columns("step").to_pylist())
 
 
 class Loggers:
@@ -144,10 +141,6 @@ class Loggers:
     def __bool__(self) -> bool:
         return bool(self._loggers)
 
-    def add(self, name: str, logger: MetricsLogger) -> None:
-        """Adds a logger."""
-        self._loggers[name] = logger
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step."""
         self._each(f"step {step}", lambda logger: logger.log(step, sent(metrics)))
@@ -161,9 +154,8 @@ class Loggers:
         self._resting.clear()
         self._each("its end", lambda logger: logger.close(exit_code))
         for name, count in self._missed.items():
-            self._say(
-                f"Warning. The logger {name} missed {count} calls; send the run again: grpo-rl send {self._run_dir}"
-            )
+            again = f"send the run again: grpo-rl send {self._run_dir}"
+            self._say(f"Warning. The logger {name} missed {count} calls; {again}")
 
     def _each(self, what: str, call: Callable[[MetricsLogger], None]) -> None:
         for name, logger in self._loggers.items():

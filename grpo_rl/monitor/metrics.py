@@ -194,10 +194,8 @@ def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
     """``memory/peak_gib``: of the GPU since :func:`begin_peak`, where there is one, else of this process so far.
 
     ``memory/limit_gib`` is what the GPU has, or what this machine, or the container, lets its processes have together.
-
-    Args:
-        engine_gib: GPU memory that an engine in this process holds. ``memory/peak_beside_engine_gib`` is the rest of
-            the peak, which may come in sampling: then some of it is what the engine took for a batch.
+    An engine in this process holds ``engine_gib`` of the GPU; ``memory/peak_beside_engine_gib`` is the rest of the
+    peak, which may come in sampling: then some of it is what the engine took for a batch.
     """
     if not torch.cuda.is_available():
         # Linux counts in KiB, macOS in bytes.
@@ -278,15 +276,10 @@ class MetricsLog:
     def truncate(self, step: int, readable: int | None = None) -> int:
         """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes.
 
-        Args:
-            readable: bytes at the beginning whose lines can all be read, or are refused; lines after them that can't be
-                read are dropped. None: those of the whole file.
-
-        Returns:
-            The number of dropped lines that can't be read.
+        Lines behind the first ``readable`` bytes (None: all) that can't be read are dropped, too, and counted.
 
         Raises:
-            ValueError: a line is not one of metrics; names it.
+            ValueError: another line is not one of metrics; names it.
         """
         lines = _whole_lines(self.path)
         kept, end, unread = [], 0, 0
@@ -310,11 +303,8 @@ class MetricsLog:
 def read_metrics(path: str | Path, length: int | None = None) -> list[dict[str, float]]:
     """The lines of a ``metrics.jsonl`` (or of the one in a run folder), a torn last line left out.
 
-    Args:
-        length: bytes that are read; None: all.
-
     Raises:
-        ValueError: a line is not one of metrics; names it.
+        ValueError: a line of the first ``length`` bytes is not one of metrics; names it.
     """
     path = Path(path)
     if path.is_dir():

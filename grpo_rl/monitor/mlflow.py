@@ -69,7 +69,6 @@ class MLflowLog:
         id_file.write_text(f"{self._run_id}\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -77,14 +76,12 @@ class MLflowLog:
         self._client.log_batch(self._run_id, batch)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the responses of a step as an artifact, which MLflow's page shows as a table."""
         columns = list(rows[0]) if rows else []
         # Not its log_table: that lists every file in one tag, which is full after a hundred steps.
         table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
         self._client.log_dict(self._run_id, table, f"{TABLES}/step_{step:06d}.json")
 
     def close(self, exit_code: int = 0) -> None:
-        """Marks the run as finished, or as failed."""
         self._client.set_terminated(self._run_id, "FAILED" if exit_code else "FINISHED")
 
 

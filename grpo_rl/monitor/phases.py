@@ -20,7 +20,6 @@ def start_phase(
     Two lines in a file. In a terminal the second is written over the first, unless something was printed between.
 
     Args:
-        what: the phase, as ``loading the model``.
         say: shows the line of its end.
         show: whether this process shows the lines; None: it does unless torchrun gave it a rank above zero.
         live: whether a live view shows already what goes on.

@@ -34,10 +34,7 @@ of a process counts only until there is another: it compiles, and fills caches."
 FACTS = {
     "loss": {"loss/sft": ("loss", "{:.3f}"), "eval/loss": ("held-out loss", "{:.3f}")},
     "policy": {"entropy": ("entropy", "{:.3g}"), "kl/ref": ("kl", "{:.3g}"), "grad_norm": ("grad norm", "{:.3g}")},
-    "responses": {
-        "response/mean_length": ("length", "{:.1f}"),
-        "response/truncated_fraction": ("cut off", "{:.0%}"),
-    },
+    "responses": {"response/mean_length": ("length", "{:.1f}"), "response/truncated_fraction": ("cut off", "{:.0%}")},
     "speed": {
         "throughput/sample_tokens_per_s": ("sampling", "{:,.0f} tokens/s"),
         "throughput/train_tokens_per_s": ("training", "{:,.0f} tokens/s"),
@@ -61,8 +58,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
     >>> sparkline([0.0, 1.0, float("nan"), 2.0])
     '▁▅ █'
-    >>> sparkline(range(100), width=5)
-    '▁▃▅▆█'
     """
     values = [float(v) for v in values]
     if len(values) > width:
@@ -136,7 +131,7 @@ class Progress:
     def start_phase(self, what: str) -> AbstractContextManager[None]:
         """A context for a phase of the run's start, shown with its seconds; see `grpo_rl.monitor.phases`."""
         self._phase = what
-        return start_phase(what, self.note, not self.console.quiet, self.is_live)
+        return start_phase(what, self.note, not self.console.quiet, self._live is not None)
 
     def doing(self) -> str:
         """The phase that goes on, as ``phase train of step 5``."""
@@ -202,11 +197,6 @@ class Progress:
     def _print_plain(self, text: str) -> None:
         # soft_wrap: a line in a log file is one line, however long.
         self.console.print(Text(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"), soft_wrap=True)
-
-    @property
-    def is_live(self) -> bool:
-        """True if a live panel shows what goes on, rather than plain lines."""
-        return self._live is not None
 
     @property
     def eta_s(self) -> float | None:

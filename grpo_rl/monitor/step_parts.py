@@ -61,10 +61,7 @@ class StepParts:
         self.write(step, pa.Table.from_pylist(table, schema=schema))
 
     def read(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The table of one step, without reading the others.
-
-        Args:
-            columns: those to read, as far as the part has them; None: all.
+        """The table of one step, without reading the others; of ``columns`` those that the part has.
 
         Raises:
             ValueError: there is no part of the step, or it can't be read; names it.

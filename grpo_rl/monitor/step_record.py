@@ -37,10 +37,7 @@ class StepRecord:
     """
 
     def __init__(
-        self,
-        ranks: Ranks | None = None,
-        observers: Sequence[Observer] = (),
-        goes_on: Callable[[], None] = lambda: None,
+        self, ranks: Ranks | None = None, observers: Sequence[Observer] = (), goes_on: Callable[[], None] = lambda: None
     ) -> None:
         self._ranks, self._observers, self._goes_on = ranks, observers, goes_on
         self._started = time.perf_counter()

@@ -45,8 +45,7 @@ class StoredUpdate:
 class StoredStep:
     """A step of a run as it was recorded: its config, its groups with advantages, and its optimizer steps in order.
 
-    Args:
-        tokens: the rows of all optimizer steps, in order.
+    ``tokens`` are the rows of all optimizer steps, in order.
     """
 
     step: int
@@ -66,11 +65,9 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     steps = parts.steps()
     table = parts.read(step) if step in steps else pa.table({})
     if not (about := (table.schema.metadata or {}).get(KEY)):
-        have = (
-            f"its token log has steps {steps[0]} to {steps[-1]}"
-            if steps and step not in steps
-            else "it was trained without it"
-        )
+        have = "it was trained without it"
+        if steps and step not in steps:
+            have = f"its token log has steps {steps[0]} to {steps[-1]}"
         raise ValueError(f"{run_dir} has no lineage of step {step}: {have}; train.lineage=true stores it")
     try:
         return _stored(table, json.loads(about))

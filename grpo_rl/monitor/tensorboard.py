@@ -21,13 +21,7 @@ class TensorBoardLog:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        last_step: int,
-        *,
-        project: str = "",
-        name: str | None = None,
+        self, run_dir: Path, config: Mapping[str, Any], last_step: int, *, project: str = "", name: str | None = None
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -35,13 +29,11 @@ class TensorBoardLog:
         self._writer = SummaryWriter(folder, purge_step=last_step + 1 if folder.exists() else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the first responses of a step as text."""
         texts = [
             f"**reward {row['reward']:.3g}**\n\n{_verbatim(row['prompt'])}\n\n{_verbatim(row['completion'])}"
             for row in rows[:ROWS]
@@ -50,7 +42,6 @@ class TensorBoardLog:
         self._writer.flush()
 
     def close(self, exit_code: int = 0) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 

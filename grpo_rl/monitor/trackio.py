@@ -49,11 +49,9 @@ class TrackioLog:
         id_file.write_text(f"{self._run.id}\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the responses of a step as a table."""
         import trackio
 
         columns = list(rows[0]) if rows else []
@@ -61,6 +59,5 @@ class TrackioLog:
         self._run.log({"completions": table}, step=step)
 
     def close(self, exit_code: int = 0) -> None:
-        """Writes what is left."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()

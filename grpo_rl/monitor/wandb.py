@@ -49,9 +49,6 @@ class WandbLog:
 
     Raises:
         ValueError: wandb is not installed, or online has no key or no connection.
-
-    Attributes:
-        needs_history: whether it was written anew.
     """
 
     def __init__(
@@ -86,19 +83,13 @@ class WandbLog:
                 # not hold up the end of a run: what was not uploaded stays on the disk for `wandb sync`. Its own record
                 # of the command line would have the secrets in it; the run's summary has the command without them.
                 settings=wandb.Settings(
-                    silent=True,
-                    console="off",
-                    finish_timeout=FINISH_S,
-                    finish_timeout_raises=True,
-                    x_disable_meta=True,
+                    silent=True, console="off", finish_timeout=FINISH_S, finish_timeout_raises=True, x_disable_meta=True
                 ),
                 **more,
             )
         except wandb.errors.Error as error:
-            raise ValueError(
-                f"W&B cannot start online: {error}. Log in with `wandb login` or WANDB_API_KEY, or set "
-                "logger.mode=offline or logger.backend=none"
-            ) from error
+            remedy = "Log in with `wandb login` or WANDB_API_KEY, or set logger.mode=offline or logger.backend=none"
+            raise ValueError(f"W&B cannot start online: {error}. {remedy}") from error
         self._offline = mode == "offline"
         id_file.write_text(self._run.id + "\n")
         self._there = {kind: int(self._run.summary.get(name, -1)) for kind, name in STEPS.items()}
@@ -108,9 +99,16 @@ class WandbLog:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of a step, but for those that W&B has already."""
-        if row := missing(step, metrics, self._there, self._last_step):
-            self._run.log(with_overview(step, row))
+        """Sends the metrics of a step, but for those that W&B has already; those of the overview twice."""
+        if not (new := missing(step, metrics, self._there, self._last_step)):
+            return
+        row = {"step": step, **new}
+        row |= {f"{SECTION}/{title}": new[name] for name, title in OVERVIEW.items() if name in new}
+        if TOKENS in new:
+            row["tokens"] = new[TOKENS]
+        if any(name.startswith("eval/") for name in new):
+            row[STEPS["eval/"]] = step
+        self._run.log(row)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sends the rows of a step (see `grpo_rl.monitor.completions.completion_rows`) as a table."""
@@ -154,21 +152,6 @@ def missing(step: int, metrics: Mapping[str, float], there: Mapping[str, int], l
         return dict(metrics)
     last = {name: there["eval/" if name.startswith("eval/") else ""] for name in metrics}
     return {name: value for name, value in metrics.items() if step > last[name]}
-
-
-def with_overview(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """A row for W&B: the metrics, those of the overview again, and the axes.
-
-    >>> with_overview(3, {"eval/reward": 0.5, "lr": 0.1})
-    {'step': 3, 'eval/reward': 0.5, 'lr': 0.1, 'a_overview/held-out reward': 0.5, 'eval/step': 3}
-    """
-    row = {"step": step, **metrics}
-    row |= {f"{SECTION}/{title}": metrics[name] for name, title in OVERVIEW.items() if name in metrics}
-    if TOKENS in metrics:
-        row["tokens"] = metrics[TOKENS]
-    if any(name.startswith("eval/") for name in metrics):
-        row[STEPS["eval/"]] = step
-    return row
 
 
 def _set_aside(run_dir: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import platform
 import time
@@ -18,7 +17,6 @@ import torch
 from grpo_rl.storage.cache import cache_folder
 from grpo_rl.storage.whole_file import replacing
 
-RATES_FILE = "rates.json"
 PROBE_BYTES = 2**29
 """Size of the memory that is read: more than the caches of all but the largest servers hold."""
 
@@ -29,17 +27,10 @@ class Rates:
 
     Args:
         gemm_flops_per_s: floating-point operations a second in a large matrix product.
-
-    Raises:
-        ValueError: a rate is not a positive number.
     """
 
     gemm_flops_per_s: float
     bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.gemm_flops_per_s < math.inf and 0 < self.bytes_per_s < math.inf):
-            raise ValueError(f"{self}: rates are positive numbers")
 
     def best(self, other: Rates) -> Rates:
         """The higher of each: what slows a measurement down is never the machine's doing."""
@@ -52,7 +43,7 @@ def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again:
     Args:
         again: measure even so, and keep the higher of both.
     """
-    path, name = cache_folder() / RATES_FILE, _machine(dtype, torch.device(device))
+    path, name = cache_folder() / "rates.json", _machine(dtype, torch.device(device))
     known = _read(path).get(name)
     if known and not again:
         return known

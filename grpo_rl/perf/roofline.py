@@ -120,7 +120,6 @@ def floors_s(
     groups: Sequence[Group],
     sizes: ModelSizes,
     rates: Rates,
-    *,
     epochs: int = 1,
     skip_zero_advantage: bool = False,
     mask_truncated: bool = False,
@@ -211,40 +210,27 @@ class StepRoofline:
 
     Args:
         model: the one that is trained; the engine samples with the same weights in the same dtype.
-        skip_zero_advantage, mask_truncated, inference_devices: see :func:`floors_s`.
+        work: what a step does: ``epochs`` and the other arguments of :func:`floors_s`, in its order.
         pushes_adapters: adapters alone travel, see :meth:`ModelSizes.of`.
         rates: the rates to go by, whatever a step shows; a benchmark measures its own.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        epochs: int = 1,
-        skip_zero_advantage: bool = False,
-        mask_truncated: bool = False,
-        inference_devices: int = 1,
-        pushes_adapters: bool = False,
-        rates: Rates | None = None,
+        self, model: PreTrainedModel, *work: int, pushes_adapters: bool = False, rates: Rates | None = None
     ) -> None:
-        self.sizes = ModelSizes.of(model, pushes_adapters)
-        self._work = {
-            "epochs": epochs,
-            "skip_zero_advantage": skip_zero_advantage,
-            "mask_truncated": mask_truncated,
-            "inference_devices": inference_devices,
-        }
+        self.sizes, self._work = ModelSizes.of(model, pushes_adapters), work
         self._dtype, self._device = model.dtype, model.device
         self.rates = rates or machine_rates(self._dtype, self._device)
         self._measured_again = rates is not None
 
     def metrics(self, groups: Sequence[Group], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
         """:func:`roofline_metrics` of a step that sampled these groups and trained on them."""
-        metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, *self._work), phases_s, step_s)
         # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
         if max(metrics.values()) > 1 and not self._measured_again:
             self._measured_again = True
             # The engine may hold all memory that there is: a metric is no reason to end a run.
             with contextlib.suppress(torch.OutOfMemoryError):
                 self.rates = machine_rates(self._dtype, self._device, again=True)
-                metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+                metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, *self._work), phases_s, step_s)
         return metrics

@@ -52,10 +52,7 @@ def with_devices(scenario: Scenario) -> tuple[Scenario, str]:
 
 
 def _overlapped(scenario: Scenario) -> Iterator[Plan]:
-    """Plans of every split of all devices into trainers and engines.
-
-    A reference shares the trainers' devices, or has one of its own next to a single trainer.
-    """
+    """Plans of every split of all devices; a reference shares the trainers', or has one next to a single trainer."""
     count, ref = scenario.cluster.count, asked_devices(scenario.settings, "ref") or 0
     scenario = scenario if scenario.overlaps else scenario.with_overrides({"mode": "async"})
     for size in scenario.engine_sizes(2 ** int(math.log2(max(1, count - 1)))):

@@ -80,10 +80,7 @@ class BatchPlan:
 
 
 def plan_batches(
-    settings: Sections,
-    prompt_tokens: int | None = None,
-    response_tokens: int | None = None,
-    gpus: int | None = None,
+    settings: Sections, prompt_tokens: int | None = None, response_tokens: int | None = None, gpus: int | None = None
 ) -> BatchPlan:
     """The plan of settings, whether or not they divide.
 
@@ -99,10 +96,8 @@ def plan_batches(
     response = settings.sampling.max_new_tokens if response_tokens is None else response_tokens
     prompt = min(PROMPT_TOKENS, context - response) if prompt_tokens is None else prompt_tokens
     if prompt < 1 or response < 1 or prompt + response > context:
-        raise ValueError(
-            f"a prompt of {prompt} tokens and a response of {response} do not fit into "
-            f"inference_model.max_model_len={context}; each needs one token or more"
-        )
+        text = f"a prompt of {prompt} tokens and a response of {response} do not fit into inference_model.max_model_len"
+        raise ValueError(f"{text}={context}; each needs one token or more")
     batching, size = micro_batching(settings), settings.env.repeats
     return BatchPlan(
         prompts=settings.env.num_envs,
@@ -128,8 +123,7 @@ def plan_batches(
 def equal_micro_batches(groups: int, group_tokens: int, max_tokens: int, count: int | None = None) -> tuple[int, ...]:
     """The number of groups in each micro-batch where `grpo_rl.data.batching.micro_batches` splits groups of one size.
 
-    Args:
-        count: as many micro-batches, as far as there are groups; None: as ``max_tokens`` needs.
+    ``count`` asks for as many micro-batches, as far as there are groups; None: as ``max_tokens`` needs.
 
     >>> equal_micro_batches(7, 100, max_tokens=250), equal_micro_batches(2, 300, max_tokens=250)
     ((2, 2, 2, 1), (1, 1))

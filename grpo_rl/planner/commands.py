@@ -39,9 +39,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_lengths(parser: argparse.ArgumentParser, prompt: str) -> None:
-    parser.add_argument(
-        "--config-name", "-cn", default=DEFAULT_CONFIG, help=f"the config to start from ({DEFAULT_CONFIG})"
-    )
+    start = f"the config to start from ({DEFAULT_CONFIG})"
+    parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG, help=start)
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help=prompt)
     response = "assumed length of a response (sampling.max_new_tokens)"
     parser.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
@@ -61,7 +60,6 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches

@@ -254,8 +254,7 @@ def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]
 def training_footprint(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> Footprint:
     """The peak of a training device, in any micro-batch of a step but the first.
 
-    Args:
-        tokens: T; all are taken to be scored, of which prompts are not.
+    All ``tokens``, T, are taken to be scored, of which prompts are not.
     """
     return max(training_moments(shape, training, ranks, tokens, kind), key=lambda moment: moment.total)
 
@@ -329,8 +328,7 @@ def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dic
 class EngineMemory:
     """The bytes of an engine on each of its devices, and what they hold.
 
-    Args:
-        sequences: responses that it computes at the same time, as far as its cache has room.
+    ``sequences`` are responses that it computes at the same time, as far as its cache has room.
     """
 
     budget: float
@@ -366,7 +364,6 @@ def engine_memory(
     Args:
         utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
         responses: number that is sent to it at a time.
-        max_num_seqs: the setting.
     """
     size, w = tensor_parallel_size, shape.itemsize
     vocab, share = shape.sizes.vocab, memory * utilization if kind == "cuda" else None

@@ -156,10 +156,7 @@ class Scenario:
         return kept_state(self.shape, self.training, self.shards(ranks))
 
     def reference_bytes(self, ranks: int) -> float:
-        """Bytes of the reference's weights on each of so many devices that share them, with averages if it keeps some.
-
-        They are 0 where the reference has no weights of its own.
-        """
+        """Bytes on each of so many devices of the reference's own weights, if it has some, and of its averages."""
         averages = 4 * (self.settings.ref_model.refresh == "average")
         return self.has_reference * self.shape.parameters * (self.shape.itemsize + averages) / self.shards(ranks)
 
@@ -200,7 +197,6 @@ def config_source(name: str) -> str:
                 return name
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))
-    raise ValueError(
-        f"unknown model {name!r}: no such folder, and its config.json could not be had from the hub"
-        f"{f' ({reason})' if (reason := why_no_hub()) else ''}; give a folder, or accept the model's licence on the hub"
-    )
+    why = f" ({reason})" if (reason := why_no_hub()) else ""
+    text = f"unknown model {name!r}: no such folder, and its config.json could not be had from the hub{why}"
+    raise ValueError(f"{text}; give a folder, or accept the model's licence on the hub")

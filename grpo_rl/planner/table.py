@@ -14,11 +14,7 @@ from grpo_rl.planner.plan import USABLE, Plan
 
 
 def plan_view(
-    plan: Plan,
-    title: str,
-    advice: Mapping[str, Sequence[str]],
-    best: Plan | None,
-    chosen: str = "",
+    plan: Plan, title: str, advice: Mapping[str, Sequence[str]], best: Plan | None, chosen: str = ""
 ) -> RenderableType:
     """Devices, memory by role, seconds by phase, and what to do where something does not fit.
 

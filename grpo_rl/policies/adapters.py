@@ -9,8 +9,6 @@ from grpo_rl.section import Section, setting
 
 ALL_LINEAR = "all-linear"
 Quantization = Literal["nf4", "fp4", "int8"]
-MAX_PUSHED_RANK = 512
-"""The largest rank for which vLLM has adapter slots."""
 
 
 class LoRA(Section):
@@ -48,33 +46,17 @@ class LoRA(Section):
 
 
 def check_adapters(lora: LoRA) -> None:
-    """Refuses adapters that can't be used here.
-
-    Raises:
-        ValueError: vLLM has no slots for their rank, or peft is not installed.
-    """
-    if lora.rank and lora.push == "adapter" and lora.rank > MAX_PUSHED_RANK:
-        raise ValueError(
-            f"train_model.lora.rank is {lora.rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower "
-            "it or set train_model.lora.push=merged"
-        )
+    """Raises ValueError where there are adapters, and peft is not installed."""
     if lora.rank:
         need("peft", "train_model.lora.rank", "lora")
 
 
 def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
-    """Checks the quantisation of the base model.
-
-    Raises:
-        ValueError: there are no adapters, MLPs are compiled, or bitsandbytes is not installed.
-    """
+    """Raises ValueError for a quantised base without adapters, with compiled MLPs, or without bitsandbytes."""
     if quantization is None:
         return
     if not lora.rank:
-        raise ValueError(
-            f"train_model.quantization={quantization} without adapters: weights of so few bits can't be trained; set "
-            "train_model.lora.rank, or quantization=null"
-        )
+        raise ValueError(f"train_model.quantization={quantization} needs adapters to train; set train_model.lora.rank")
     if quantization == "int8":
         import torch  # here alone, as settings are checked before torch is loaded
 
@@ -84,10 +66,7 @@ def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | No
                 "engine does not, and how far they then differ was never measured; use nf4"
             )
     if compiled:
-        raise ValueError(
-            f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would break "
-            "the graph of every compiled MLP; leave compile at null"
-        )
+        raise ValueError(f"train_model.compile=true can't go with quantization={quantization}; leave compile at null")
     need("bitsandbytes", "train_model.quantization", "qlora")
 
 

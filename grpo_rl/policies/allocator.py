@@ -7,11 +7,9 @@ and the first touch of every page is a fault, which is expensive on virtual mach
 from __future__ import annotations
 
 import ctypes
-import sys
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt, from glibc's malloc.h."""
-LARGEST = 2**31 - 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**31 - 1
+"""Parameters of mallopt, from glibc's malloc.h, and the largest value of either."""
 
 
 def keep_freed_memory() -> None:
@@ -28,7 +26,5 @@ def give_back() -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "gnu_get_libc_version") else None

@@ -82,13 +82,8 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "M E
         tokens = whole_blocks(len(ids))
         ids, positions = (pad(x, (0, tokens - len(x))) for x in (ids, positions))
         layout = PaddedLayout.of(layout, tokens, windows, ids.device)
-    hidden = trunk(model)(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        use_cache=False,
-        **{LAYOUT: layout},
-    ).last_hidden_state[0]
-    return hidden[packed.predict_index]
+    out = trunk(model)(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{LAYOUT: layout})
+    return out.last_hidden_state[0][packed.predict_index]
 
 
 @no_type_check  # traced: the tests' run-time type checks can't be
@@ -125,17 +120,9 @@ def attention(
 
     Args:
         s_aux: attention sinks: one extra logit a head in the softmax, with a value of zero; transformers' name.
-
-    Raises:
-        ValueError: a layer asks for something that this attention does not support; `masks_to_apply` finds such
-            layers before.
     """
-    unknown = not_understood(keywords)
-    if dropout or unknown or attention_mask is not None:
-        raise ValueError(
-            f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout or a mask'}, "
-            "which shared-prefix attention does not support"
-        )
+    unknown = dropout or not_understood(keywords) or attention_mask is not None
+    assert not unknown, f"{type(module).__name__} asks for what `masks_to_apply` should have refused"
     sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if temperature := getattr(module, TEMPERATURE, None):
@@ -159,10 +146,6 @@ def query_scale(positions: Int[Tensor, " T"], floor: int | float, scale: int | f
     r"""Factors on queries at these positions p: $1 + a \log(1 + \lfloor (p + 1) / f \rfloor)$.
 
     Source: Llama 4's attention temperature in transformers; https://arxiv.org/abs/2501.19399.
-
-    Args:
-        floor: f, positions over which the factor stays the same.
-        scale: a.
 
     >>> query_scale(torch.tensor([0, 6, 7]), floor=8, scale=1.0)
     tensor([1.0000, 1.0000, 1.6931])
@@ -193,21 +176,15 @@ def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_no_noise(model: PreTrainedModel) -> None:
-    """Checks that the model's mode has not changed since :func:`switch_off_noise`.
-
-    Raises:
-        ValueError: the model was put into training mode, or its gradient checkpointing was switched on or off.
-    """
+    """Raises ValueError where the model's mode has changed since :func:`switch_off_noise`."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (model, model.base_model, *layers):
         recomputes = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
         quiet = getattr(module, "_gradient_checkpointing_func", None) is _recomputed_without_noise
         if module.training != recomputes or (recomputes and not quiet):
             raise ValueError(
-                f"{type(module).__name__} was put into training mode, in which models drop activations and add noise, "
-                "or its gradient checkpointing was switched on or off; TrainPolicy trains in evaluation mode, with "
-                "gradient checkpointing that was enabled before: leave out the call of train(), or enable or disable "
-                "checkpointing first and make the TrainPolicy after it"
+                f"{type(module).__name__} was put into training mode, or its checkpointing was switched on or off: "
+                "leave out the call of train(), and make the TrainPolicy after checkpointing is enabled or disabled"
             )
 
 

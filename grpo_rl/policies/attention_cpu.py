@@ -34,13 +34,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules by which an attention layer computes its scores.
-
-    Args:
-        scale: factor on the products of queries and keys.
-        window: a query sees this many positions back, including its own; None: all.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-    """
+    """The scale, sliding window and soft cap of an attention layer's scores, as `flex_shared_prefix` takes them."""
 
     scale: float
     window: int | None = None
@@ -96,12 +90,8 @@ class Arrangement:
     @classmethod
     def of(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
         """The arrangement of a micro-batch for these numbers of heads, computed once, in the first layer."""
-        if (heads, kv_heads) not in layout.cache:
-            layout.cache[heads, kv_heads] = cls._computed(layout, heads, kv_heads)
-        return layout.cache[heads, kv_heads]
-
-    @classmethod
-    def _computed(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
+        if (known := layout.cache.get((heads, kv_heads))) is not None:
+            return known
         total, repeat = layout.tokens, heads // kv_heads
         by_bucket: dict[int, list[tuple[int, int]]] = {}
         for node in layout.nodes:
@@ -120,7 +110,7 @@ class Arrangement:
             tables.append(Table(first, *token.shape))
             first += token.numel()
         all_queries, all_keys, padded = torch.cat(queries), torch.cat(keys), torch.cat(padded_queries)
-        return cls(
+        layout.cache[heads, kv_heads] = made = cls(
             tuple(tables),
             all_queries,
             all_keys,
@@ -128,6 +118,7 @@ class Arrangement:
             _way_back(all_keys, torch.cat(padded_keys), total * kv_heads),
             torch.zeros(len(padded)).masked_fill_(padded, torch.inf),
         )
+        return made
 
 
 def _even_slices(start: int, stop: int, most: int) -> list[slice]:
@@ -348,12 +339,9 @@ def _block_backward(
     mask: Mask | None,
     rules: Rules,
 ) -> tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n E"]]:
-    """A block's gradients of queries, keys and values.
+    """A block's gradients of keys and values, and of queries, to which ``dq`` of other blocks is added.
 
-    Args:
-        dq: the queries' gradient from other blocks, to which this one's is added.
-        g: gradient of the joint output.
-        delta: dot product of ``g`` and the joint output over E.
+    ``g`` is the gradient of the joint output, and ``delta`` the dot product of both over E.
     """
     scores, slope = _scores(q, k, rules)
     scores -= lse[..., None]

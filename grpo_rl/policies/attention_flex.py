@@ -67,36 +67,31 @@ def flex_shared_prefix(
     query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
     plain = query.device.type == "cpu" or why_uncompiled(query.device)
     attend = flex_attention if plain else compiled()
+    mask = block_mask(layout.nodes, padded, window, query.device)
+    return _attended(attend, query, key, value, mask, scale, softcap, sinks)[:, :, :tokens]
+
+
+@no_type_check  # traced: the tests' run-time type checks can't be
+def _attended(attend, query, key, value, mask, scale, softcap, sinks):
+    """Attention's output, where each head's sink has taken its share of the softmax."""
     out = attend(
         query,
         key,
         value,
         score_mod=None if softcap is None else _soft_cap(softcap),
-        block_mask=block_mask(layout.nodes, padded, window, query.device),
+        block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    return (out if sinks is None else with_sinks(*out, sinks=sinks))[:, :, :tokens]
-
-
-@no_type_check  # traced: the tests' run-time type checks can't be
-def with_sinks(out, aux, sinks):
-    """Attention's output where each head's sink has taken its share of the softmax.
-
-    Args:
-        out: [1, H, T, E] without sinks.
-        aux: what comes with it; its ``lse`` is the log-sum-exp of the scores, [1, H, T].
-    """
+    if sinks is None:
+        return out
+    out, aux = out
     return (out * (aux.lse - sinks[:, None]).sigmoid()[..., None]).to(out.dtype)
 
 
 def check_head_size(size: int, device: torch.device) -> None:
-    """Checks that there is a kernel for heads of this size.
-
-    Raises:
-        ValueError: they are too small.
-    """
+    """Raises ValueError for heads that are too small for a kernel."""
     if device.type == "cuda" and size < SMALLEST_HEAD:
         raise ValueError(f"heads of size {size} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
 
@@ -145,7 +140,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 @no_type_check  # traced: the tests' run-time type checks can't be
-def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, softcap=None, sinks=None):
+def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window, softcap, sinks):
     """Computes what :func:`flex_shared_prefix` does, for a layer that is compiled as one."""
     tables = layout.tables[window]
     blocks = tables.kv_count.shape[2]
@@ -157,17 +152,7 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
         return (k <= q) & (q < until[k]) & (position[k] >= earliest[q])
 
     mask = BlockMask((query.shape[2], query.shape[2]), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
-    out = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else _soft_cap(softcap),
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=None if sinks is None else AuxRequest(lse=True),
-    )
-    return out if sinks is None else with_sinks(*out, sinks)
+    return _attended(flex_attention, query, key, value, mask, scale, softcap, sinks)
 
 
 @functools.cache
@@ -178,12 +163,7 @@ def compiled() -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=8)  # all layers share one or two masks, as does the backward pass
 def block_mask(nodes: tuple[Node, ...], tokens: int, window: int | None, device: torch.device) -> BlockMask:
-    """The mask, with the blocks that need no computation and those that need no masking.
-
-    Args:
-        nodes: of a layout.
-        tokens: including padding after the last node; a padding token sees only itself.
-    """
+    """The mask of ``tokens``, padding after the last node included; a padding token sees only itself."""
     tables = block_tables(nodes, tokens, window, device)
     until, position, earliest = tables.reach
 
@@ -196,7 +176,7 @@ def block_mask(nodes: tuple[Node, ...], tokens: int, window: int | None, device:
 
 @functools.lru_cache(maxsize=8)
 def block_tables(nodes: tuple[Node, ...], tokens: int, window: int | None, device: torch.device) -> BlockTables:
-    """Each token's reach, and which blocks need not be computed or not be masked; see :func:`block_mask`."""
+    """Each token's :func:`reach`, and which blocks need not be computed or not be masked."""
     reaches = reach(nodes, tokens, window).to(device)
     first = torch.arange(0, tokens, BLOCK, device=device, dtype=torch.int32)
     seen = torch.zeros(len(first), len(first), device=device, dtype=torch.int32)
@@ -232,11 +212,7 @@ def reach(nodes: tuple[Node, ...], tokens: int, window: int | None) -> Int[Tenso
 def seen_ranges(
     nodes: tuple[Node, ...], reaches: Int[Tensor, "3 T"]
 ) -> Iterator[tuple[Int[Tensor, " T"], Int[Tensor, " T"]]]:
-    """The ranges of keys that each token sees, nearest first: of its own node, of that one's parent, and so on.
-
-    Args:
-        reaches: of :func:`reach`.
-    """
+    """The ranges of keys that each token sees, nearest first: of its own node, of that one's parent, and so on."""
     _, position, earliest = reaches
     index = torch.arange(len(position), device=position.device, dtype=torch.int32)
     # One entry more: padding is of no node, and roots have no parent. Its range is empty.

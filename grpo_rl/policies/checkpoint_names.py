@@ -47,16 +47,11 @@ class CheckpointNames:
             conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
         back = [conversion.reverse_transform() for conversion in reversed(conversions or [])]
         self._renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
-        self._converters = [
-            entry for entry in back if isinstance(entry, WeightConverter) and _is_undone_by_views(entry)
-        ]
+        converters = (entry for entry in back if isinstance(entry, WeightConverter))
+        self._converters = [entry for entry in converters if _is_undone_by_views(entry)]
 
     def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensor, or its parts, under the checkpoint's names.
-
-        Args:
-            name: the model's.
-        """
+        """The tensor of the model's ``name``, or its parts, under the checkpoint's names."""
         if not self._renamings and not self._converters:
             yield name, tensor
             return

@@ -40,54 +40,43 @@ def compile_model(model: PreTrainedModel, compile: bool | None, device: torch.de
     if compile is None and why_uncompiled(device):
         return False
     if alone and device.type == "cuda":
-        compile_layers(model, with_attention=True)
+        compile_layers(model)
     else:
         compile_pointwise(model)
     return True
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:
-    """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
-
-    Raises:
-        ValueError: there is no compiler, or it fails.
-    """
+    """Makes the model's norms and MLPs compile at their first call, for any number of tokens."""
     _prepare(model)
     for module in model.modules():
         if type(module).__name__.endswith(POINTWISE):
             module.compile(dynamic=True)
 
 
-def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
-    """Makes each decoder layer compile as one, for any number of tokens.
+def compile_layers(model: PreTrainedModel) -> None:
+    """Makes each decoder layer compile as one, for any number of tokens, with FlexAttention inside.
 
-    Layers of a mixture of experts choose what they compute, those that carry a state compute node by node, and chunks
-    and temperatures go by positions: there, norms and MLPs alone are compiled.
-
-    Args:
-        with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; a layer that
-            does not become one graph, or is compiled too often, is then an error at its call: PyTorch would silently
-            compute all T * T scores. Otherwise the graph is two, before and after it.
-
-    Raises:
-        ValueError: there is no compiler, or it fails; with attention, it asks for what FlexAttention can't compute.
+    That has gradients on CUDA only. A layer that does not become one graph, or is compiled too often, is an error at
+    its call: PyTorch would silently compute all T * T scores. Layers of a mixture of experts choose what they compute,
+    those that carry a state compute node by node, and chunks and temperatures go by positions: there, norms and MLPs
+    alone are compiled.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     by_position = any(hasattr(module, name) for module in model.modules() for name in (MASK_CHUNK, TEMPERATURE))
     if not layers or by_position or model._can_set_experts_implementation() or any(mixers(model)):
         compile_pointwise(model)
         return
-    if with_attention:
-        calls = supported_calls(model)
-        for call in calls:
-            check_head_size(call.head_size, model.device)
-        setattr(model, WINDOWS, {call.any_window for call in calls})
+    calls = supported_calls(model)
+    for call in calls:
+        check_head_size(call.head_size, model.device)
+    setattr(model, WINDOWS, {call.any_window for call in calls})
     _prepare(model)
     inside = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
         if module in layers:
             # Layers of a class share their kernels; with `isolate_recompiles` each would be compiled by itself.
-            module.compile(dynamic=True, fullgraph=with_attention)
+            module.compile(dynamic=True, fullgraph=True)
         elif module not in inside and type(module).__name__.endswith(POINTWISE):
             module.compile(dynamic=True)
 

@@ -78,7 +78,6 @@ def why_uncompiled(device: torch.device | str) -> str | None:
 
 @functools.cache
 def _failure(device: torch.device) -> str | None:
-    """The error of a small compilation, in one line."""
     try:
         if device.type == "cuda":
             from grpo_rl.policies.head_triton import tile_statistics

@@ -13,10 +13,7 @@ _IGNORED = re.compile(r"^- `(\w+)`: ", re.MULTILINE)
 
 
 def generation_config(model: str | Path) -> GenerationConfig:
-    """The generation config of a model: its file, else the entries of its config.
-
-    Args:
-        model: its folder, or its name on the hub.
+    """The generation config of a model, given by folder or name on the hub: its file, else its config's entries.
 
     Raises:
         ValueError: transformers can't make sense of the file; names it, and the entry.
@@ -49,10 +46,6 @@ def leave_out_ignored(config: GenerationConfig) -> list[str]:
 
 
 def end_ids(model: str | Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model: those of its generation config, else of its config; all of them.
-
-    Args:
-        model: its folder, or its name on the hub.
-    """
+    """All end-of-sequence ids of a model: those of its generation config, else of its config."""
     ends = generation_config(model).eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

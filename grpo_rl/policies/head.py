@@ -56,14 +56,6 @@ def log_prob_and_entropy(
     >>> lp, h = log_prob_and_entropy(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> lp.exp().item(), h.exp().item()
     (0.25, 4.0)
-
-    The same where the sampler could draw from two of them:
-
-    >>> lp, h = log_prob_and_entropy(
-    ...     torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]), kept=Kept.from_lists([[1, 3]])
-    ... )
-    >>> lp.exp().item(), h.exp().item()
-    (0.5, 2.0)
     """
     owner = weight if owner is None else owner
     # The kernels apply a soft cap themselves: it would make a finite number of -inf.
@@ -235,15 +227,14 @@ class _RowTiledHead(torch.autograd.Function):
         from grpo_rl.policies.head_triton import tile_statistics
 
         parts = []
-        for tokens in _row_tiles(hidden, weight):
+        for tokens in _tiles(max(len(hidden), 1), _rows_of_a_tile(weight)):
             logits = linear(hidden[tokens], weight, bias)
             if cut is not None:
                 cut(logits, tokens.start)
             parts.append(tile_statistics(logits, target_ids[tokens], temperature, softcap))
         log_prob, entropy, *statistics = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, target_ids, bias, *statistics)
-        ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, grad_dtype(owner)
-        ctx.cut = cut
+        ctx.temperature, ctx.softcap, ctx.weight_grad_dtype, ctx.cut = temperature, softcap, grad_dtype(owner), cut
         return log_prob, entropy
 
     @staticmethod
@@ -252,7 +243,7 @@ class _RowTiledHead(torch.autograd.Function):
 
         hidden, weight, target_ids, bias, *statistics = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        tiles = _row_tiles(hidden, weight)
+        tiles = _tiles(max(len(hidden), 1), _rows_of_a_tile(weight))
         # Sums over tiles are fp32: bf16 would lose small terms. A single tile has nothing to sum.
         sum_dtype = torch.float32 if len(tiles) > 1 else ctx.weight_grad_dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
@@ -272,10 +263,6 @@ class _RowTiledHead(torch.autograd.Function):
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_grad_dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, None, None, grad_bias, None, None, None
-
-
-def _row_tiles(hidden: Float[Tensor, "N E"], weight: Float[Tensor, "V E"]) -> list[slice]:
-    return _tiles(max(len(hidden), 1), _rows_of_a_tile(weight))
 
 
 def _rows_of_a_tile(weight: Float[Tensor, "V E"]) -> int:

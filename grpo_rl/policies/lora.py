@@ -58,15 +58,14 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
 
 def _other_matrices(model: PreTrainedModel) -> list[str]:
     """Matrices of the model outside linear layers and embeddings, by the ends of their names."""
-    return list(
-        dict.fromkeys(
-            ".".join([*name.split(".")[-2:], own])
-            for name, module in model.base_model.named_modules()
-            if not _is_linear(module) and not isinstance(module, torch.nn.Embedding) and not _is_depthwise(module)
-            for own, parameter in module.named_parameters(recurse=False)
-            if parameter.ndim > 1
-        )
+    names = (
+        ".".join([*name.split(".")[-2:], own])
+        for name, module in model.base_model.named_modules()
+        if not _is_linear(module) and not isinstance(module, torch.nn.Embedding) and not _is_depthwise(module)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1
     )
+    return list(dict.fromkeys(names))
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
@@ -142,7 +141,6 @@ def check_readable(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

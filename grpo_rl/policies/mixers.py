@@ -210,9 +210,10 @@ def share_prompts(model: PreTrainedModel) -> None:
             continue
         assert "forward" not in vars(mixer), "a wrapped forward would be called instead of ours"
         tell_layout(layer)
-        mixer.__class__ = _sharing(type(mixer))
+        mixer.__class__ = with_mixin(SharesPrompts, type(mixer))
 
 
 @functools.cache
-def _sharing(mixer_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    return type(mixer_class.__name__, (SharesPrompts, mixer_class), {})
+def with_mixin(mixin: type, module_class: type[torch.nn.Module]) -> Any:
+    """The class with a mixin before it, under its own name."""
+    return type(module_class.__name__, (mixin, module_class), {})

@@ -75,10 +75,7 @@ class Layout:
     def in_chunks(self, size: int) -> tuple[Int[Tensor, " T"], Layout]:
         """The order of tokens, and their layout in it, in which no token sees one of another chunk of its sequence.
 
-        Nodes are cut where a chunk ends. Source: Llama 4's chunked attention, ``masking_utils`` of transformers.
-
-        Args:
-            size: positions of a chunk.
+        Nodes are cut where a chunk of ``size`` ends. Source: Llama 4's chunked attention, transformers' masking_utils.
 
         Two prompt tokens, and responses of one and three; the last token of all is in the second chunk:
 
@@ -87,11 +84,8 @@ class Layout:
         >>> order.tolist(), [(node.start, node.until, node.position) for node in cut.nodes]
         ([0, 1, 2, 3, 4, 5], [(0, 5, 0), (2, 3, 2), (3, 5, 2), (5, 6, 4)])
         """
-        if ("chunks", size) not in self.cache:
-            self.cache["chunks", size] = self._in_chunks(size)
-        return self.cache["chunks", size]
-
-    def _in_chunks(self, size: int) -> tuple[Int[Tensor, " T"], Layout]:
+        if (known := self.cache.get(("chunks", size))) is not None:
+            return known
         pieces: list[Node] = []
         last: list[int] = []  # each node's last piece
         for node in self.nodes:
@@ -114,7 +108,8 @@ class Layout:
             end = cursor + piece.end - piece.start
             nodes.append(Node(cursor, end, end, piece.position, parent))
             cursor = end
-        return torch.cat(order), Layout(_with_descendants(nodes))
+        self.cache["chunks", size] = made = torch.cat(order), Layout(_with_descendants(nodes))
+        return made
 
 
 @dataclass(frozen=True)
@@ -202,11 +197,7 @@ def _places(groups: Sequence[Group]) -> tuple[list[Ids], list[int]]:
 
 
 def _laid_flat(root: Branch, places: Sequence[Ids]) -> tuple[tuple[Node, ...], Ids, list[Ids]]:
-    """The tree's nodes, what each token was read from, and where each sequence's tokens are.
-
-    Args:
-        places: what each sequence's tokens are read from.
-    """
+    """The tree's nodes, what each token was read from, and where each sequence's tokens are."""
     nodes: list[Node] = []
     source, flat = [], [np.empty_like(place) for place in places]
     cursor, waiting = 0, [(child, -1) for child in reversed(root.children)]
@@ -236,10 +227,6 @@ def _with_a_route(source: Ids, flat: Sequence[Ids], places: Sequence[Ids], route
     """The place that each token was read from, in the first of its sequences whose sampler computed it.
 
     A response's last token was sampled there, and not computed; in a sequence that goes on it was.
-
-    Args:
-        flat: where each sequence's tokens are.
-        places: what they were read from.
     """
     tokens, read = np.concatenate(flat), np.concatenate(places)
     known = (routes != NO_ROUTE).flatten(1).any(1).numpy()[read]

@@ -69,7 +69,7 @@ class TrainPolicy:
     Args:
         model: any decoder-only transformers model that `use_shared_prefix` accepts. It is trained in evaluation mode,
             without dropout or other noise; gradient checkpointing has to be enabled before.
-        temperature: the sampler's, so that log-probabilities belong to the distribution that was sampled from.
+        temperature: the sampler's, more than 0: log-probabilities belong to the distribution that was sampled from.
 
     Raises:
         ValueError: the model's attention or head is of a kind that would be scored wrongly.
@@ -83,10 +83,6 @@ class TrainPolicy:
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
-        if temperature <= 0:
-            raise ValueError(
-                f"sampling.temperature is {temperature}; training needs more than 0 (greedy responses are all equal)"
-            )
         self.model = use_shared_prefix(model)
         self.temperature = temperature
         self.logit_factor, self.softcap = logit_scaling(model)
@@ -113,7 +109,6 @@ class TrainPolicy:
             compile: compile to fused kernels: layers on one GPU; norms and MLPs elsewhere, in hybrids and mixtures of
                 experts; None: if a compiler works for the device.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
-            quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
             router_replay: a mixture's routers take the experts of groups that have ``routes``.
 
@@ -223,9 +218,7 @@ class ReferencePolicy(TrainPolicy):
     @override
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         # Its routers choose by themselves.
-        groups = [
-            replace(group, routes=None, prompt_routes=None) if group.routes is not None else group for group in groups
-        ]
+        groups = [replace(group, routes=None, prompt_routes=None) for group in groups]
         with adapters_off(self.model) if self._shared else nullcontext():
             return super().score(groups)
 

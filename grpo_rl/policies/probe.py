@@ -78,8 +78,6 @@ class MixerCall:
     """One call of a mixer, a module that keeps its state in transformers' cache (`grpo_rl.policies.mixers`).
 
     Args:
-        module: its name.
-        kind: name of its class.
         layer_keywords: keywords that its decoder layer was called with.
         hidden_states_only: it got hidden states and keywords, and returned one tensor.
         continues: it computes with the state of earlier tokens (`grpo_rl.policies.mixers.continues_from_state`), by the

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.data.group import NO_ROUTE
-from grpo_rl.policies.mixers import ToldLayout, tell_layout
+from grpo_rl.policies.mixers import ToldLayout, tell_layout, with_mixin
 from grpo_rl.policies.packing import ROUTES
 
 
@@ -36,7 +36,7 @@ def replay_routes(model: PreTrainedModel) -> None:
         if isinstance(router, Replays):
             continue
         check_router(model, router, experts)
-        router.__class__ = _replaying(type(router))
+        router.__class__ = with_mixin(Replays, type(router))
         router.number, router.experts = int(name.rpartition(".")[2]), experts
         tell_layout(layer)
 
@@ -104,11 +104,7 @@ def _scores(module: torch.nn.Module, experts: int) -> bool:
 
 @torch.no_grad()
 def check_router(model: PreTrainedModel, router: Any, experts: int) -> None:
-    """Tries a copy of the router with random weights: it has to return the experts that it is given.
-
-    Raises:
-        ValueError: it does not; names it.
-    """
+    """Raises ValueError where a copy of the router with random weights does not return the experts that it is given."""
     trial = copy.deepcopy(router).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*trial.parameters(), *trial.buffers()):
@@ -186,11 +182,6 @@ class _Forced(TorchFunctionMode):
             self._on_replay(indices, given)
         indices = torch.where(given < 0, indices, given)
         return torch.return_types.topk((scores.gather(-1, indices).to(values), indices))
-
-
-@functools.cache
-def _replaying(router_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    return type(router_class.__name__, (Replays, router_class), {})
 
 
 RECORD = "grpo_rl_router_record"

@@ -43,10 +43,7 @@ def text_part(folder: str | Path) -> PreTrainedConfig | None:
         return None
     several = f"{folder} holds several models in one ({', '.join(whole.sub_configs)})"
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{several}, and transformers has no causal language model of a {type(found).__name__} alone; take a model "
-            "of text alone"
-        )
+        raise ValueError(f"{several}, and transformers has no causal language model of a {type(found).__name__} alone")
     text: Any = copy.deepcopy(found)
     try:
         text.architectures, tied = _check_inside(whole, text)
@@ -93,11 +90,7 @@ def from_folder(folder: str | Path, **settings: Any) -> Any:
 
 
 def _check_inside(whole: PreTrainedConfig, text: PreTrainedConfig) -> tuple[list[str], bool]:
-    """Checks that the whole computes text as the text model does.
-
-    Returns:
-        The text model's class, by name, and whether the whole ties its head.
-    """
+    """The text model's class, if the whole computes text as that does, and whether the whole ties its head."""
     with torch.device("meta"):
         alone = AutoModelForCausalLM.from_config(text)
         try:

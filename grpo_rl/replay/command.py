@@ -34,7 +34,6 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     loss_config(overrides)  # usage errors before the imports
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.monitor.stored_tokens import read_step
     from grpo_rl.replay.replay import replay
 

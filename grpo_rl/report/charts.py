@@ -53,8 +53,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
 def charts(names: Sequence[str], stale: bool) -> list[Chart]:
     """The charts of these metrics, in reading order; each metric without a chart gets one at the end.
 
-    Args:
-        stale: some token was; in synchronous training every token is fresh, and a chart of zeros would take room.
+    Unless some token was ``stale`` there is no chart of that: in synchronous training it would be one of zeros.
     """
     known = [chart for chart in known_charts(names) if stale or chart.title != "Staleness"]
     drawn = {name for chart in known for name in chart.series} | {"staleness/mean", "staleness/max"} | CLOCKS

@@ -22,9 +22,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="serve the page, and update it while the run goes on")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of --serve and --demo (a free one)")
     parser.add_argument("--demo", action="store_true", help="show a recorded run: a first look without training")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="file to write the page to, without --serve and --demo"
-    )
+    output = "file to write the page to, without --serve and --demo"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.set_defaults(run_command=_report)
 
 
@@ -35,7 +34,6 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("give the folder of a run, such as outputs/2026-01-31/12-00-00, or --demo")
     if missing := [run for run in options.runs if not run.is_dir()]:
         raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.report import compare, demo, page, serve
     from grpo_rl.report.files import REPORT
 

@@ -48,8 +48,6 @@ def _is_run(folder: Path) -> bool:
 def names_of(runs: Sequence[Path]) -> list[str]:
     """A short name for each run: the end of its path that is its own.
 
-    >>> names_of([Path("outputs/2026-01-31/12-00-00"), Path("outputs/2026-01-31/13-00-00")])
-    ['12-00-00', '13-00-00']
     >>> names_of([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tarfile
+import shutil
 from pathlib import Path
 
 RECORDED = Path(__file__).parent / "assets" / "demo.tar.xz"
@@ -12,6 +12,5 @@ NAME = "quickstart"
 
 def unpack(folder: Path) -> Path:
     """Unpacks the recorded run into a folder, and returns the run's own folder there."""
-    with tarfile.open(RECORDED) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(RECORDED, folder, filter="data")
     return folder / NAME

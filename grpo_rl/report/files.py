@@ -116,8 +116,6 @@ def subject(config: dict[str, Any]) -> str:
 
     >>> subject({"model": {"name": "HuggingFaceTB/SmolLM2-135M"}, "env": {"dataset": "gsm8k"}})
     'SmolLM2-135M trained with GRPO on gsm8k'
-    >>> subject({"mode": "sft", "env": {"dataset": "gsm8k"}})
-    'A model trained with SFT on gsm8k'
     """
     model = (config.get("model") or {}).get("name")
     dataset = (config.get("env") or {}).get("dataset")
@@ -129,8 +127,7 @@ def subject(config: dict[str, Any]) -> str:
 def is_running(run_dir: Path) -> bool | None:
     """True if another process works in the folder; None if it is on another host, where that can't be seen.
 
-    A run that writes its own page still holds the lock, and is at its end: the page is the last thing it writes.
-    The lock itself is not touched: trying it could refuse a run that starts at this moment.
+    A run that writes its own page is at its end. The lock itself is not tried: that could refuse a run that starts now.
     """
     try:
         holder = json.loads((run_dir / LOCK).read_bytes())

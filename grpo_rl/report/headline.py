@@ -26,9 +26,8 @@ def build(run_dir: Path) -> dict[str, Any]:
         ValueError: its metrics, summary or config can't be read; names the file.
     """
     rows, summary, config = read_rows(run_dir), read_summary(run_dir), read_config(run_dir)
-    state = "ended" if summary.get("finished") else {True: "running", False: "stopped", None: "unknown"}[
-        is_running(run_dir)
-    ]  # fmt: skip
+    states = {True: "running", False: "stopped", None: "unknown"}
+    state = "ended" if summary.get("finished") else states[is_running(run_dir)]
     folder = run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir)
     return {
         "title": f"{subject(config)}: training report",

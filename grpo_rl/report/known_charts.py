@@ -50,16 +50,14 @@ DEMONSTRATIONS = [
           "The mean of -log pi over their tokens, in nats. Where the held-out one rises, the data is learnt by heart.",
           markers=True),
     Chart("Demonstrations", "Passes over the data", {"train/epoch": "epochs"}, "Since the run's start.", 0),
-    Chart("Demonstrations", "Tokens of demonstrations", {"train/tokens": "tokens"},
-          "Those that a step imitates.", 0),
+    Chart("Demonstrations", "Tokens of demonstrations", {"train/tokens": "tokens"}, "Those that a step imitates.", 0),
 ]  # fmt: skip
 REWARD = [
     Chart("Reward", "Reward",
           {"reward/mean": "mean reward", "reward/sampled_mean": "with the groups that were filtered out"},
           "The mean over the responses of a training step."),
     Chart("Reward", "Held-out reward", {"eval/reward": "held-out", "eval/sampled_reward": "of sampled responses"},
-          "The mean reward of problems that are never trained on. Responses are greedy unless noted.",
-          markers=True),
+          "The mean reward of problems that are never trained on. Responses are greedy unless noted.", markers=True),
 ]  # fmt: skip
 TASKS = [
     Chart("Tasks", "Reward by task", {"reward/{}/mean": "{}"}, "The mean over the responses to a task's prompts."),
@@ -124,8 +122,7 @@ STEPS = [
     Chart("Sampler and trainer", "Probability that the sampler could draw from",
           {"mismatch/mass_kept": "kept by top-k and top-p"},
           "The trainer's probability of the tokens that the sampler's settings allow.", 0, percent=True),
-    Chart("Sampler and trainer", "Effective sample size",
-          {"ess": "of the loss", "correction/ess": "of the correction"},
+    Chart("Sampler and trainer", "Effective sample size", {"ess": "of the loss", "correction/ess": "of the correction"},
           "As a share of the tokens, weighted by their ratios; 100 %: all weigh the same.", 0, percent=True),
     Chart("Sampler and trainer", "Correction of stale tokens",
           {"correction/mean": "mean weight", "correction/bounded_fraction": "bounded, as a share"},

@@ -88,13 +88,10 @@ def write_report(run_dir: str | Path) -> Path:
     completions, still gets a report of what there is. A section that can't be built is left out too, with the reason.
 
     Raises:
-        ValueError: there is no run folder, or its metrics or its summary are not what they should be.
+        ValueError: the run's metrics or its summary are not what they should be.
     """
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a run folder; give one like outputs/2026-01-31/12-00-00")
-    path = run_dir / REPORT
-    write_whole(path, assemble(SECTIONS, build(SECTIONS, run_dir)))
+    path = Path(run_dir) / REPORT
+    write_whole(path, assemble(SECTIONS, build(SECTIONS, path.parent)))
     return path
 
 
@@ -122,11 +119,7 @@ def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Sect
 
 
 def assemble(sections: Sequence[Section], data: Mapping[str, str], live: bool = False) -> str:
-    """The page of these data (see :func:`build`).
-
-    Args:
-        live: the page asks its server for new data.
-    """
+    """The page of these data (see :func:`build`); a ``live`` one asks its server for new data."""
     script, style = Markup(joined("js")), Markup(joined("css"))
     policy = {
         "default-src": "'none'",

@@ -21,20 +21,12 @@ class Background:
         self._work: futures.Future[object] | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begins the work, after the one before has ended.
-
-        Raises:
-            Exception: the one before failed.
-        """
+        """Begins the work, once the one before has ended, whose failure is raised."""
         self.wait()
         self._work = self._thread.submit(work)
 
     def wait(self) -> None:
-        """Returns when nothing is under way.
-
-        Raises:
-            Exception: what was under way failed; raised once.
-        """
+        """Returns when nothing is under way; the failure of what was is raised once."""
         if work := self._work:
             with waiting("a checkpoint on the disk"):
                 futures.wait([work])  # Ctrl-C may break this off: the work is then still known

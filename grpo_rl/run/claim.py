@@ -33,7 +33,6 @@ class Claim:
         again: the folder's run was cut off before its first checkpoint, or trained nothing: it starts over, and its
             logs are set aside.
         over: the run in the folder is finished, and no checkpoint is left to resume from.
-        notes: messages for the user.
     """
 
     folder: Path
@@ -55,7 +54,6 @@ def claim(own: Path, resume: str | None, outputs: Path, config: Mapping[str, Any
     Args:
         own: the folder for a new run.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: the config of the run that starts.
         frequency: steps between its checkpoints; 0: none before the end.
 
     Raises:
@@ -100,9 +98,6 @@ def refuse_other_run(own: Path, place: Path | None = None) -> None:
 
     Args:
         place: the checkpoint of elsewhere that the new run begins from; a run that began from it goes on.
-
-    Raises:
-        ValueError: the folder holds another run.
     """
     if trained(own) and not _began_at(own, place):
         raise ValueError(f"{own} already holds a run; go on with it (resume={own}) or set another hydra.run.dir")
@@ -150,17 +145,13 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
     last, frequency = last_logged(place), _own_frequency(place, frequency)
     # A step is logged before its checkpoint is written.
     if (frequency and last > (step // frequency + 1) * frequency) or (place / SUMMARY).exists():
-        raise ValueError(
-            f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
-            f"into {place / CHECKPOINTS}, or set another hydra.run.dir"
-        )
+        gone = f"the run in {place} got to step {last}, and its checkpoints are gone"
+        raise ValueError(f"{gone}; put them back, or set another hydra.run.dir")
+    cut = f"run in {place} was cut off before its first checkpoint, and"
     if start and not start.is_file():
-        raise ValueError(
-            f"the run in {place} was cut off before its first checkpoint, and {start}, which it began from, is gone; "
-            "put it back, or set another hydra.run.dir"
-        )
+        raise ValueError(f"the {cut} {start}, which it began from, is gone; put it back, or set another hydra.run.dir")
     source = f" from {start}" if start else ""
-    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again{source}"] * is_run
+    notes = [f"The {cut} begins again{source}"] * is_run
     return Claim(place, lock, start, again=True, notes=notes)
 
 
@@ -262,9 +253,5 @@ def _released_on_error(lock: FolderLock) -> Iterator[FolderLock]:
 
 
 def is_finished(folder: Path) -> bool:
-    """True if the folder's run is finished: summary and model are written; the report may be missing.
-
-    Raises:
-        ValueError: its summary can't be read.
-    """
+    """True if the folder's run has written summary and model; a summary that can't be read is a ValueError."""
     return bool(read_summary(folder).get("finished")) and (folder / MODEL).is_dir()

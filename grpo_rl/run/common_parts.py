@@ -28,7 +28,6 @@ class CommonParts:
     Args:
         env: the rows, and their texts; of GRPO the environment.
         engine: samples; of SFT none.
-        collector: hands out the groups of each step.
         within_memory: how groups are split into micro-batches: the one owner of their size, which shrinks if memory
             runs out.
     """

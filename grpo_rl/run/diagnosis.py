@@ -30,7 +30,6 @@ class RunDiagnosis:
     """The checks of a run's numbers.
 
     Args:
-        sampling: how training responses are sampled.
         alone: whether this process trains alone; one of several can't sample and score by itself.
     """
 

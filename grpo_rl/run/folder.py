@@ -193,10 +193,8 @@ class RunFolder:
         lacking = room.lacking(folder, self.restored[1]["step"] if self.restored else 0)
         free = shutil.disk_usage(folder).free
         if free < lacking:
-            raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room.described(lacking)}; free some space or set "
-                "hydra.run.dir"
-            )
+            needs = f"{folder} has {free / 2**30:.1f} GiB free, and {room.described(lacking)}"
+            raise ValueError(f"{needs}; free some space or set hydra.run.dir")
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
         what = f"{count} of {room.checkpoint_bytes / 1e9:.1f} GB and " if room.checkpoint_bytes else ""
@@ -236,8 +234,7 @@ class RunFolder:
         if not self._train.elastic:
             raise ValueError(
                 f"{before} ranks trained until step {state['step']}, and {size} would go on; start {before} "
-                f"(torchrun --nproc-per-node {before} on one node), or set train.elastic=true: the same groups are "
-                "trained then, with the same loss but for rounding"
+                f"(torchrun --nproc-per-node {before} on one node), or set train.elastic=true"
             )
         self.notes.append(f"Trained by {before} ranks until step {state['step']}, and by {size} from there on")
 
@@ -324,11 +321,7 @@ class RunFolder:
         return self._saved[1]
 
     def settle(self) -> None:
-        """Returns when no checkpoint is being written.
-
-        Raises:
-            OSError: the last one could not be written.
-        """
+        """Returns when no checkpoint is being written; one that could not be is an OSError."""
         self._writer.wait()
 
     def remove_checkpoints(self) -> None:

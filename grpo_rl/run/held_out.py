@@ -49,7 +49,6 @@ class HeldOut:
         rows: held-out rows; an empty list turns evaluation off.
         sampling: of training, whose lengths and ends of responses are kept.
         wanted: the settings of ``evaluate``; the rows and tasks that it names are given as ``rows`` and ``tasks``.
-        tasks: the other tasks, with their rows.
         seed: of sampled responses, the same in every evaluation.
         before: rewards of the evaluation before training, if the resumed run has it.
         last: step and rewards of the newest evaluation, if the resumed run has it.

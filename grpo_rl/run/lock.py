@@ -63,16 +63,10 @@ class FolderLock:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-                self.warning = (
-                    f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process "
-                    "writes there"
-                )
+                self.warning = f"{folder} has no locks ({error.strerror}): no other process may write there"
             if before and before.get("host") != socket.gethostname():
-                # Some mounts of NFS keep locks to the host.
-                self.warning = (
-                    f"{folder} was last written by {_described(before)}, and was not left in order; where its file "
-                    "system does not lock between hosts, make sure that this process has ended"
-                )
+                last = f"{folder} was last written by {_described(before)}, and not left in order"
+                self.warning = f"{last}; make sure that it has ended: some file systems do not lock between hosts"
             since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
             self._write({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
         except BaseException:
@@ -100,11 +94,7 @@ class FolderLock:
 
 
 def in_use(folder: Path) -> FolderInUseError | None:
-    """The error that names the process using the folder, found without taking the lock; None: not in use.
-
-    Raises:
-        OSError: its lock can't be read.
-    """
+    """The error that names the process using the folder, found without taking the lock; None: not in use."""
     held, holder = holder_of(folder)
     # Other programs use this file name, too.
     return _refusal(folder, holder) if held and holder else None

@@ -31,7 +31,6 @@ class RunLogs:
     """The terminal view, ``metrics.jsonl``, responses, tokens and loggers of a run; used as a context manager.
 
     Args:
-        config: the whole config.
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose advisories are not repeated.
         tokenizer: reads the tokens of recorded groups; None: none are recorded.

@@ -29,7 +29,6 @@ def origin(config: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     """The entries of ``summary.json`` on how to make the run again: command, git commit or version, hash of the config.
 
     Args:
-        config: the whole config.
         before: the earlier entries, where the run resumes. The command is that of the resume, whose settings hold
             from there on; that of the start comes as ``command_of_start`` where it is another.
     """
@@ -45,7 +44,6 @@ def command(words: Sequence[str], processes: int = 1) -> str:
     """The command line that a shell takes, without loggers and ``resume``, and with secrets masked.
 
     Args:
-        words: the command line as it was typed.
         processes: how many torchrun started, on all nodes together.
 
     >>> command(["python", "sota/grpo.py", "env.dataset=gsm8k", "env.system_prompt=Think first.", "logger.name=me"])

@@ -43,8 +43,7 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         api = HfApi()
         if options.private and _is_public(api, options.repo):
             raise ValueError(
-                f"{options.repo} is there already, and public; make it private in its settings on the hub, name "
-                "another one, or leave out --private"
+                f"{options.repo} is there already, and public; make it private on the hub, or leave out --private"
             )
         api.create_repo(options.repo, private=options.private, exist_ok=True)
         done = api.upload_folder(
@@ -56,9 +55,7 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:
         raise ValueError(f"the hub refuses ({error}); log in with `hf auth login`, or set HF_TOKEN") from error
     except httpx2.HTTPError as error:
-        raise ValueError(
-            f"the hub can't be reached ({error or type(error).__name__}); repeat the command when it can"
-        ) from error
+        raise ValueError(f"the hub can't be reached ({error or type(error).__name__}); try again later") from error
     print(f"{total:10.2f} MB in all: {done}")
     return 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from grpo_rl.run.lock import LOCK, holder_of, json_object
 from grpo_rl.run.model_files import MODEL
@@ -57,7 +58,7 @@ def status_of(folder: Path) -> tuple[str, bool]:
     process, hint = f"process {holder.get('pid')} on {holder.get('host')}", _last_waits(folder)
     if holder.get("host") != socket.gethostname():
         return f"Perhaps alive, as {process}: {_step(step)}. Ask there: grpo-rl status {folder}.{hint}", True
-    if not held and _exists(holder.get("pid")):
+    if not held and holder.get("pid") in psutil.pids():
         return f"Perhaps alive: {process} is there, without the folder's lock; {_step(step)}.{hint}", True
     if not held:
         return f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{hint}", False
@@ -71,17 +72,6 @@ def _last_waits(folder: Path) -> str:
     if not path.is_file():
         return ""
     return f"\n\n{path.read_text(errors='replace').partition(STACKS)[0]}\n\nStacks are in {path}"
-
-
-def _exists(pid: object) -> bool:
-    """True if a process of this number is there; it may be another one than was meant."""
-    try:
-        os.kill(int(str(pid)), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _finished(folder: Path) -> bool:

@@ -31,7 +31,6 @@ def _serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     of_agent = ["env=agent", "env.scorer=gsm8k", "env.command=grpo-rl", f"model.name={name}"]
     of_agent += [f"env.tool_parser={options.tool_parser}"] if options.tool_parser else []
     settings = Settings.read(compose_config(DEFAULT_CONFIG, [*of_agent, *overrides]))
-    # Imported late: torch takes seconds, and neither help nor a usage error should wait for it.
     from grpo_rl.serving.serving import serve_model
 
     return serve_model(settings, options.port)

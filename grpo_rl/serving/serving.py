@@ -36,7 +36,6 @@ class OpenSessions:
         self._forgotten: Counter[str] = Counter()
 
     def __call__(self, key: str) -> Session:
-        """The session of the key."""
         if key not in self._sessions:
             if len(self._sessions) == MOST_SESSIONS:
                 oldest = self._sessions.pop(next(iter(self._sessions)))

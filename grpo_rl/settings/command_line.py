@@ -11,8 +11,6 @@ from hydra._internal.utils import get_args_parser
 
 MODES = {"--async": "grpo_async", "--sft": "sft"}
 """The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
-GRPO_RL = ("grpo-rl", "cli.py")
-"""The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 typed: list[str] = []
 """The command line of this process's run as typed; of a job of a sweep, its own; empty outside of one."""
 
@@ -20,7 +18,7 @@ typed: list[str] = []
 def program(mode: str) -> list[str]:
     """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
     name = Path(sys.argv[0]).name
-    if name in GRPO_RL:
+    if name in ("grpo-rl", "cli.py"):  # installed, and as `python -m grpo_rl.cli`
         return ["grpo-rl", "train", *([] if mode == "sync" else [f"--{mode}"])]
     return ["python", sys.argv[0]] if name.endswith(".py") else [name]
 

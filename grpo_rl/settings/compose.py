@@ -51,12 +51,6 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     return name if name in TASKS or is_name(name) else None
 
 
-def folders(arguments: Sequence[str]) -> list[Path]:
-    """The folders in which a command line's configs are looked for: the project's, and that of ``--config-dir``."""
-    own = hydra_options(arguments).config_dir
-    return [FOLDER, *([Path(own)] if own else [])]
-
-
 def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
 
@@ -130,12 +124,7 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
-    """A run's settings with another loss.
-
-    Raises:
-        ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
-            go together.
-    """
+    """A run's settings with another loss, checked with it; for errors see also :func:`loss_config`."""
     chosen, changed = loss_config(overrides), compose_config(DEFAULT_CONFIG, [])
     # The loss alone, in a config in which all else is in order: the run's own may need what this machine lacks.
     for key in ("loss", *OF_A_LOSS):
@@ -147,11 +136,7 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
 
 
 def loss_config(overrides: Sequence[str]) -> DictConfig:
-    """The default config with these overrides of the loss.
-
-    Raises:
-        ValueError: an override that has no part in a loss or can't be read, an unknown preset or a wrong value.
-    """
+    """The default config with these overrides of the loss; others, and wrong values, are refused."""
     for key in (_key(word) for word in overrides):
         if key.partition(".")[0] != "loss" and key not in OF_A_LOSS:
             raise ValueError(f"{key} has no part in the loss; give loss=NAME, loss.KEY=VALUE, {', '.join(OF_A_LOSS)}")

@@ -24,8 +24,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged, divided, program, typed
-from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained, folders
+from grpo_rl.settings.command_line import arranged, divided, hydra_options, program, typed
+from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.script_settings import fixed_folder, mask_sweep, script_settings
@@ -126,7 +126,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             typed[:] = [*program(mode), *sys.argv[1:]]
             replace_unwritable()
             sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
-            where = folders(arguments)
+            own = hydra_options(arguments).config_dir
+            where = [FOLDER, *([Path(own)] if own else [])]
             if (about := topic(arguments)) is not None:
                 summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
                 try:

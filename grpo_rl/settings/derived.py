@@ -117,24 +117,16 @@ def max_staleness(settings: Sections) -> int:
 
 def responses_at_once(settings: Sections, engines: int = 1) -> int:
     """Responses that one of so many engines is sent at a time: those of training, or the rows of an evaluation."""
-    prompts = settings.env.num_envs * (1 + max_staleness(settings))
+    prompts, evaluate = settings.env.num_envs * (1 + max_staleness(settings)), settings.evaluate
     sampled = math.ceil(prompts / engines) * settings.env.repeats
-    return max(sampled, math.ceil(_evaluated_at_once(settings) / engines))
-
-
-def _evaluated_at_once(settings: Sections) -> int:
-    evaluate = settings.evaluate
     others = [int(task["rows"]) * max(int(task.get("samples", 0)), 1) for task in evaluate.tasks]
     tasks = len(settings.env.task.get("mixture", ())) or 1
-    return max(tasks * evaluate.rows * max(evaluate.samples, 1), *others, 0)
+    evaluated = max(tasks * evaluate.rows * max(evaluate.samples, 1), *others, 0)
+    return max(sampled, math.ceil(evaluated / engines))
 
 
 def adapters(settings: Sections) -> LoRA:
-    """The adapters of ``train_model.lora``; rank 0 means none.
-
-    Raises:
-        ValueError: a setting is out of range, or peft is not installed.
-    """
+    """The adapters of ``train_model.lora``, which need peft; rank 0 means none."""
     check_adapters(settings.train_model.lora)
     return settings.train_model.lora.model_copy(update={"seed": settings.train.seed})
 

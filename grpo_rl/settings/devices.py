@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def allocate(
     Where ``train_model.devices`` and ``inference_model.devices`` name the same single GPU, both share it. In async mode
     ``inference_model.gpu_memory_utilization`` then divides its memory, see :attr:`Devices.engine_share`.
 
-    With no GPU every role shares the CPU, which is logged once. In async mode each engine, and each process that
+    With no GPU every role shares the CPU, which is logged. In async mode each engine, and each process that
     trains, is then a device with cores of its own; an engine is one such device.
 
     Args:
@@ -127,10 +126,8 @@ def allocate(
     shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
     engine_share = cfg.inference_model.gpu_memory_utilization if shares else 0.0
     if engine_share > MOST_SHARED:
-        raise ValueError(
-            f"inference_model.gpu_memory_utilization={engine_share} on {plan['train'][0]}, which trains at the same "
-            f"time; use at most {MOST_SHARED}, or mode=sync"
-        )
+        share = f"inference_model.gpu_memory_utilization={engine_share} on {plan['train'][0]}"
+        raise ValueError(f"{share}, which trains at the same time; use at most {MOST_SHARED}, or mode=sync")
     devices = plan["train"], plan.get("ref", ()), plan["inference"]
     return Devices(*devices, tensor_parallel_size, engine_share, plan.get("reward", ()))
 
@@ -146,10 +143,8 @@ def asked_devices(cfg: Sections, name: str) -> int | None:
     if indices is None:
         return count
     if not indices or len(set(indices)) < len(indices) or count not in (None, len(indices)):
-        raise ValueError(
-            f"{name}_model.devices={list(indices)} with {name}_model.num_devices={count}; give a list of different "
-            "GPUs and leave the number null, or the number alone"
-        )
+        both = f"{name}_model.devices={list(indices)} with {name}_model.num_devices={count}"
+        raise ValueError(f"{both}; give a list of different GPUs, or the number alone")
     return len(indices)
 
 
@@ -173,10 +168,8 @@ def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
         indices = getattr(cfg, f"{name}_model").devices
         role = _Role(name, asked_devices(cfg, name), None if indices is None else tuple(indices))
         if counts_only and role.indices:
-            raise ValueError(
-                f"{role}, but with ray.address Ray chooses among the GPUs of all nodes; set "
-                f"{name}_model.num_devices={role.count} and leave the list null"
-            )
+            instead = f"{name}_model.num_devices={role.count}"
+            raise ValueError(f"{role}, but with ray.address Ray chooses among all nodes' GPUs; set {instead} instead")
         if name != "ref" or cfg.policy.kl_coef > 0:
             roles.append(role)
         elif role.count is not None:
@@ -196,18 +189,13 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
         if role.indices or (mode == "sync" and (role.count or 1) > 1):
             raise ValueError(f"{role}, but no GPU is visible; leave it null to use the CPU")
     if mode == "sync":
-        _say_everything_shares_the_cpu()
+        log.warning("no GPU is visible: training and sampling share the CPU")
         return {role.name: (torch.device("cpu"),) for role in roles}
     counts = {role.name: role.count or 1 for role in roles if role.name not in ("ref", "reward")}
     counts["train"] = max(counts["train"], world)
     if cores is not None and sum(counts.values()) > cores:
         raise ValueError(f"{_sum(counts)} processes, {cores} CPU cores there; ask for fewer, or use mode=sync")
     return {role.name: (torch.device("cpu"),) * counts.get(role.name, 1) for role in roles}
-
-
-@functools.cache
-def _say_everything_shares_the_cpu() -> None:
-    log.warning("no GPU is visible: training and sampling share the CPU")
 
 
 def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[str, tuple[torch.device, ...]]:

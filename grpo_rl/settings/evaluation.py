@@ -96,11 +96,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
 
 
 def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings:
-    """A task's settings as training would have them, with the evaluation's sampling, context, engine and data.
-
-    Raises:
-        ValueError: settings are wrong, or contradict each other.
-    """
+    """A task's settings as training would have them, with the evaluation's sampling, context, engine and data."""
     path = own.path.get(short_name(name))
     values = {
         "env.eval_path": path,

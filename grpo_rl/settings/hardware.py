@@ -38,8 +38,7 @@ def lacks_bfloat16() -> bool:
 def default_dtype(ray_address: str | None = None) -> str:
     """Name of the dtype for training: bfloat16, or float32 on a CPU without fast bfloat16 kernels.
 
-    Args:
-        ray_address: of a cluster, which gets bfloat16, as its CPUs can't be seen from here; None: this machine.
+    A cluster at ``ray_address`` gets bfloat16, as its CPUs can't be seen from here.
     """
     return "float32" if ray_address is None and has_no_gpu() and lacks_bfloat16() else "bfloat16"
 

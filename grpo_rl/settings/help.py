@@ -19,23 +19,11 @@ from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.schema import UNSET
 from grpo_rl.settings.sections import Sections, declarations
 
-FLAGS = ("--help", "-h")
 FIRST = (
-    "model.name",
-    "env.dataset",
-    "env.path",
-    "env.eval_path",
-    "env.num_envs",
-    "env.repeats",
-    "sampling.max_new_tokens",
-    "train.total_dialog_turns",
-    "train.epochs",
-    "train.optim_batch_size",
-    "optimizer.lr",
-    "policy.kl_coef",
-    "evaluate.rows",
-    "resume",
-)
+    "model.name", "env.dataset", "env.path", "env.eval_path", "env.num_envs", "env.repeats", "sampling.max_new_tokens",
+    "train.total_dialog_turns", "train.epochs", "train.optim_batch_size", "optimizer.lr", "policy.kl_coef",
+    "evaluate.rows", "resume",
+)  # fmt: skip
 """The settings that people change first; of SFT, those of them that it reads."""
 EXAMPLES = {
     "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
@@ -65,8 +53,6 @@ SECTIONS = {
     "'env.reward={my_rewards\\:short: 1, my_rewards\\:polite: 0.5}'. env.rewards adds parts to any task.",
 }
 """Explanations of sections that lie in others."""
-LONGEST_DEFAULT = 40
-"""Characters of a default that is shown; a longer one is left to the config file."""
 
 
 def topic(arguments: Sequence[str]) -> str | None:
@@ -76,31 +62,21 @@ def topic(arguments: Sequence[str]) -> str | None:
     ('optimizer', '', None)
     """
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        if word in FLAGS:
+        if word in ("--help", "-h"):
             return "" if "=" in following or following.startswith(("-", "+", "~")) else following
     return None
 
 
 def help_text(
-    about: str,
-    summary: str,
-    config_name: str,
-    folders: Sequence[Path],
-    dataset: str | None = None,
-    mode: str = "sync",
+    about: str, summary: str, config_name: str, folders: Sequence[Path], dataset: str | None = None, mode: str = "sync"
 ) -> str:
-    """The help on a section or key, or on the script itself.
+    """The help on a section or key, or on the script itself; an unknown one is a ValueError with the nearest.
 
     Args:
         about: what :func:`topic` gives.
-        summary: the script's docstring, whose first paragraph is shown.
-        config_name: its default config.
+        summary: the first paragraph of the script's docstring.
         folders: the folders with configs: the project's, and the user's.
         dataset: the task whose settings are shown next to those of all tasks.
-        mode: the script's.
-
-    Raises:
-        ValueError: there is no such section or key; with the nearest.
     """
     lines = _settings(about, dataset) if about else _overview(summary, config_name, folders, mode)
     return "\n".join(lines)
@@ -142,7 +118,7 @@ def _described(keys: Iterable[str], known: Mapping[str, Setting], values: Any = 
     for key in keys:
         setting, value = known[key], select(values or {}, key, known[key].default)
         text = value if isinstance(value, str) else json.dumps(plain(value), default=str)
-        shown = value not in (REQUIRED, UNSET) and len(text) <= LONGEST_DEFAULT
+        shown = value not in (REQUIRED, UNSET) and len(text) <= 40  # a longer one is left to the config file
         limits = f" ({setting.bounds})" if setting.bounds else ""
         found[f"{key}={text}" if shown else key] = setting.comment + limits
     return found

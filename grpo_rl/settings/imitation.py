@@ -14,8 +14,6 @@ OF_GRPO = (
     "logger.completions", "logger.token_groups", "ray",
 )  # fmt: skip
 """Settings and sections of sampling and rewards, which SFT has none of."""
-LENGTHS = ("inference_model.max_model_len", "sampling.max_new_tokens")
-"""The settings of sampling that SFT reads all the same: the lengths that GRPO can go on with."""
 
 
 def is_read(key: str) -> bool:
@@ -24,21 +22,15 @@ def is_read(key: str) -> bool:
     >>> is_read("optimizer.lr"), is_read("sampling.temperature"), is_read("sampling.max_new_tokens")
     (True, False, True)
     """
-    return key in LENGTHS or not any(key == name or key.startswith(f"{name}.") for name in OF_GRPO)
+    lengths = ("inference_model.max_model_len", "sampling.max_new_tokens")  # which GRPO can go on with
+    return key in lengths or not any(key == name or key.startswith(f"{name}.") for name in OF_GRPO)
 
 
 def check_sft(settings: Sections) -> None:
-    """Refuses settings that mode=sft does not read, and more micro-batches than a step has rows.
-
-    Raises:
-        ValueError: one has another value than its default, or there are too few rows.
-    """
+    """Refuses settings that mode=sft does not read, and more micro-batches than a step has rows."""
     batch, count = settings.train.optim_batch_size, settings.train.gradient_accumulation_steps
     if count is not None and count > batch:
-        raise ValueError(
-            f"train.gradient_accumulation_steps={count} micro-batches cannot be made of the {batch} rows of an "
-            f"optimizer step (train.optim_batch_size); use at most {batch}"
-        )
+        raise ValueError(f"train.gradient_accumulation_steps={count}: a step has {batch} rows; use at most {batch}")
     for key, setting in declarations(settings.env.dataset, type(settings.loss)).items():
         if not is_read(key) and (value := select(settings, key)) != setting.default:
             raise ValueError(

@@ -20,9 +20,6 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
 
     On a cluster the trainers are elsewhere, and nothing is checked but Ray. What is found here is found again when the
     run is built, with more knowledge; here an error takes a second, and there the time of all imports.
-
-    Raises:
-        ValueError: something is not here; names it and the remedy.
     """
     if mode == "async":
         need("ray", "--async (mode=async)", "ray")
@@ -39,11 +36,7 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
 
 
 def check_engine(settings: Settings) -> None:
-    """Refuses an engine that is not installed; SFT has none.
-
-    Raises:
-        ValueError: it is not; names the extra.
-    """
+    """Refuses an engine that is not installed; SFT has none."""
     samples = settings.mode != "sft" and settings.inference_model.engine == "vllm"
     if samples and importlib.util.find_spec("vllm") is None:
         raise ValueError(

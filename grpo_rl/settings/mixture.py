@@ -58,9 +58,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
         own = {"task": str(key)} | {key: value for key, value in given.items() if value is not None}
         entry = read_section(Entry, own | {"env": env}, where)
         if name in found or "/" in name or name in TAKEN:
-            raise ValueError(
-                f"{where}: metrics have this name already; name it otherwise: {{other: {{task: {key}, ...}}}}"
-            )
+            raise ValueError(f"{where}: metrics have this name already; use another: {{other: {{task: {key}, ...}}}}")
         check_names([entry.task], where, [task for task in TASKS if task not in ALONE])
         if is_name(entry.task) and is_env(own_class(entry.task)):
             raise ValueError(f"{where}: an environment is no task of a mixture; set env.dataset={entry.task}")
@@ -76,11 +74,7 @@ def entries(settings: Sections) -> dict[str, Entry]:
 
 
 def check_mixture(settings: Sections) -> None:
-    """Refuses a senseless curriculum or mixture, and settings that each of its tasks has its own of.
-
-    Raises:
-        ValueError: see :func:`entries` and `grpo_rl.envs.curriculum.read_bounds`.
-    """
+    """Refuses a senseless curriculum or mixture, and settings that each of its tasks has its own of."""
     read_bounds(settings.env.curriculum)
     if not (found := entries(settings)):
         return
@@ -108,11 +102,7 @@ class EvalTask(Section):
 
 
 def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
-    """The entries; their own settings are not checked.
-
-    Raises:
-        ValueError: an entry names no such task, has an unknown key or a wrong value; or two have one name.
-    """
+    """The entries, each of a known task and another name; their own settings are not checked."""
     found = [read_section(EvalTask, task, f"evaluate.tasks[{i}]") for i, task in enumerate(tasks)]
     check_names([task.task for task in found], "evaluate.tasks")
     for i, task in enumerate(found):
@@ -124,11 +114,7 @@ def read_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[EvalTask]:
 
 
 def check_agent(settings: Sections) -> None:
-    """Refuses settings of ``env.dataset=agent`` that contradict each other.
-
-    Raises:
-        ValueError: there is no agent, or two; no rows; a scorer that is no task, or one of episodes; a curriculum.
-    """
+    """Refuses settings of ``env.dataset=agent`` that contradict each other, and those that agents' sessions lack."""
     if settings.env.dataset != "agent":
         return
     own = settings.env.task

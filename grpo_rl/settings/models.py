@@ -97,16 +97,9 @@ class InferenceModel(Section):
     enforce_eager: bool | None = setting(
         None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
-    sleep: bool = setting(
-        False,
-        "on GPUs that also train: the engine frees their memory during training",
-        mode="sync",
-    )
+    sleep: bool = setting(False, "on GPUs that also train: the engine frees their memory during training", mode="sync")
     max_restarts: int = setting(
-        3,
-        "how often an engine that dies is replaced, its groups sampled again; 0: the run stops",
-        ge=0,
-        mode="async",
+        3, "how often an engine that dies is replaced, its groups sampled again; 0: the run stops", ge=0, mode="async"
     )
     deadline_s: float = setting(
         120, "longest time in seconds of an engine's step, and of a weight update", ge=1, mode="async"
@@ -127,23 +120,14 @@ class SamplingSection(Section):
     """The sampling of responses in training."""
 
     temperature: float = setting(
-        1.0,
-        "temperature of the sampled distribution, whose log-probs are trained on",
-        gt=0,
-        le=2,
+        1.0, "temperature of the sampled distribution, whose log-probs are trained on", gt=0, le=2
     )
     top_p: float = setting(
-        1.0,
-        "only the likeliest tokens that have this much of the probability together are sampled; 1: all",
-        gt=0,
-        le=1,
+        1.0, "only the likeliest tokens that have this much of the probability together are sampled; 1: all", gt=0, le=1
     )
     top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", ge=0)
     min_p: float = setting(
-        0.0,
-        "only tokens of at least this share of the likeliest one's probability are sampled; 0: all",
-        ge=0,
-        lt=1,
+        0.0, "only tokens of at least this share of the likeliest one's probability are sampled; 0: all", ge=0, lt=1
     )
     stop: tuple[str, ...] = setting(
         (), "strings that end a response; the tokens that complete one stay in it, as they were sampled"

@@ -24,11 +24,7 @@ NO_DEVICES = "leave ref_model.num_devices and ref_model.devices at null"
 
 
 def check_relations(settings: Sections) -> None:
-    """Refuses settings that contradict each other; `grpo_rl.settings.divisibility` checks divisibility.
-
-    Raises:
-        ValueError: settings contradict each other; with the numbers and the remedy.
-    """
+    """Refuses settings that contradict each other; `grpo_rl.settings.divisibility` checks divisibility."""
     read_parts(settings.env.rewards)
     _check_data(settings)
     logger_names(settings.logger.backend)
@@ -38,15 +34,14 @@ def check_relations(settings: Sections) -> None:
     _check_parallel(settings)
     _check_loss(settings)
     _check_reference(settings)
-    _check_replay(settings)
+    if settings.policy.router_replay and settings.inference_model.engine != "vllm":
+        raise ValueError("policy.router_replay=true needs inference_model.engine=vllm, which records experts")
 
 
 def _check_data(settings: Sections) -> None:
     context, response = settings.inference_model.max_model_len, settings.sampling.max_new_tokens
     if context <= response:
-        raise ValueError(
-            f"inference_model.max_model_len={context} leaves no room next to sampling.max_new_tokens={response}"
-        )
+        raise ValueError(f"inference_model.max_model_len={context} leaves no room: sampling.max_new_tokens={response}")
     for ours, theirs in settings.env.columns.items():
         if not isinstance(theirs, str):
             raise ValueError(f"env.columns.{ours} is {theirs!r}; it must be the data's name of that column")
@@ -66,9 +61,7 @@ def _check_sampling(settings: Sections) -> None:
     sampling = settings.sampling
     Sampling(**sampling)
     if sampling.ignore_eos and settings.loss.mask_truncated and not sampling.stop:
-        raise ValueError(
-            "with sampling.ignore_eos=true every response meets the length limit; set loss.mask_truncated=false"
-        )
+        raise ValueError("sampling.ignore_eos: every response meets the length limit; set loss.mask_truncated=false")
 
 
 def _check_mode(settings: Sections) -> None:
@@ -81,9 +74,7 @@ def _check_mode(settings: Sections) -> None:
     if own == "sync":
         return
     if settings.ray.address is None and (settings.ray.nodes or 1) > 1:
-        raise ValueError(
-            f"ray.nodes={settings.ray.nodes} needs a cluster; set ray.address (auto where this is part of it)"
-        )
+        raise ValueError(f"ray.nodes={settings.ray.nodes} needs a cluster; set ray.address=auto, or host:port")
     if (engine := settings.inference_model.engine) != "vllm":
         raise ValueError(f"mode=async samples with inference_model.engine=vllm, not {engine}; use mode=sync")
 
@@ -116,9 +107,7 @@ def _check_parallel(settings: Sections) -> None:
     if train.quantization and train.parallel == "fsdp":
         raise ValueError(f"train_model.quantization={train.quantization} is not sharded; use train_model.parallel=ddp")
     if train.lora.export == "adapter" and train.parallel == "fsdp":
-        raise ValueError(
-            "with train_model.parallel=fsdp adapters are written merged: set train_model.lora.export=merged"
-        )
+        raise ValueError("train_model.parallel=fsdp writes adapters merged; set train_model.lora.export=merged")
 
 
 def _check_loss(settings: Sections) -> None:
@@ -130,9 +119,7 @@ def _check_loss(settings: Sections) -> None:
             "loss.ratio=sequence_token"
         )
     if loss["normalizer"] is not None and "normalizer" not in AGGREGATE.chosen(loss).keywords:
-        raise ValueError(
-            f"loss.normalizer={loss['normalizer']}, and loss.aggregate={loss.aggregate} reads none: use null"
-        )
+        raise ValueError(f"loss.normalizer={loss['normalizer']}: loss.aggregate={loss.aggregate} reads none, use null")
     check_loss(loss, kl_in_loss(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
@@ -161,8 +148,3 @@ def _check_reference(settings: Sections) -> None:
         raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
     if other and settings.train_model.lora.rank:
         raise ValueError("with train_model.lora the reference is the policy; leave ref_model.name and refresh out")
-
-
-def _check_replay(settings: Sections) -> None:
-    if settings.policy.router_replay and settings.inference_model.engine != "vllm":
-        raise ValueError("policy.router_replay=true needs inference_model.engine=vllm, which records experts")

@@ -11,16 +11,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.by_name import is_name
 from grpo_rl.losses.factors import Loss, loss_section
-from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, select, unknown, wrong_values
+from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, select, wrong_values
 from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
-from grpo_rl.settings.tasks import TASKS, task_section
+from grpo_rl.settings.tasks import TASKS, check_names, task_section
 from grpo_rl.storage.masking import masked
 from grpo_rl.storage.yaml_text import flat
 
@@ -61,19 +60,14 @@ class Settings(Sections):
             ValueError: a key, a type or a value is wrong, as of a run of another version.
         """
         dataset = select(values, "env.dataset")
-        if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
-            raise ValueError(
-                f"env.dataset: {unknown('task', str(dataset or 'null'), [*TASKS, 'package.module:Class'])}"
-            )
+        check_names([str(dataset or "null")], "env.dataset", TASKS)
         loss = loss_section(values.get("loss"))
         values = _with_own_defaults(values, dataset, loss)
         known = declarations(dataset, loss)
         check_keys(flat(values), dataset, loss)
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
-            raise ValueError(
-                f"the config lacks {', '.join(missing)}; build it on another: `defaults: [grpo_gsm8k, _self_]`, a loss "
-                "on `[grpo, _self_]`"
-            )
+            base = "`defaults: [grpo_gsm8k, _self_]`, a loss on `[grpo, _self_]`"
+            raise ValueError(f"the config lacks {', '.join(missing)}; build it on another: {base}")
         if values.get("mode") == "sft" and select(values, "env.reward") == UNSET:
             values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
         if unset := sorted(key for key in known if select(values, key) == UNSET):
@@ -126,9 +120,7 @@ def _with_own_defaults(values: Mapping[str, Any], dataset: str, loss: type[Loss]
     if dataset not in TASKS:
         own["env"] = declared(task_section(dataset))
     for section, settings in own.items():
-        defaults = {
-            name: UNSET if setting.default is REQUIRED else setting.default for name, setting in settings.items()
-        }
+        defaults = {name: UNSET if each.default is REQUIRED else each.default for name, each in settings.items()}
         values = {**values, section: defaults | {**values.get(section, {})}}
     return values
 
@@ -144,9 +136,6 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
 
 def check_keys(names: Iterable[str], dataset: str | None = None, loss: type[Loss] | None = None) -> None:
     """Refuses keys that nothing reads; without a dataset those of any task will do, see also :func:`declarations`.
-
-    Raises:
-        ValueError: names each unknown key and the nearest known one.
 
     >>> check_keys(["optimizer.lrr"])
     Traceback (most recent call last):

@@ -32,11 +32,7 @@ def fixed_folder() -> str | None:
 
 
 def script_settings(cfg: DictConfig, mode: str) -> Settings:
-    """The settings of a script that runs this mode.
-
-    Raises:
-        ValueError: a setting is wrong, or this machine lacks what it asks for; with the remedy.
-    """
+    """The settings of a script that runs this mode, checked for it and for this machine."""
     if cfg.mode is None:
         cfg.mode = mode
     if cfg.mode != mode:

@@ -18,8 +18,7 @@ class Env(Section):
     """The task, and how its prompts are sampled and its responses scored."""
 
     dataset: str = setting(
-        REQUIRED,
-        "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)",
+        REQUIRED, "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)"
     )
     path: str | None = setting(
         None,
@@ -39,8 +38,7 @@ class Env(Section):
     num_envs: int = setting(4, "prompts per collection", ge=1)
     repeats: int = setting(8, "group size G: responses per prompt", ge=2)
     long_prompt: Literal["error", "skip"] = setting(
-        "error",
-        "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it",
+        "error", "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it"
     )
     max_turns: int = setting(
         4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
@@ -73,8 +71,7 @@ class Env(Section):
         (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
     )
     transforms: tuple[str, ...] = setting(
-        (),
-        "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)",
+        (), "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)"
     )
     task: Mapping[str, Any] = Field(default_factory=dict)
     """The task's own settings, as plain values; as a mapping a section has them next to its own."""

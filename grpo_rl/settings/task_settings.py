@@ -37,9 +37,6 @@ def settings_for_task(
         values: replace those of the default config, by dotted name.
         env: the task's own settings, merged into its defaults.
         overrides: as on a command line.
-
-    Raises:
-        ValueError: settings are wrong, or contradict each other.
     """
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(dataset, dataset)}", *overrides])
     for key, value in values.items():
@@ -52,11 +49,7 @@ def settings_for_task(
 
 
 def settings_of_mixture(settings: Settings) -> dict[str, Settings]:
-    """The settings of each task of ``env.mixture``: its own, and the mixture's where it gives none.
-
-    Raises:
-        ValueError: settings of a task are wrong; names it.
-    """
+    """The settings of each task of ``env.mixture``: its own, and the mixture's where it gives none."""
     found = {}
     for name, entry in entries(settings).items():
         own = {key: value for key, value in entry.env.items() if key not in SHARED}
@@ -68,11 +61,7 @@ def settings_of_mixture(settings: Settings) -> dict[str, Settings]:
 
 
 def settings_of_eval_tasks(settings: Settings) -> list[Settings]:
-    """The settings of each task of ``evaluate.tasks``: its own, with the run's sampling, context and engine.
-
-    Raises:
-        ValueError: settings of a task are wrong; names it.
-    """
+    """The settings of each task of ``evaluate.tasks``: its own, with the run's sampling, context and engine."""
     found = []
     for i, task in enumerate(read_tasks(settings.evaluate.tasks)):
         values = _of_run(settings) | {"env.eval_path": task.path}

@@ -55,9 +55,8 @@ def task_section(dataset: str) -> type[Section]:
     parameters = inspect.signature(spec.task).parameters.values()
     names = [each.name for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
     fields = dict(_fields(spec.task, names)) | dict(_fields(spec.load_rows, [*spec.row_settings]))
-    of_reward = {name: field for name, field in fields.items() if _is_of_reward(field[0])}
+    of_reward = {name: fields.pop(name) for name in [*fields] if _is_of_reward(fields[name][0])}
     if of_reward:
-        fields = {name: field for name, field in fields.items() if name not in of_reward}
         fields["reward"] = (_made("Reward", of_reward), ...)
     return _made(dataset, fields)
 
@@ -75,11 +74,8 @@ def _fields(function: Callable[..., Any], names: Collection[str]) -> Iterator[tu
             yield name, (_made(name, dict(_fields(made, inner))), ...)
         else:
             plainer = _kind(kind, default)  # of a config, which has lists alone, and no paths or functions
-            kind = kind if plainer is Any else plainer
-            yield (
-                name,
-                (operator.getitem(Annotated, (kind, *about)), ... if default is Parameter.empty else plain(default)),
-            )
+            kind = operator.getitem(Annotated, (kind if plainer is Any else plainer, *about))
+            yield name, (kind, ... if default is Parameter.empty else plain(default))
 
 
 def _is_of_reward(hint: Any) -> bool:
@@ -132,11 +128,7 @@ def _kind(hint: Any, default: Any) -> Any:
 
 
 def check_names(names: Sequence[str], where: str, known: Collection[str] = SINGLE) -> None:
-    """Refuses names of no task, and two of one short name, which metrics would mix up.
-
-    Raises:
-        ValueError: names the setting, and the nearest task.
-    """
+    """Refuses names of no task, and two of one short name, which metrics would mix up."""
     for name in names:
         if name not in known and not is_name(name):
             raise ValueError(f"{where}: {unknown('task', name, [*known, 'package.module:Class'])}")

@@ -35,43 +35,16 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
 PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
-    "resume",
-    "logger",
-    "mismatch",
-    "evaluate.frequency",
-    "evaluate.samples",
-    "evaluate.temperature",
-    "evaluate.tasks",
-    "evaluate.keep_best",
-    "evaluate.patience",
-    "evaluate.score",
-    "env.isolated",
-    "env.score_timeout_s",
-    "train.checkpoint_frequency",
-    "train.elastic",
-    "train.keep_checkpoints",
-    "train.keep_final_checkpoint",
-    "train.gradient_accumulation_steps",
-    "train.lineage",
-    "train.max_bad_steps",
-    "train.micro_batch_tokens",
-    "train_model.gradient_checkpointing",
-    "train_model.lora.export",
-    "train_model.num_devices",
-    "train_model.devices",
-    "train_model.parallel",
-    "train_model.cpu_offload",
-    "train_model.timeout_s",
-    "train_model.deadline_s",
-    "inference_model.num_devices",
-    "inference_model.devices",
-    "inference_model.tensor_parallel_size",
-    "inference_model.gpu_memory_utilization",
-    "inference_model.max_restarts",
-    "inference_model.deadline_s",
-    "inference_model.transfer",
-    "ray",
-)
+    "resume", "logger", "mismatch", "evaluate.frequency", "evaluate.samples", "evaluate.temperature", "evaluate.tasks",
+    "evaluate.keep_best", "evaluate.patience", "evaluate.score", "env.isolated", "env.score_timeout_s",
+    "train.checkpoint_frequency", "train.elastic", "train.keep_checkpoints", "train.keep_final_checkpoint",
+    "train.gradient_accumulation_steps", "train.lineage", "train.max_bad_steps", "train.micro_batch_tokens",
+    "train_model.gradient_checkpointing", "train_model.lora.export", "train_model.num_devices", "train_model.devices",
+    "train_model.parallel", "train_model.cpu_offload", "train_model.timeout_s", "train_model.deadline_s",
+    "inference_model.num_devices", "inference_model.devices", "inference_model.tensor_parallel_size",
+    "inference_model.gpu_memory_utilization", "inference_model.max_restarts", "inference_model.deadline_s",
+    "inference_model.transfer", "ray",
+)  # fmt: skip
 """Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
 
 
@@ -318,15 +291,7 @@ def length_setting(config: Mapping[str, object]) -> str:
 
 
 def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another config, except for keys that do not touch what is computed.
-
-    Args:
-        saved: the checkpoint's config.
-        current: this run's.
-
-    Raises:
-        ValueError: names each key with both values.
-    """
+    """Refuses a checkpoint whose saved config differs from this run's in a key that touches what is computed."""
     before, now = flat(saved), flat(current)
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))

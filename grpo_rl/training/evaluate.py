@@ -162,7 +162,6 @@ def evaluate(
 
     Args:
         env: prompts, replies and scores; the rows need not be its own.
-        samples: responses to each row.
         sessions: agents' sessions in the place of responses.
 
     Raises:
@@ -201,11 +200,7 @@ def judged(
     truncated: list[bool],
     samples: int,
 ) -> Evaluation:
-    """The evaluation of responses with their rewards, however they were sampled.
-
-    Raises:
-        ValueError: no response could be judged.
-    """
+    """The evaluation of responses with their rewards, however sampled; a ValueError where none could be judged."""
     rewards = [result for result in results if isinstance(result, Reward)]
     if not rewards:
         raise ValueError(f"none of the {len(results)} held-out responses could be judged; the last: {results[-1]}")
@@ -237,19 +232,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. The obvious 1 - (1 - c/n)^k is too low.
 
-    Raises:
-        ValueError: unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
-
     Of 5 responses 2 are right; of the 10 ways to pick 3 of them, 1 has no right one:
 
     >>> pass_at_k(5, 2, 3)
     0.9
     """
-    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
-        raise ValueError(
-            f"pass@{k} of {num_samples} responses with {num_correct} correct: "
-            "needs 0 <= correct <= responses and 1 <= k <= responses"
-        )
     return float(1 - Fraction(math.comb(num_samples - num_correct, k), math.comb(num_samples, k)))
 
 
@@ -271,7 +258,6 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> tuple[fl
 
     Args:
         answers: the final answer of each response, equal ones written alike.
-        correct: whether each response is right.
 
     >>> majority(["7", "7", "8", None], [True, True, False, False]), majority(["7", "8"], [True, False])
     ((1.0, False), (0.5, True))

@@ -24,7 +24,6 @@ def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, 
     A checkpoint must not outlive the steps that led to it. The run may log later steps meanwhile: they are left out.
 
     Args:
-        run: the run's folder.
         last: step of the checkpoint before; files of steps until then are on the disk since then.
         metrics_bytes: length of ``metrics.jsonl`` at the end of the step.
     """

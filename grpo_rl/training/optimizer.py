@@ -76,7 +76,6 @@ class PolicyOptimizer:
     Several processes take one step together, with a common gradient, clipping and decision to skip the step.
 
     Args:
-        model: the model whose trainable parameters are updated.
         name: ``adamw`` or ``sgd``.
         weight_decay: of matrices alone.
         total_steps: optimizer steps of the run, for schedules that decay.
@@ -86,7 +85,7 @@ class PolicyOptimizer:
         ranks: the processes that train the model together; all call each method.
 
     Raises:
-        ValueError: the name or schedule is unknown, a number is out of range, or fp16 weights have no fp32 masters.
+        ValueError: fp16 weights have no fp32 masters.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class PolicyOptimizer:
         max_bad_steps: int = 5,
         ranks: Ranks | None = None,
     ) -> None:
-        check_optimizer(name, lr, schedule, clip_grad_norm)
+        assert name in ("adamw", "sgd") and schedule in ("constant", "linear", "cosine"), (name, schedule)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = [n for n, _ in named]
         self._params = [p for _, p in named]
@@ -321,22 +320,6 @@ def _total_norm(tensors: Sequence[Tensor]) -> float:
 def _finite(x: Tensor | None) -> bool:
     """True if a tensor, or this rank's part of a sharded one, is finite; None counts as finite."""
     return x is None or bool(local(x).isfinite().all())
-
-
-def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:
-    """Checks the optimizer's settings.
-
-    Raises:
-        ValueError: names the setting and its valid values.
-    """
-    if name not in ("adamw", "sgd"):
-        raise ValueError(f"optimizer.name is {name!r}; it can be adamw or sgd")
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"optimizer.schedule is {schedule!r}; it can be constant, linear or cosine")
-    if not lr >= 0 or not clip_grad_norm > 0:
-        raise ValueError(
-            f"optimizer.lr is {lr} and clip_grad_norm {clip_grad_norm}; need lr >= 0 and clip_grad_norm > 0"
-        )
 
 
 def _embeddings(model: torch.nn.Module) -> list[Tensor]:

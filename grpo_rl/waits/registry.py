@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 
 class Waits:
-    """The waits that are open now.
-
-    Args:
-        clock: seconds, by which waits age.
-    """
+    """The waits that are open now; they age by ``clock``, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -25,7 +21,6 @@ class Waits:
 
 
 PROCESS = Waits()
-"""The waits of this process."""
 
 
 @dataclass(eq=False)

@@ -113,10 +113,9 @@ _watcher: Watcher | None = None
 
 @contextmanager
 def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) -> Iterator[Watcher]:
-    """The watcher of this process, at work while the outermost such context lasts; its deadline holds.
+    """The watcher of this process, at work while the outermost such context lasts.
 
-    Args:
-        deadline_s: seconds after which a wait without a deadline of its own is logged.
+    A wait without a deadline of its own is logged after its ``deadline_s``.
     """
     global _watcher
     if _watcher is not None:
@@ -138,11 +137,7 @@ def role_of(wait: Wait, main_role: str) -> str:
 
 
 def table(waits: Sequence[Wait], role: str) -> str:
-    """The waits, the longest first; those of one thread and name are one row.
-
-    Args:
-        role: the role of the main thread.
-    """
+    """The waits, the longest first; those of one thread and name are one row. ``role`` is that of the main thread."""
     rows: dict[tuple[str, str], list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: wait.since):
         rows.setdefault((role_of(wait, role), wait.what), []).append(wait)

@@ -24,8 +24,6 @@ from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDelivery
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
 
-__all__ = ["WeightDeliveryError", "WeightSync", "adapter_weights", "export_merged", "merged_weights", "weights_to_send"]
-
 R = TypeVar("R")
 
 
@@ -44,9 +42,6 @@ class WeightSync:
         engine: the engine that samples; or a transport to engines in other processes, which it pauses during a push.
         version: policy version of the weights that the model has now.
         ranks: the processes that train the model together; all of them push, and rank zero has the engine.
-
-    Raises:
-        ValueError: the engine takes adapters, and the model has none.
     """
 
     def __init__(
@@ -56,8 +51,7 @@ class WeightSync:
         self._names = CheckpointNames(model)
         self._transport: Transport = engine if isinstance(engine, Transport) else InProcess(engine)
         self._transport.on_new_engine = self._deliver_to_new
-        if engine.takes_adapters and not has_adapters(model):
-            raise ValueError("the engine was made for adapters, and the model has none; make it without adapter_rank")
+        assert has_adapters(model) or not engine.takes_adapters, "the engine is made for adapters; the model has none"
         self._base: dict[str, int] | None = None
         self._listeners: list[Callable[[int], None]] = []
         self._version = version
@@ -118,8 +112,11 @@ class WeightSync:
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to send; the shape of each that is taken, and its ``mark``, are put into ``seen``."""
-        dtype, buffers = self._transport.dtype, saved_buffers(self._model)
-        for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
+        dtype, buffers, weights = self._transport.dtype, saved_buffers(self._model), merged_weights(self._model)
+        if self._transport.takes_adapters:
+            # The base that the trainer computes with, which differs from the model's folder if it is quantised.
+            weights = chain(base_weights(self._model) if frozen else (), adapter_weights(self._model))
+        for name, tensor in weights:
             # Of a sharded one every rank asks for all.
             tensor = tensor if name in buffers else whole(tensor.to(dtype))
             for its_name, part in self._names.views(name, tensor):
@@ -149,25 +146,18 @@ class WeightSync:
                 shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
                 raise WeightDeliveryError(
                     f"weight version {self._version} did not arrive: {engine} holds version {held.version}, and "
-                    f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'}). "
-                    "Samples from it would be silently off-policy, so the run stops here."
+                    f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'})."
                 )
 
     def base_fingerprints(self) -> dict[str, int]:
-        """Fingerprints of the weights under the adapters, by name, which a checkpoint of adapters does not hold.
-
-        Empty for a model without adapters, all of which is in the checkpoint.
-        """
+        """Fingerprints of the weights under adapters, by name, as a checkpoint lacks them; empty without adapters."""
         if self._base is None:
             weights = base_weights(self._model) if has_adapters(self._model) else ()
             self._base = {name: fingerprint(whole(tensor)) for name, tensor in weights}
         return self._base
 
     def check_base(self, saved: Mapping[str, int]) -> None:
-        """Refuses adapters that were trained on another base.
-
-        Args:
-            saved: :meth:`base_fingerprints` of the run that saved them.
+        """Refuses adapters that were trained on another base, by the :meth:`base_fingerprints` saved with them.
 
         Raises:
             ValueError: names the tensors.
@@ -177,9 +167,8 @@ class WeightSync:
         if differ:
             raise ValueError(
                 f"the checkpoint's adapters belong to another base: {len(differ)} of {len(ours)} tensors of the model "
-                f"have changed since ({differ[0]}, …); put back the one that the run began with. If the model's files "
-                "are those and its base is quantised, bitsandbytes has quantised it otherwise: resume on the same kind "
-                "of device with the same version"
+                f"have changed since ({differ[0]}, …); put back its files. If it is quantised, resume on the same kind "
+                "of device with the same bitsandbytes"
             )
 
 
@@ -203,19 +192,6 @@ def adapter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, layer in adapted_layers(model).items():
         for part, factor in zip("AB", factors(layer), strict=True):
             yield f"{path}.lora_{part}.weight", factor
-
-
-def weights_to_send(model: torch.nn.Module, takes_adapters: bool, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the engine's names, made one at a time as they are asked for.
-
-    Args:
-        takes_adapters: the engine holds a base and adapters. Its base is the one that the trainer computes with, which
-            differs from the model's folder if it is quantised.
-        with_frozen: sends that base too, which never changes. An engine without adapters takes all weights every time.
-    """
-    if not takes_adapters:
-        return merged_weights(model)
-    return chain(base_weights(model) if with_frozen else (), adapter_weights(model))
 
 
 def export_merged(model: PreTrainedModel, folder: Path) -> None:

@@ -41,15 +41,11 @@ class RemoteTransport(Transport):
     Args:
         engines: all of one dtype, with or without adapters.
         deadline_s: seconds that each call may take.
-
-    Raises:
-        ValueError: there are none, or they differ.
     """
 
     def __init__(self, engines: Sequence[EngineControl], deadline_s: float = 60.0) -> None:
         kinds = {(engine.dtype, engine.takes_adapters, engine.proves_bytes) for engine in engines}
-        if len(kinds) != 1:
-            raise ValueError(f"weights go to one or more engines of one kind; these are {len(engines)} of {kinds}")
+        assert len(kinds) == 1, f"weights go to engines of one kind; these are {len(engines)} of {kinds}"
         ((self.dtype, self.takes_adapters, self.proves_bytes),) = kinds
         self.engines: list[EngineControl] = list(engines)
         self.deadline_s = deadline_s

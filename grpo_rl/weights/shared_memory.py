@@ -153,11 +153,7 @@ class SharedMemoryTransport(RemoteTransport):
 
 
 class Memory:
-    """Memory in two halves, which engines open by a path or a handle.
-
-    Args:
-        size: bytes of both halves.
-    """
+    """Memory of ``size`` bytes in two halves, which engines open by a path or a handle."""
 
     path = ""
     handle: list[Any] | None = None

@@ -62,10 +62,8 @@ class Transport(Protocol):
     def paused(self, only_new: bool = False) -> AbstractContextManager[bool]:
         """A context in which no engine samples. An error in it leaves them paused: what they hold is not proven.
 
-        It yields whether some engine is new, and so also lacks the weights that never change.
-
-        Args:
-            only_new: weights are sent to those engines alone.
+        It yields whether some engine is new, and so also lacks the weights that never change; with ``only_new`` weights
+        are sent to those engines alone.
         """
 
 
@@ -110,12 +108,7 @@ class InProcess(Transport):
 
 
 class NullTransport:
-    """Sends nothing, and takes part in gathering the sharded weights that rank zero sends.
-
-    Args:
-        dtype: dtype of the weights that the engines of rank zero hold.
-        takes_adapters: whether those engines take adapters.
-    """
+    """Sends nothing, and takes part in gathering the sharded weights that rank zero sends to engines of this kind."""
 
     on_new_engine: Callable[[], None] | None = None
 
@@ -159,11 +152,7 @@ class PushProofs:
         self._batch_on = functools.cache(batch_on)  # one batch a device and push, which it computes together
 
     def number(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
-        """The tensor's fingerprint, or the digest of its bytes.
-
-        Args:
-            by_bytes: engines answer with digests, except for adapters.
-        """
+        """The tensor's fingerprint; ``by_bytes`` the digest of its bytes, except for an adapter's."""
         if by_bytes:
             return fingerprint(tensor) if ADAPTER_NAME.fullmatch(name) else digest(tensor)
         batch = self._batch_on(tensor.device)

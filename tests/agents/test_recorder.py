@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from grpo_rl.agents import recorder
-from grpo_rl.agents.recorder import Limits, SessionError
+from grpo_rl.agents.recorder import Limits
+from grpo_rl.agents.requests import RequestError
 from grpo_rl.engines.base import Sampling
 from tests.agents.conftest import MAX_MODEL_LEN
 
@@ -138,18 +139,18 @@ def test_limits_refuse_calls_and_shorten_responses(play, tokenizer):
     played = play(*["abcdef"] * 9, limits=Limits(calls=3, tokens=9))
     assert played.ask([user("p")], n=2)[1].finish_reason == "length"  # each of two gets half of what is left
     played.ask([user("p")])
-    with pytest.raises(SessionError, match="all of its 9 tokens") as refused:
+    with pytest.raises(RequestError, match="all of its 9 tokens") as refused:
         played.ask([user("p")])
     assert refused.value.code == "session_limit" and played.session.counts["tokens"] == 9
     few = play("a", "b", limits=Limits(calls=3))
     for wrong in ([], [user("p" * MAX_MODEL_LEN)]):  # refused calls come to an end too
-        with pytest.raises((ValueError, SessionError)):
+        with pytest.raises(ValueError):
             few.ask(wrong)
     few.ask([user("p")])
-    with pytest.raises(SessionError, match="all of its 3 calls"):
+    with pytest.raises(RequestError, match="all of its 3 calls"):
         few.ask([user("p")])
     assert len(few.seen) == 1
-    with pytest.raises(SessionError, match="401 tokens, and the context is 400") as refused:
+    with pytest.raises(RequestError, match="401 tokens, and the context is 400") as refused:
         played.session.counts["calls"] = 0
         played.ask([user("p" * (MAX_MODEL_LEN - 1))])
     assert refused.value.code == "context_length_exceeded"
@@ -208,7 +209,7 @@ def test_what_comes_after_the_end_is_not_recorded(play, tokenizer):
 
     was, played.session._sample = played.session._sample, sample
     for _ in range(2):
-        with pytest.raises(SessionError, match="ended"):
+        with pytest.raises(RequestError, match="ended"):
             played.ask([user("p")])
     assert played.session.sequences() == [] and len(played.seen) == 1
 

@@ -156,11 +156,6 @@ async def test_an_engine_that_cannot_be_launched_again_ends_the_waiting():
         await fleet.call(lambda e: e.answer())
 
 
-def test_a_fleet_has_an_engine():
-    with pytest.raises(ValueError, match="at least one"):
-        Fleet(harbour()[0], size=0)
-
-
 @simulated
 async def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same(monkeypatch):
     async def broken(_):

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow.parquet as pq
 from starts import GROUPS, STEPS
 
-from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -45,7 +44,8 @@ def counted(run: Path) -> list[str]:
     rows = [row for row in read_metrics(run) if "reward/mean" in row]
     lineage = pq.read_table(run / "tokens.parquet", columns=["step", "group_id", "epoch"]).to_pylist()
     trained = {(row["step"], row["group_id"], row["epoch"]) for row in lineage}
-    stored = [group for step in logged_steps(run) for group in {row["group_id"] for row in read_step(run, step)}]
+    responses = pq.read_table(run / "completions.parquet", columns=["step", "group_id"]).to_pylist()
+    stored = [group for _, group in {(row["step"], row["group_id"]) for row in responses}]
     faults = []
     for what, found, expected in (
         ("step", [row["step"] for row in rows], range(1, STEPS + 1)),

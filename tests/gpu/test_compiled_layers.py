@@ -64,7 +64,7 @@ def policies():
         for is_compiled in (False, True):
             made[dtype, is_compiled] = policy = TrainPolicy(model().to("cuda", dtype))
             if is_compiled:
-                compile_layers(policy.model, with_attention=True)
+                compile_layers(policy.model)
     return made
 
 

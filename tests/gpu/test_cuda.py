@@ -181,7 +181,7 @@ def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing, as
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = TrainPolicy(model, temperature=0.7)
         if as_layers and device == DEVICE:
-            compile_layers(policy.model, with_attention=True)
+            compile_layers(policy.model)
         log_prob, entropy = policy.score(groups)
         weight = torch.linspace(-1, 1, len(log_prob), device=device)
         ((log_prob * weight + entropy * weight.flip(0)).sum() / len(weight)).backward()

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.monitor.completions import CompletionsLog, completion_rows, logged_steps, read_step
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.step_parts import StepParts
 from grpo_rl.storage.printable import printable
 from grpo_rl.testing import random_group
+from tests.helpers import responses_by_step
 
 
 def rows(step: int = 0, advantages: bool = True) -> list[dict]:
@@ -56,10 +57,10 @@ def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
     for step in range(5):
         log.log(step, rows(step))
     log.log(0, [rows()[0] | {"completion": "broken \ud83d"}])  # half a character; the same step again
-    assert read_step(tmp_path, 0)[0]["completion"] == "broken ?"
+    assert responses_by_step(tmp_path)[0][0]["completion"] == "broken ?"
     (log.path / ".part-00000005.tmp").write_bytes(b"")
     StepParts(log.path).truncate(2)
-    assert logged_steps(tmp_path) == [0, 1, 2]
+    assert StepParts(log.path).steps() == [0, 1, 2]
     assert sorted(p.name for p in log.path.iterdir()) == [f"part-0000000{i}.parquet" for i in range(3)]
 
 

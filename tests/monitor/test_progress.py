@@ -87,7 +87,7 @@ def test_a_hostile_sample_moves_nothing_in_the_terminal():
 def test_a_notebook_gets_plain_lines(monkeypatch):
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     progress = Progress(2)
-    assert not progress.is_live and not progress.console.is_jupyter
+    assert progress._live is None and not progress.console.is_jupyter
 
 
 def test_no_note_shows_a_secret(monkeypatch):

@@ -280,7 +280,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
         fp64_model.__wrapped__(family),
         groups_of(RAGGED, seed=3) + [replace(g, group_id=g.group_id + len(RAGGED)) for g in forked_groups(VOCAB)],
         checkpointing=checkpointing,
-        prepare=partial(compiled.compile_layers, with_attention=True),
+        prepare=compiled.compile_layers,
         # In a graph, PyTorch takes FlexAttention's log-sum-exp for fp32, whatever it is.
         gradient_tolerance=1e-5 if "sinks" in family else 1e-9,
     )
@@ -291,7 +291,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
 def test_a_layer_that_is_compiled_too_often_or_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
     policy, groups = TrainPolicy(model), groups_of([(5, [3, 2])])
-    compiled.compile_layers(model, with_attention=True)
+    compiled.compile_layers(model)
     policy.score(groups)
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():  # without gradients it is another graph
         with pytest.raises(FailOnRecompileLimitHit):

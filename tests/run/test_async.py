@@ -13,8 +13,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import STEP_PHASES, read_metrics
+from tests.helpers import responses_by_step
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -65,9 +65,7 @@ def finished(process, folder, timeout=PATIENCE_S):
 
 
 def trained_groups(folder):
-    return sorted(
-        group for step in logged_steps(folder) for group in {row["group_id"] for row in read_step(folder, step)}
-    )
+    return sorted(group for rows in responses_by_step(folder).values() for group in {row["group_id"] for row in rows})
 
 
 def unaccounted(row):
@@ -104,8 +102,9 @@ def test_the_run_stores_when_the_engine_sampled_each_group(ran):
     assert (sampled["ended_s"] > sampled["begun_s"]).all() and sampled["ended_s"].max() < rows[-1]["time/at_s"]
     # A step's responses are there before it is trained on.
     ended = sampled.groupby("group_id")["ended_s"].max()
+    responses = responses_by_step(folder)
     for row in rows:
-        groups = {response["group_id"] for response in read_step(folder, int(row["step"]))}
+        groups = {response["group_id"] for response in responses[int(row["step"])]}
         of_training = sum(row.get(f"time/{phase}_s", 0.0) for phase in STEP_PHASES[STEP_PHASES.index("train") :])
         assert ended[list(groups)].max() <= row["time/at_s"] - of_training + 0.05
 

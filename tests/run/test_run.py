@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
-from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts
 from grpo_rl.report.files import read_evaluation
@@ -34,7 +33,7 @@ from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
-from tests.helpers import of_two_ranks
+from tests.helpers import responses_by_step
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 run = functools.partial(run_script, SCRIPT)
@@ -233,7 +232,7 @@ def test_responses_whose_scorer_fails_are_left_out_counted_and_reported(tiny, tm
     counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
     assert counts == sorted(counts) and counts[-1] > 0
     assert " ".join(capsys.readouterr().out.split()).count("No reward (error), the first of its kind: GSM8K") == 1
-    assert sum(len(read_step(folder, step)) for step in logged_steps(folder)) < 64
+    assert sum(map(len, responses_by_step(folder).values())) < 64
     saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["collector"]["env"])
     assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
 

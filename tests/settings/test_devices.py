@@ -98,7 +98,6 @@ def test_tensor_parallelism_has_to_divide_the_attention_heads():
 
 
 def test_without_a_gpu_all_roles_share_the_cpu_and_this_is_said_once(caplog):
-    devices._say_everything_shares_the_cpu.cache_clear()
     with caplog.at_level(logging.WARNING, logger="grpo_rl.settings.devices"):
         for mode in ("sync", "async"):
             plan = allocate(config(train=1, inference=1, kl_coef=0.1), mode=mode, visible=0)

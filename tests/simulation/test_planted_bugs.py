@@ -115,7 +115,7 @@ def groups_in_flight_are_lost_with_their_engine(patch):
             self._rollouts[group.number] = await self._sample(prompt)
             self.staleness.finish(group)
         except Dropped as drop:
-            self.staleness.drop(group, drop.reason)
+            self.staleness.drop(group, str(drop))
             del self._prompts[group.number]
         except EngineLostError:
             self.staleness.open.remove(group)

@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
-from grpo_rl.engines.base import AbortedError, AsyncEngine, EngineDeadError, Samples, Sampling, check_request
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
@@ -46,7 +46,6 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
     than the one whose event loop then uses it.
 
     Args:
-        name: for messages.
         deadline_s: seconds in which the process has to answer a call; longer than the longest step of sampling, as some
             calls wait for the one under way.
         transfer: how weights come: through the host's ``shared_memory``, through memory of the trainer's own GPU
@@ -93,7 +92,7 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
                 await self.check_health()
             output = response.result()
             if any(part.finish_reason == "abort" for part in output.outputs):
-                raise AbortedError(f"{request_id} was aborted on {self.name}")
+                raise RuntimeError(f"{request_id} was aborted on {self.name}")
             samples = samples_with_versions(output, sampling, self._vocabulary)
             if not self._records_routes:
                 return samples
@@ -132,10 +131,6 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 
-    async def abort(self, *request_ids: str) -> None:
-        """Ends requests that are under way."""
-        await self._within("an abort", self._core.abort(request_ids))
-
     async def pause(self) -> None:
         """Holds all requests where they are; once it has returned, no token is under way."""
         # Not `AsyncLLM.pause_generation`, which waits another 20 ms so that the last tokens are seen before it returns.
@@ -165,11 +160,7 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         await self._within("the begin of an update", self._core.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes in a part of the weights, from where the transfer has them; numbered parts in their order.
-
-        Raises:
-            EngineDeadError: the process died, or the part before does not come.
-        """
+        """Takes in a part of the weights, from where the transfer has them; numbered parts in their order."""
         turns, number = self._turns, update_info.get("number")
         if number is not None:  # over Ray, calls that are made one after the other may overtake each other
             await self._within(f"part {number} of an update, whose turn has not come", turns[number].wait())
@@ -233,18 +224,12 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
                     raise self._dead(what)
                 await asyncio.wait({task}, timeout=max(0.0, min(_POLL_S, end - clock())))
             if not task.done():
-                raise EngineDeadError(
-                    f"{self.name} (process {self._pids}) did not answer {what} within {self.deadline_s:g} s"
-                )
+                raise self._dead(f"{what} within {self.deadline_s:g} s", "did not answer")
             return task.result()
         except CoreDeadError as error:
             raise self._dead(what) from error
         finally:
             task.cancel()
 
-    @property
-    def _pids(self) -> str:
-        return ", ".join(map(str, self.pids))
-
-    def _dead(self, what: str) -> EngineDeadError:
-        return EngineDeadError(f"{self.name} (process {self._pids}) died during {what}")
+    def _dead(self, what: str, how: str = "died during") -> EngineDeadError:
+        return EngineDeadError(f"{self.name} (process {', '.join(map(str, self.pids))}) {how} {what}")

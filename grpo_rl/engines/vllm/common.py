@@ -37,11 +37,9 @@ class VLLMBase:
     Args:
         model: a local model folder; of several models in one, the text part is loaded.
         max_model_len: longest prompt and response together, in tokens.
-        seed: of vLLM's sampler.
         tensor_parallel_size: GPUs that share one copy of the model.
         gpu_memory_utilization: part of a GPU's memory that vLLM may take, weights and KV cache.
         enforce_eager: None: CUDA graphs on a GPU, none on a CPU; True: no graphs; False: compiled too, a slow start.
-        dtype: of the weights and the computation.
         max_num_seqs: responses sampled at the same time.
         adapter_rank: more than 0: the engine holds a LoRA adapter of this rank next to its weights.
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
@@ -74,10 +72,7 @@ class VLLMBase:
         sampling: Sampling = Sampling(),  # noqa: B008, frozen
     ) -> None:
         if router_replay and torch.cuda.is_available():
-            raise ValueError(
-                "policy.router_replay=true on a GPU: vLLM records experts there by a model runner that was never tried "
-                "here; set it to false"
-            )
+            raise ValueError("policy.router_replay=true was never tried with vLLM on a GPU; set it to false")
         self._records_routes = router_replay
         self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = adapter_rank > 0
@@ -127,20 +122,14 @@ class VLLMBase:
 
     @functools.cached_property
     def _end_ids(self) -> tuple[int, ...]:
-        """The model's end-of-sequence ids."""
         return end_ids(self._model)
 
     @functools.cached_property
     def _vocabulary(self) -> int:
-        """Tokens of the model's vocabulary."""
         return model_config(self._model).get_text_config().vocab_size
 
-    def _parameters(self, n: int, sampling: Sampling, routes_key: str | None = None) -> SamplingParams:
-        """vLLM's parameters of a request.
-
-        Args:
-            routes_key: under which the routes of its tokens will be asked for; None: they aren't.
-        """
+    def _parameters(self, n: int, sampling: Sampling, routes_key: str | None) -> SamplingParams:
+        """vLLM's parameters of a request, whose routes will be asked for under ``routes_key``, if there is one."""
         if sampling.stop and not self._started_for.stop:
             raise ValueError("this engine has no tokenizer; start it with a sampling that has stop strings")
         returns_kept = self._arguments.get("return_sampling_mask", False)

@@ -69,11 +69,7 @@ class ExpertPlace:
         return packed.get((self.projection, self.number, digest(getattr(self.layer, self.kind)[self.number])))
 
     def read(self) -> Tensor:
-        """The tensor of that kind with all experts, as they came.
-
-        Raises:
-            LookupError: it is held in a form that can't be read.
-        """
+        """The tensor of that kind with all experts, as they came; LookupError: its form can't be read."""
         method, tensor = self.layer.quant_method, getattr(self.layer, self.kind)
         backend = getattr(method, "unquantized_backend", None)
         if backend == UnquantizedMoeBackend.CPU and is_packed(method):
@@ -103,8 +99,7 @@ def expert_place(model: torch.nn.Module, name: str) -> ExpertPlace | None:
     names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name] if layer else []
     if not match or not layer or match["projection"] not in names:
         raise LookupError(
-            f"vLLM's {type(model).__name__} has no expert that can be read for the checkpoint's {name!r}; set "
-            "inference_model.engine=transformers"
+            f"vLLM's {type(model).__name__} has no expert {name!r}; set inference_model.engine=transformers"
         )
     number = layer._map_global_expert_id_to_local_expert_id(int(match["number"]))
     shared = layer.moe_config.moe_parallel_config
@@ -147,11 +142,7 @@ def record_expert_packing() -> None:
 
 
 def unpacked(tensor: Tensor, isa: str) -> Tensor:
-    """The experts' weights as they were before vLLM packed them, exactly.
-
-    Raises:
-        LookupError: packing did more than to move elements.
-    """
+    """The experts' weights as they were before vLLM packed them; LookupError: packing did more than move elements."""
     experts, rows, columns = tensor.shape
     places = _places(rows, columns, tensor.dtype, isa)
     weights = torch.empty_like(tensor)

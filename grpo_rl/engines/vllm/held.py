@@ -142,19 +142,12 @@ def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
     try:
         return model.get_submodule(f"{parent}.{leaf}" if parent else leaf), index
     except AttributeError as error:
-        raise LookupError(
-            f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}; set "
-            "inference_model.engine=transformers"
-        ) from error
+        message = f"vLLM's {type(model).__name__} has no {path!r}; set inference_model.engine=transformers"
+        raise LookupError(message) from error
 
 
 def parts_in(model: torch.nn.Module, path: str, module: torch.nn.Module) -> tuple[int, int]:
-    """The first of the fused layer's parts that are the checkpoint's module, and the one after the last.
-
-    Args:
-        path: of the checkpoint's module, as vLLM's model has it but for fused layers.
-        module: vLLM's, which has all of them.
-    """
+    """The first of a fused ``module``'s parts that are the checkpoint's at ``path``, and the one after the last."""
     count, leaf = len(getattr(module, "output_partition_sizes", [0])), path.rpartition(".")[2]
     names = next((names for names in getattr(model, "packed_modules_mapping", {}).values() if leaf in names), [leaf])
     if len(names) == count:
@@ -182,10 +175,8 @@ def _tensor(module: torch.nn.Module, kind: str, name: str) -> Tensor:
     try:
         return getattr(module, kind)
     except AttributeError as error:
-        raise LookupError(
-            f"{name}: vLLM's {type(module).__name__} holds no {kind} that can be proven; set "
-            "inference_model.engine=transformers"
-        ) from error
+        message = f"{name}: vLLM's {type(module).__name__} has no {kind}; set inference_model.engine=transformers"
+        raise LookupError(message) from error
 
 
 def _read(module: torch.nn.Module, kind: str, name: str, dtype: torch.dtype) -> Tensor:

@@ -53,10 +53,6 @@ def refresh_convolutions(model: torch.nn.Module) -> None:
 def own_form(model: torch.nn.Module, path: str, kind: str, dtype: torch.dtype) -> Tensor | None:
     """The checkpoint's tensor, as the form of it shows that the layer computes with; None where that is the tensor.
 
-    Args:
-        path: of the module, as vLLM has it.
-        kind: name of the tensor in it.
-
     Raises:
         LookupError: what it was made from was not recorded.
     """

@@ -35,7 +35,7 @@ def adapter_arguments(rank: int, targets: Sequence[str], dtype: torch.dtype, on_
             f"train_model.lora.push=adapter with {dtype}: on a GPU vLLM multiplies by adapters in bfloat16 or float16 "
             "alone; set train_model.dtype=bfloat16 or train_model.lora.push=merged"
         )
-    slot = min(size for size in RANKS if size >= rank)
+    slot = min((size for size in RANKS if size >= rank), default=rank)  # vLLM refuses a larger one
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot, "lora_target_modules": list(targets)}
 
 
@@ -50,11 +50,7 @@ def adapter_request(version: int) -> LoRARequest:
 
 
 def hold_adapter(model_runner: Any, factors: Mapping[str, Tensor]) -> None:
-    """Puts the adapter in the place of the one before.
-
-    Args:
-        factors: ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the latter scaled.
-    """
+    """Puts the adapter, ``<layer>.lora_A.weight`` and scaled ``<layer>.lora_B.weight``, in place of the last one."""
     manager = model_runner.lora_manager._adapter_manager
     rank = next(len(factor) for name, factor in factors.items() if ".lora_A." in name)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -72,11 +68,7 @@ def hold_adapter(model_runner: Any, factors: Mapping[str, Tensor]) -> None:
 
 
 def held_factor_fingerprint(model_runner: Any, module: torch.nn.Module, part: str, index: int) -> int:
-    """This worker's share of the fingerprint of a factor, 0 where another worker counts it.
-
-    Args:
-        part: ``A`` or ``B``.
-        index: number of the part of a fused layer.
+    """This worker's share of a factor's fingerprint, 0 where another counts it; ``index`` is a fused layer's part.
 
     Raises:
         LookupError: the layer holds no adapter.

@@ -17,12 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 
 class OneStream(WeightSource):
-    """One push's weights, as vLLM's own transfers read them: shapes first, then tensors.
-
-    Args:
-        shapes: of all tensors, in the order in which they are sent.
-        dtype: of all tensors.
-    """
+    """One push's weights, as vLLM's own transfers read them: shapes in the order of sending, then tensors."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
         self._metadata = [ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
@@ -40,12 +35,7 @@ class OneStream(WeightSource):
 def native_trainer(
     client: VLLMWeightSyncClient, source: WeightSource, settings: Mapping[str, Any]
 ) -> TrainerWeightTransferEngine[Any]:
-    """The trainer's end of vLLM's NCCL transfer; blocks until the engines are connected.
-
-    Args:
-        client: notifies the engines; this process has all weights or gathers them.
-        settings: ``master_address``, ``master_port`` and ``world_size``.
-    """
+    """The trainer's end of vLLM's NCCL transfer; blocks until the engines, which ``client`` notifies, are connected."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     info = NCCLTrainerInitInfo(rank=0, **settings)

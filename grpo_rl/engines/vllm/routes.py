@@ -23,9 +23,6 @@ from grpo_rl.engines.vllm.sampling import ROUTES_KEY
 class RouteRecorder:
     """Records the routes of a worker's model, and keeps those of finished requests until they are asked for.
 
-    Args:
-        runner: vLLM's model runner, whose KV cache is there.
-
     Raises:
         ValueError: the model has no experts, or no layer that attends to all tokens.
     """
@@ -84,11 +81,7 @@ class RouteRecorder:
         return is_asked_for
 
     def take(self, key: str, lengths: Sequence[int]) -> list[Tensor]:
-        """The routes of a request's responses with their prompts, [tokens, L, K]; the last token of each has none.
-
-        Args:
-            lengths: of prompt and response.
-        """
+        """The routes of a request's responses with their prompts, [length, L, K]; the last token of each has none."""
         for request in self._runner.requests:  # those that finished in the last step are not known to the worker yet
             if self._keep(request, key):
                 self._taken.add(request)

@@ -69,12 +69,7 @@ def token_counts(output: RequestOutput) -> list[int]:
 
 
 def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]]) -> Samples:
-    """The samples with the experts of each token.
-
-    Args:
-        taken: bytes, dtype and shape of those of each response with its prompt, [P + tokens, L, K]. The prompt's are
-            those of the first.
-    """
+    """The samples with the experts of each token, from `WorkerExtension.take_routes`; the prompt's are the first's."""
     arrays = (np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in taken)
     routes = [torch.from_numpy(array.copy()) for array in arrays]  # bytes can't be written to
     prompt = len(routes[0]) - int(samples.offsets[1])
@@ -93,9 +88,6 @@ def cuts_among(sampling: Sampling, vocabulary: int) -> bool:
 def samples_of(output: RequestOutput, version: int, sampling: Sampling, vocabulary: int) -> Samples:
     """The responses of a finished request, all sampled by weights of one version.
 
-    Args:
-        vocabulary: tokens of the model's.
-
     Raises:
         RuntimeError: tokens were cut off, and vLLM does not say which.
     """
@@ -107,10 +99,9 @@ def samples_of(output: RequestOutput, version: int, sampling: Sampling, vocabula
             kept = [mask.token_ids if mask else [] for mask in masks]
         if any(len(sets) != len(of.token_ids) for sets, of in zip(kept, output.outputs, strict=True)):
             raise RuntimeError(
-                f"vLLM {vllm.__version__} did not return the kept sets of its samples, without which responses that "
-                f"were sampled with sampling.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} "
-                "can't be trained on; start the engine for such a sampling with vLLM 0.32, or set "
-                "sampling.top_p=1, top_k=0 and min_p=0"
+                f"vLLM {vllm.__version__} did not return the kept sets of sampling.top_p={sampling.top_p}, "
+                f"top_k={sampling.top_k} and min_p={sampling.min_p} which training needs; start the engine for them "
+                "with vLLM 0.32, or set sampling.top_p=1, top_k=0 and min_p=0"
             )
     return Samples.from_lists(
         [response.token_ids for response in output.outputs],

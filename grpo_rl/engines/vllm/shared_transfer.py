@@ -53,7 +53,6 @@ class Bucket(WeightTransferUpdateInfo):
         size: of all of it, in bytes.
         start: of the bucket's header in it.
         number: of the bucket, from 0 on in each update.
-        version: policy version of the weights.
         tensors: of each tensor or part of one: name, dtype, shape, and first byte in the memory; which values they are,
             of all in a row: the first, and how many. Parts of a tensor come one after the other.
         names: of all tensors of the update, given with its last bucket.

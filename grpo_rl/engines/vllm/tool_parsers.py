@@ -117,6 +117,5 @@ def _family(tokenizer: PreTrainedTokenizerBase) -> str:
         if mark in template:
             return name
     raise ValueError(
-        "the chat template shows no format of calls that is known, so the parser can't be chosen; set env.tool_parser "
-        f"to one of {', '.join(parser_names())}"
+        f"the chat template shows no known format of calls; set env.tool_parser: {', '.join(parser_names())}"
     )

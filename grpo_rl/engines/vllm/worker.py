@@ -63,11 +63,7 @@ class WorkerExtension:
             self.weight_transfer_engine.abandon()
 
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache on a GPU, as they were given to vLLM or as it counted them when it started; 0 on a CPU.
-
-        Raises:
-            RuntimeError: vLLM does not report them.
-        """
+        """Bytes of the KV cache on a GPU, as given to vLLM or as it counted them when it started; 0 on a CPU."""
         if not torch.cuda.is_available():
             return 0
         # Given: by us, or by vLLM's own plan of an earlier start (VLLM_ENABLE_STARTUP_PLAN), which then counts nothing.
@@ -93,8 +89,7 @@ class WorkerExtension:
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
 
-        Args:
-            as_digests: of all but adapters give digests, which need not be read back (`grpo_rl.engines.vllm.held`).
+        With ``as_digests`` tensors other than adapters have digests, which need not be read back.
         """
         model, held_as = self.model_runner.get_model(), getattr(torch, dtype)
         last_read: dict[tuple[str, str], Tensor] = {}

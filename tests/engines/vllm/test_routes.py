@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.data.group import NO_ROUTE
-from grpo_rl.engines.base import AbortedError, Samples, Sampling
+from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.policy import TrainPolicy
 from tests.engines.test_contract import as_groups, engine_of
@@ -155,4 +155,4 @@ def test_routes_that_nobody_takes_are_forgotten_behind_the_abort(end):
         assert isinstance(result, Samples) and result.routes is not None and result.prompt_routes is not None
         assert result.routes.shape == result.prompt_routes.shape == (1, 1, 2)
     else:
-        assert isinstance(result, asyncio.CancelledError if end == "cancelled" else AbortedError)
+        assert isinstance(result, asyncio.CancelledError if end == "cancelled" else RuntimeError)
