@@ -2,6 +2,10 @@
 
 import sys as _sys
 from importlib import metadata as _metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_rl.api import train as train
 
 __version__ = "0.1.0"
 
@@ -28,3 +32,11 @@ def _hide_cuda_builds() -> None:
 
 
 _hide_cuda_builds()
+
+
+def __getattr__(name: str) -> object:
+    if name != "train":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from grpo_rl.api import train
+
+    return train

@@ -8,20 +8,18 @@ Two GPUs train and a third samples, with the transformers engine (with vLLM: sot
 Every rank runs this loop; only rank zero samples.
 """
 
-from hydra.core.hydra_config import HydraConfig
-
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
 
 
 @main(config_name="grpo_gsm8k")
-def grpo(settings):
+def grpo(settings, folder):
     # Here, not above: a wrong setting is refused before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.assembly.run import sync_run
 
     epochs, stop_kl = settings.train.epochs, settings.policy.stop_kl
-    with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment
+    with sync_run(settings, folder) as run:  # its folder, model, engine and environment
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 

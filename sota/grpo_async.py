@@ -5,20 +5,18 @@ algorithm is that of sota/grpo.py; what differs is that a push reaches engines i
 tokens then come from several policy versions.
 """
 
-from hydra.core.hydra_config import HydraConfig
-
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
 
 
 @main(config_name="grpo_gsm8k", mode="async")
-def grpo_async(settings):
+def grpo_async(settings, folder):
     # Here, not above: a wrong setting is refused before the seconds that this takes.
     with start_phase("importing torch, Ray and the rest"):
         from grpo_rl.assembly.site import make_site
 
     with make_site(settings) as site:  # which devices do what, and where
-        return site.run(train, settings, HydraConfig.get().runtime.output_dir)
+        return site.run(train, settings, folder)
 
 
 def train(settings, folder, site):

@@ -5,19 +5,17 @@ GRPO goes on from what it writes: `python sota/grpo.py model.name=RUN/model`. On
     torchrun --nproc-per-node 2 sota/sft.py train_model.parallel=fsdp train_model.num_devices=2
 """
 
-from hydra.core.hydra_config import HydraConfig
-
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
 
 
 @main(config_name="sft", mode="sft")
-def sft(settings):
+def sft(settings, folder):
     # Here, not above: a wrong setting is refused before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.assembly.sft import sft_run
 
-    with sft_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model and demonstrations
+    with sft_run(settings, folder) as run:  # its folder, model and demonstrations
         parts = run.parts
         loss, optimizer = parts.loss, parts.optimizer
 

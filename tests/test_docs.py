@@ -107,6 +107,7 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
 
 OWN_PAGES = [
     "tasks.md", "tools.md", "code.md", "environments.md", "agents.md", "losses.md", "data.md", "mixtures.md",
+    "hooks.md",
 ]  # fmt: skip
 OWN = [
     (page, command)

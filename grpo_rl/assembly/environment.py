@@ -44,8 +44,12 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase, tries: bool
 
 def with_transforms(env: LLMEnv, names: Sequence[str]) -> LLMEnv:
     """The environment in the transforms of ``env.transforms``, the last one outermost."""
-    made = [object_by_name(name, f"env.transforms[{i}]")() for i, name in enumerate(names)]
-    return TransformedEnv(env, Compose(*made)) if made else env  # pyrefly: ignore[bad-return]
+    return TransformedEnv(env, Compose(*made(names, "env.transforms"))) if names else env  # pyrefly: ignore[bad-return]
+
+
+def made(names: Sequence[str], key: str) -> list[Any]:
+    """The objects of the classes that a setting names, made without arguments."""
+    return [object_by_name(name, f"{key}[{i}]")() for i, name in enumerate(names)]
 
 
 def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any) -> LLMEnv:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_rl.assembly import devices, sync, training
-from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env, with_transforms
+from grpo_rl.assembly.environment import eval_rows, eval_tasks, made, make_env, with_transforms
 from grpo_rl.collectors.base import BroadcastCollector, Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
@@ -92,7 +92,7 @@ def build_run(
         rows, others = eval_rows(settings, env), eval_tasks(settings, tokenizer, env)
         agents = sync.make_agents(settings, tokenizer)
         transformed = with_transforms(env, settings.env.transforms)
-    loss, buffer = training.make_loss(settings), training.make_buffer(settings)
+    loss, buffer, hooks = training.make_loss(settings), training.make_buffer(settings), made(settings.hooks, "hooks")
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
         for held in (env, *(task.env for task in others)):
@@ -182,6 +182,7 @@ def build_run(
             interrupt,
             options(settings, settings.train, folder, model),
             ranks,
+            hooks,
         ) as run:
             yield run
 

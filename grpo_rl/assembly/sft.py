@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.assembly import devices, training
-from grpo_rl.assembly.environment import held_out_rows, make_demonstrations
+from grpo_rl.assembly.environment import held_out_rows, made, make_demonstrations
 from grpo_rl.assembly.run import begin, options
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
@@ -49,7 +49,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         check_written(model, tokenizer)
         rows = make_demonstrations(settings, tokenizer, end_ids(model))
-        held_out = rows.groups(held_out_rows(settings, rows.task))
+        held_out, hooks = rows.groups(held_out_rows(settings, rows.task)), made(settings.hooks, "hooks")
     epochs, batch = settings.train.epochs, settings.train.optim_batch_size
     total = epochs * len(rows)
     train = settings.train.model_copy(update={"total_dialog_turns": total})
@@ -88,6 +88,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             interrupt,
             options(settings, train, folder, model),
             ranks,
+            hooks,
         ) as run:
             yield run
 

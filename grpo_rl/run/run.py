@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tensordict import TensorDict
 
@@ -87,6 +87,7 @@ class Run(Generic[P]):
         parts: what the run trains with; restored here to the checkpoint.
         step_metrics: the numbers of a step, from the parts, its groups and its record.
         ranks: the processes that train together, each with a run of its own and the same numbers.
+        hooks: with the methods of `grpo_rl.run.hooks.Hook`.
     """
 
     def __init__(
@@ -100,11 +101,12 @@ class Run(Generic[P]):
         interrupt: Interrupt,
         options: RunOptions,
         ranks: Ranks | None = None,
+        hooks: Sequence[Any] = (),
     ) -> None:
         self.folder, self.logs, self.parts, self.options = folder, logs, parts, options
         self._diagnosis, self._held_out = diagnosis, held_out
         self._step_metrics, self._interrupt = step_metrics, interrupt
-        self._ranks = ranks
+        self._ranks, self.hooks = ranks, hooks
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] = folder.restored[1]["totals"] if folder.restored else {}
         self._training = False
@@ -153,6 +155,10 @@ class Run(Generic[P]):
         yield
         self.record.add_phase(name, time.perf_counter() - start)
 
+    def _on_micro_batch(self, tokens: TensorDict, losses: TensorDict, _groups: Sequence[Group]) -> None:
+        for hook in self.hooks:
+            hook.on_micro_batch(self, tokens, losses)
+
     def _before_weights_change(self) -> None:
         """Waits for a checkpoint that is being written, which has the weights of before; this time is no training."""
         start = time.perf_counter()
@@ -164,10 +170,11 @@ class Run(Generic[P]):
         parts, total = self.parts, self.options.train.total_dialog_turns
         self._training = True
         parts.begin_collecting()
+        for hook in self.hooks:
+            hook.on_start(self)
         while self.collected < total and not self._held_out.tracker.stop_reason:
-            self.record = StepRecord(
-                self._ranks, [self._diagnosis.observe, *self.logs.observers], self.logs.progress.goes_on
-            )
+            observers = [self._diagnosis.observe, *self.logs.observers, self._on_micro_batch]
+            self.record = StepRecord(self._ranks, observers, self.logs.progress.goes_on)
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
             groups = parts.collector.collect()
@@ -177,6 +184,8 @@ class Run(Generic[P]):
             self.record.add_phase(self.options.collecting, parts.collector.sample_s)
             if self.options.engine_sleeps and self.folder.rank_zero:
                 parts.engine.sleep()  # until weights are pushed into it
+            for hook in self.hooks:
+                groups = hook.on_groups(self, groups) or groups
             yield groups
             # After the last step there is nothing to stop: the run ends as it would have.
             asked = self._ranks.any([self._interrupt.asked])[0] if self._ranks else self._interrupt.asked
@@ -251,6 +260,8 @@ class Run(Generic[P]):
         metrics |= self._count(parts.collector.sampled)
         if self._ranks:
             metrics |= {"ranks/size": self._ranks.size, "ranks/restarts": self.folder.restarts}
+        for hook in self.hooks:
+            hook.on_step(self, metrics, groups)
         self.logs.log_step(self.step, metrics, groups, parts.env)
         self.logs.log_sampled(self.step, parts.collector.take_sampled(), self.seconds - time.perf_counter())
         self._held_out.keep(self.folder.path, self.step)
@@ -294,7 +305,10 @@ class Run(Generic[P]):
             keep_best(self.folder.path, self.step, self.parts, self.options.export)
         if reason := self._stopped_early:
             self.logs.note(f"Stopped early: {reason}")
-        return evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
+        metrics = evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
+        for hook in self.hooks:
+            hook.on_evaluate(self, metrics)
+        return metrics
 
     @property
     def _stopped_early(self) -> str | None:
@@ -337,6 +351,8 @@ class Run(Generic[P]):
             self.logs.progress.update(self.step, metrics)
         summary, kept = self._summary(), self.options.train.keep_final_checkpoint
         end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
+        for hook in self.hooks:
+            hook.on_end(self, summary)
         if not kept:  # until now: a run killed here is finished, or can be resumed
             self.folder.remove_checkpoints()
         return summary

@@ -87,10 +87,11 @@ def leaving_nothing() -> Iterator[None]:
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks; wrong input is reported in one line.
 
-    ``config_name`` is the default of ``--config-name``; ``mode`` is the only mode that a config may name.
+    ``config_name`` is the default of ``--config-name``; ``mode`` is the only mode that a config may name. The function
+    gets the settings and the run's folder, and stays there as ``__wrapped__``.
     """
 
-    def decorate(function: Callable[[Settings], object]) -> Callable[[], None]:
+    def decorate(function: Callable[[Settings, str], object]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
             # The live view replaces progress bars; transformers reads this where it is imported.
@@ -103,7 +104,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 with leaving_nothing():
                     settings = script_settings(cfg, mode)
                     with watching(settings.logger.wait_deadline_s):
-                        result = function(settings)
+                        result = function(settings, HydraConfig.get().runtime.output_dir)
                 return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends
@@ -122,6 +123,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 gc.collect()  # models sit in reference cycles; the next job of a sweep needs their memory now
                 give_back()
 
+        @functools.wraps(function)
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
             replace_unwritable()

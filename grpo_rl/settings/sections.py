@@ -257,6 +257,9 @@ class Sections(Section):
     logger: Logger = Field(default_factory=Logger)
     ray: Ray = Field(default_factory=Ray)
     loss: Loss = Field(default_factory=Loss)
+    hooks: tuple[str, ...] = setting(
+        (), "callbacks of your own: package.module:Class, made without arguments (docs/hooks.md)"
+    )
     resume: str | None = setting(
         None,
         "a checkpoint file | a run folder | auto: the folder of hydra.run.dir if that is set, else the newest run of "

@@ -136,7 +136,7 @@ def test_jobs_of_a_sweep_get_their_secret_and_values_and_multirun_yaml_has_no_se
     monkeypatch.setattr("sys.argv", ["/runs/lr=1/grpo.py", "--multirun", *words, *own])
     GlobalHydra.instance().clear()
 
-    def train(settings):
+    def train(settings, folder):
         text = (tmp_path / "multirun.yaml").read_text()
         assert "planted" not in text and "***" in text
         got.append((settings.logger.settings["Quiet"]["api_key"], settings.sampling.max_new_tokens))

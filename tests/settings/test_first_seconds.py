@@ -173,7 +173,7 @@ def test_an_error_ends_the_process_with_one_line_and_exit_code_1(tmp_path):
 
 def test_ctrl_c_in_the_first_seconds_ends_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     @main(config_name="grpo_gsm8k")
-    def script(settings):
+    def script(settings, folder):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)

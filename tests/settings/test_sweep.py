@@ -28,7 +28,7 @@ def sweep(function, tmp_path, monkeypatch, *words):
 def test_three_trials_maximise_the_held_out_gain(tmp_path, monkeypatch):
     tried = []
 
-    def train(settings):
+    def train(settings, folder):
         tried.append(settings.optimizer.lr)
         return {"steps": 4, "eval_gain": -abs(math.log10(settings.optimizer.lr) + 5)}  # best at 1e-5
 
@@ -44,7 +44,7 @@ def test_three_trials_maximise_the_held_out_gain(tmp_path, monkeypatch):
 def test_a_failed_trial_does_not_end_the_sweep(tmp_path, monkeypatch, failure):
     tried = []
 
-    def train(settings):
+    def train(settings, folder):
         tried.append(settings.train.seed)
         if len(tried) == 2:
             if failure == "no evaluation":
@@ -63,7 +63,7 @@ def test_a_failed_trial_does_not_end_the_sweep(tmp_path, monkeypatch, failure):
 def test_ctrl_c_ends_the_sweep(tmp_path, monkeypatch):
     tried = []
 
-    def train(settings):
+    def train(settings, folder):
         tried.append(settings.train.seed)
         raise SystemExit("Stopped after step 3. Go on with: resume=x")
 

@@ -1,0 +1,36 @@
+"""Hook: a callback of a run, as `hooks=[package.module:Class]` adds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from grpo_rl.data.group import Group
+
+
+class Hook:
+    """Methods that a run (`grpo_rl.run.run.Run`) calls; those that a subclass leaves out do nothing.
+
+    With several ranks each rank has hooks of its own.
+    An error in a method ends the run, as one in its own code would.
+    """
+
+    def on_start(self, run: Any) -> None:
+        """Called before the first collection; ``run.parts`` is what the run trains with."""
+
+    def on_groups(self, run: Any, groups: list[Group]) -> list[Group] | None:
+        """Called with the groups of a collection, before advantages; those that it returns take their place."""
+
+    def on_micro_batch(self, run: Any, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Called with the tokens of a micro-batch and the output of the loss, after the backward pass."""
+
+    def on_step(self, run: Any, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Called after step ``run.step`` with its numbers, before they are logged: what it adds to them is logged."""
+
+    def on_evaluate(self, run: Any, metrics: dict[str, float]) -> None:
+        """Called with the numbers of an evaluation; what it adds to them is logged."""
+
+    def on_end(self, run: Any, summary: Mapping[str, object]) -> None:
+        """Called with the run's summary once its model is written; not where an error ends the run."""

@@ -1,0 +1,105 @@
+"""Training from Python: the page's script is the run of sota/grpo.py; hooks are called; wrong input is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_rl
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = {
+    "env": {"num_envs": 2, "repeats": 2},
+    "train": {"total_dialog_turns": 12, "optim_batch_size": 4, "checkpoint_frequency": 0},
+    "train_model": {"compile": False, "dtype": "float32"},
+    "inference_model": {"engine": "transformers", "max_model_len": 128},
+    "sampling": {"max_new_tokens": 4},
+}
+SAME = ("reward/mean", "loss/total", "grad_norm", "response/mean_length", "eval/reward")
+
+
+@pytest.mark.slow
+def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_model, tmp_path):
+    (script,) = re.findall(
+        r"<!-- script -->\n```python\n(.*?)```", (ROOT / "docs/from_python.md").read_text(), re.DOTALL
+    )
+    words = [f"{section}={values}" for section, values in SECTIONS.items()]
+    script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model))
+    script = script.replace('optimizer={"lr": 1e-5}', f'optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)}')
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "judge.py").write_text(re.search(r"def begins.*?\n\n", script, re.DOTALL)[0])
+    given = {
+        "env": {"reward": "judge:begins", "isolated": "false", "path": "one/data/train.jsonl",
+                "eval_path": "one/data/held_out.jsonl"},
+        "evaluate": {"rows": 4}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
+    }  # fmt: skip
+    overrides = [f"{name}.{key}={value}" for part in (SECTIONS, given) for name, own in part.items()
+                 for key, value in own.items()]  # fmt: skip
+    overrides = ["env.dataset=prompt_response", *overrides]
+    command = [sys.executable, str(ROOT / "sota" / "grpo.py"), *overrides, "hydra.run.dir=two"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
+    ours, theirs = (
+        [{name: row.get(name) for name in SAME} for row in read_metrics(tmp_path / run)] for run in ("one", "two")
+    )
+    assert ours == theirs and len(ours) >= 4
+    gain, model = done.stdout.split()[-2:]
+    assert model == "one/model" and float(gain) == 0 and (tmp_path / model / "config.json").exists()
+
+
+HOOK = """
+from grpo_rl.run.hooks import Hook
+
+seen = []
+
+
+class Noting(Hook):
+    def on_start(self, run):
+        seen.append("start")
+
+    def on_groups(self, run, groups):
+        seen.append(("groups", len(groups)))
+
+    def on_micro_batch(self, run, tokens, losses):
+        seen.append(("micro-batch", "loss" in losses.keys() and len(tokens) > 0))
+
+    def on_step(self, run, metrics, groups):
+        metrics["mine/step"] = run.step
+
+    def on_evaluate(self, run, metrics):
+        metrics["mine/evaluated"] = 1.0
+
+    def on_end(self, run, summary):
+        seen.append(("end", summary["steps"], (run.folder.path / "model").is_dir()))
+"""
+
+
+@pytest.mark.slow
+def test_each_method_of_a_hook_is_called_and_what_it_adds_is_logged(tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "noting.py").write_text(HOOK)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*tiny_run, "hooks=[noting:Noting]", "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
+    words += ["evaluate.rows=2", "evaluate.frequency=1"]
+    rows = read_metrics(run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run"))
+    seen = sys.modules["noting"].seen
+    assert seen[0] == "start" and seen[-1] == ("end", 1, True) and {("micro-batch", True)} < {*seen}
+    assert sum(each[0] == "groups" for each in seen) == 1
+    assert rows[0]["mine/evaluated"] == 1.0 and (rows[1]["mine/step"], rows[1]["mine/evaluated"]) == (1, 1.0)
+
+
+def test_wrong_settings_and_functions_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "Say yes."}]
+    for settings, message in (
+        ({"optimizer": {"lrr": 1.0}}, "optimizer.lrr; did you mean optimizer.lr"),
+        ({"loss": {"surrogate": lambda ratios: ratios}}, "asks for ratios; it can have log_ratio, advantage"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo_rl.train("no/model", rows, lambda completion: [1.0], **settings)
