@@ -157,7 +157,7 @@ def started(monkeypatch, *words):
     got = []
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
     GlobalHydra.instance().clear()
-    main(config_name="grpo_gsm8k")(lambda settings: got.append(settings.env))()
+    main(config_name="grpo_gsm8k")(lambda settings, folder: got.append(settings.env))()
     return got
 
 
