@@ -31,7 +31,7 @@ from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_l
 from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
-from grpo_rl.storage.whole_file import remove_left, write_whole
+from grpo_rl.storage.whole_file import remove_left, sync, write_whole
 from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
@@ -165,6 +165,8 @@ class RunFolder:
         if resume is not None:
             path, state = checkpoint.restore(resume, self.shared if self.inside else None, self._ranks)
             self.restored = path, checkpoint.with_own_rng(state, self._ranks)
+            if self.inside and self.rank_zero:
+                sync(path.parent)  # the run may have been cut off before, and goes on from this name alone
         agreed(self._ranks, lambda: self._check(room) if self.rank_zero else None)
         if not self.rank_zero:
             self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
