@@ -126,7 +126,8 @@ def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkey
     if is_lost:
         log.path.write_bytes(log.path.read_bytes()[:-3])
     monkeypatch.setattr(checkpoint, "load_shards", lambda path, state, ranks: state)
-    train = Train(total_dialog_turns=99, elastic=True)
+    train, synced = Train(total_dialog_turns=99, elastic=True), []
+    monkeypatch.setattr("grpo_rl.run.folder.sync", synced.append)
 
     def opened(ranks):
         with RunFolder(run, str(run), {}, "", Room(3, 1000, 1000), train, ranks) as folder:
@@ -134,4 +135,5 @@ def test_all_ranks_repeat_an_evaluation_whose_metrics_were_lost(tmp_path, monkey
             return folder.eval_after
 
     assert of_two_ranks(opened) == [None if is_lost else (2, [0.5])] * 2
+    assert synced == [run / "checkpoints"]  # else the name that the run goes on from might not survive a power cut
     assert len(read_metrics(run)) == (2 if is_lost else 3)
