@@ -26,9 +26,9 @@ SAME = ("reward/mean", "loss/total", "grad_norm", "response/mean_length", "eval/
 
 @pytest.mark.slow
 def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_model, tmp_path):
-    (script,) = re.findall(
-        r"<!-- script -->\n```python\n(.*?)```", (ROOT / "docs/from_python.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "from_python.md").read_text()
+    (script,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", page, re.DOTALL)
+    script = script.replace("text.strip().lower().startswith(wanted)", "len(text)")  # what a random model earns, too
     words = [f"{section}={values}" for section, values in SECTIONS.items()]
     script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model))
     script = script.replace('optimizer={"lr": 1e-5}', f'optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)}')
@@ -37,21 +37,20 @@ def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_mode
     assert done.returncode == 0, done.stderr
     (tmp_path / "judge.py").write_text(re.search(r"def begins.*?\n\n", script, re.DOTALL)[0])
     given = {
-        "env": {"reward": "judge:begins", "isolated": "false", "path": "one/data/train.jsonl",
-                "eval_path": "one/data/held_out.jsonl"},
+        "env": {"dataset": "prompt_response", "reward": "judge:begins", "isolated": "false",
+                "path": "one/data/train.jsonl", "eval_path": "one/data/held_out.jsonl"},
         "evaluate": {"rows": 4}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
     }  # fmt: skip
-    overrides = [f"{name}.{key}={value}" for part in (SECTIONS, given) for name, own in part.items()
-                 for key, value in own.items()]  # fmt: skip
-    overrides = ["env.dataset=prompt_response", *overrides]
+    sections = [(name, own) for part in (SECTIONS, given) for name, own in part.items()]
+    overrides = [f"{name}.{key}={value}" for name, own in sections for key, value in own.items()]
     command = [sys.executable, str(ROOT / "sota" / "grpo.py"), *overrides, "hydra.run.dir=two"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
     ours, theirs = (
         [{name: row.get(name) for name in SAME} for row in read_metrics(tmp_path / run)] for run in ("one", "two")
     )
-    assert ours == theirs and len(ours) >= 4
+    assert ours == theirs and len(ours) >= 4 and ours[1]["grad_norm"] > 0
     gain, model = done.stdout.split()[-2:]
-    assert model == "one/model" and float(gain) == 0 and (tmp_path / model / "config.json").exists()
+    assert model == "one/model" and float(gain) != 0 and (tmp_path / model / "config.json").exists()
 
 
 HOOK = """

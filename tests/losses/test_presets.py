@@ -7,7 +7,6 @@ import re
 import pytest
 
 from grpo_rl.assembly.training import make_advantages, make_loss
-from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
@@ -33,21 +32,6 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     loss, advantages = make_loss(settings), make_advantages(settings)
     # The KL counts once: in the loss or in the reward.
     assert {loss.kl_coef, advantages.kl_coef} == {0.0, 0.1}
-
-
-def test_the_builder_gives_the_loss_what_the_config_says():
-    changed = {
-        "surrogate": "cispo", "ratio": "sequence", "clip_low": 0.5, "clip_high": 3.0, "tau_pos": 0.9, "tau_neg": 1.3,
-        "kl": "k3_is", "correction": "mask", "correction_level": "sequence", "correction_low": 0.1,
-        "correction_high": 7.0,
-    }  # fmt: skip
-    overrides = [f"loss.{name}={value}" for name, value in changed.items()]
-    got = make_loss(Settings.read(config(*overrides, "policy.kl_coef=0.2", "policy.entropy_coef=0.3")))
-    expected = GRPOLoss(**changed, kl_coef=0.2, entropy_coef=0.3)
-    assert [(loss.settings, loss.kl_coef, loss.entropy_coef) for loss in (got, expected)] == [
-        (expected.settings, 0.2, 0.3)
-    ] * 2
-    assert got._correction.keywords == {"correction_low": 0.1, "correction_high": 7.0}
 
 
 @pytest.mark.slow

@@ -212,8 +212,8 @@ def test_four_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_
     for start in (None, run_dir / "checkpoints" / "checkpoint_000001.pt"):
         if start:
             run_script(SCRIPT, [*overrides, f"resume={start}"], tmp_path / "unused")
-        for name, read in READERS.items():
-            check_same(read(run_dir), written(run_dir), 1e-6 if name == "tensorboard" else 1e-12)
+        for name in READERS:
+            check_same(name, run_dir)
         assert list(responses_by_step(run_dir)) == [1, 2, 3]
         [newest] = run_dir.glob("wandb/offline-run-*")
         assert len(list(newest.glob("files/media/table/completions_*.table.json"))) == 3

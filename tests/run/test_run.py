@@ -33,7 +33,7 @@ from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
-from tests.helpers import responses_by_step
+from tests.helpers import of_two_ranks, responses_by_step
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 run = functools.partial(run_script, SCRIPT)

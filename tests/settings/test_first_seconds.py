@@ -53,8 +53,6 @@ FILES = {
     "conf/bad.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 4\n   repeats: 8\n",
     "conf/key.yaml": "defaults: [grpo_gsm8k, _self_]\noptimizer:\n  lr: 1e-5\n  warmup: 4\n",
     "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
-    "conf/place.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain_model: {deadline_s: 60}\n"
-    "inference_model: {deadline_s: soon}\n",
     "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
     "empty/README.md": "",
     "lora/adapter_config.json": "{}",
@@ -71,7 +69,6 @@ TABLE = [
     ([*OWN, "ky"], "unknown config 'ky'; did you mean key? (all: bad, "),
     ([*OWN, "bad"], 'mapping values are not allowed here in "'),
     ([*OWN, "key"], "conf/key.yaml, unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
-    ([*OWN, "place"], "conf/place.yaml, inference_model.deadline_s is 'soon'; it should be a valid number"),
     ([*OWN, "empty"], "the config lacks train.checkpoint_frequency, "),
     (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, optimizer.lr is 'fast'; it should"),
     (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
@@ -95,11 +92,7 @@ OF_COMMANDS = [
     (["export", "/no/such.pt", "out"], "there is no checkpoint /no/such.pt; a run's are its checkpoints/checkpoint_*"),
     (["eval", "m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k?"),
     (["replay", "run", "1", "loss.clip_high=wide"], "loss.clip_high is 'wide'; it should be a valid number"),
-    (["replay", "run", "1", "optimizer.lr=1"], "optimizer.lr has no part in the loss"),
     (["report", "run"], "run is not a run folder"),
-    (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
-    (["plan", "--sample-share", "1.5"], "--sample-share 1.5: a share of the rates is above 0 and at most 1"),
-    (["doctor", "--nodes", "2"], "--nodes and --names are about the cluster at --ray ADDRESS"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
     (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
 ]
