@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,10 +17,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_rl.losses import factors
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import TASKS, task_section
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Reward = str | type | Callable[..., Any]
@@ -57,7 +60,7 @@ class TrainedRun:
 
 
 def train(
-    model: str,
+    model: str | Path,
     data: Rows,
     reward: Reward | Sequence[Reward],
     *,
@@ -74,7 +77,7 @@ def train(
             project's by its name, or a class of one's own.
         held_out: ``env.eval_path``, or rows; all of them are evaluated before and after, unless ``evaluate`` says how
             many.
-        folder: of the run; None: a new one below ``outputs``.
+        folder: of the run; None: a new one below ``outputs``. ``resume="auto"`` goes on there, or begins.
         settings: sections as mappings, ``optimizer={"lr": 1e-5}``; ``loss`` also as the name of a preset. In the place
             of a ``package.module:name`` there can be the function or class itself.
 
@@ -82,19 +85,29 @@ def train(
         ValueError: settings, rows or functions are wrong, before anything expensive starts.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live view replaces them
+    from grpo_rl.run.claim import folder_of
+    from grpo_rl.settings.config import RunIsOver
     from grpo_rl.sota.grpo import grpo
 
-    place = Path(settings.get("resume") or folder or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
+    place = Path(folder or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
+    if settings.get("resume") == "auto":
+        if folder is None:
+            raise ValueError("resume='auto' goes on in the run's folder; give folder")
+        settings["resume"] = place
+    if resume := settings.get("resume"):
+        place = folder_of(place, str(resume))
     checked = _settings(model, data, reward, held_out, place, settings)
     check_machine(checked, "sync")
     try:
         return TrainedRun(place, grpo.__wrapped__(checked, place))
+    except RunIsOver:
+        return TrainedRun(place, json.loads((place / "summary.json").read_text()))
     finally:
         gc.collect()  # models sit in reference cycles
 
 
 def _settings(
-    model: str,
+    model: str | Path,
     data: Rows,
     reward: Reward | Sequence[Reward],
     held_out: Rows | None,
@@ -102,6 +115,10 @@ def _settings(
     settings: Mapping[str, Any],
 ) -> Settings:
     vars(own).clear()
+    for cached in (task_section, factors._section):  # a notebook's function of the same name may be another by now
+        cached.cache_clear()
+    if settings.get("mode", "sync") != "sync":
+        raise ValueError(f"grpo_rl.train is mode=sync, and mode is {settings['mode']}; use grpo-rl train")
     loss = settings.get("loss")
     given: dict[str, Any] = {"mode": "sync", "model.name": model, "env.path": _path(data, place / "data/train.jsonl")}
     if reward in TASKS if isinstance(reward, str) else inspect.isclass(reward):
@@ -125,9 +142,14 @@ def _path(rows: Rows, file: Path) -> str:
     """The path of rows, which are written to a file where they are given themselves."""
     if isinstance(rows, str | Path):
         return str(rows)
-    lines = [json.dumps(dict(row)) + "\n" for row in rows]
+    try:
+        text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+    except TypeError as error:
+        raise ValueError(f"rows are mappings of what JSON can hold: {error}") from error
+    if (file.parents[1] / "metrics.jsonl").exists() and file.exists() and file.read_text() != text:
+        raise ValueError(f"{file.parents[1]} holds a run with other rows; give another folder")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(lines))
+    file.write_text(text)
     return str(file)
 
 
@@ -138,11 +160,15 @@ def _named(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_named(item) for item in value]
     if not callable(value):
-        return value
-    if value.__module__ != "__main__" and "<" not in value.__qualname__:
-        return f"{value.__module__}:{value.__qualname__}"
-    name = value.__name__
-    if not name.isidentifier() or hasattr(own, name):
-        name = f"{type(value).__name__}_{len(vars(own))}"
+        return str(value) if isinstance(value, Path) else value
+    # A bound method or a wrapper may have the name of another function, and an object has none.
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    found = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), sys.modules.get(module))
+    if module != "__main__" and found is value:
+        return f"{module}:{name}"
+    name = getattr(value, "__name__", "")
+    name = name if name.isidentifier() else type(value).__name__
+    while hasattr(own, name):
+        name += "_"
     setattr(own, name, value)
     return f"{__name__}:own.{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ SAME = ("reward/mean", "loss/total", "grad_norm", "response/mean_length", "eval/
 def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_model, tmp_path):
     page = (ROOT / "docs" / "from_python.md").read_text()
     (script,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", page, re.DOTALL)
-    script = script.replace("text.strip().lower().startswith(wanted)", "len(text)")  # what a random model earns, too
+    script = script.replace("text.strip().lower().startswith(wanted)", "sum(map(ord, text)) % 7")
     words = [f"{section}={values}" for section, values in SECTIONS.items()]
     script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model))
     script = script.replace('optimizer={"lr": 1e-5}', f'optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)}')
@@ -50,7 +51,8 @@ def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_mode
     )
     assert ours == theirs and len(ours) >= 4 and ours[1]["grad_norm"] > 0
     gain, model = done.stdout.split()[-2:]
-    assert model == "one/model" and float(gain) != 0 and (tmp_path / model / "config.json").exists()
+    assert float(gain) == json.loads((tmp_path / "two" / "summary.json").read_text())["eval_gain"]
+    assert model == "one/model" and (tmp_path / model / "config.json").exists()
 
 
 HOOK = """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.losses.advantage import batch_advantages
-from grpo_rl.losses.factors import ADVANTAGE, check_advantage
+from grpo_rl.losses.factors import ADVANTAGE, check_advantage, named
 from grpo_rl.losses.kl import kl_estimate
 
 
@@ -48,6 +48,8 @@ class AdvantageEstimator:
         **settings: Any,
     ) -> None:
         function = ADVANTAGE.bound(kind, **settings)
+        if unread := settings.keys() - function.keywords.keys():
+            raise ValueError(f"loss.advantage={named(function)} has no {', '.join(sorted(unread))}")
         check_advantage(function, kl_coef, kl, reward_clip)
         self._function, self._clip = function, clip
         self.kl_coef, self._kl = kl_coef, kl

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import per_token, sum_over_response
-from grpo_rl.losses.factors import CORRECTION, Level
+from grpo_rl.losses.factors import CORRECTION, Level, call
 
 High = Annotated[float, Field(description="high, the upper bound of rho", ge=0)]
 
@@ -72,5 +72,5 @@ def correction_weight(
     log_ratio = log_ratio.detach()
     rho = (log_ratio if level == "token" else sum_over_response(log_ratio, response)).exp()
     function = CORRECTION.function(how)
-    weight = per_token(function(rho), rho, function)
+    weight = per_token(call(function, rho=rho), rho, function)
     return weight, weight != rho

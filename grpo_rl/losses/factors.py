@@ -86,7 +86,8 @@ class Factor:
         found = {}
         for parameter in _parameters(function):
             if parameter.name not in self.given and parameter.default is not parameter.empty:
-                kind = hints.get(parameter.name, Any if parameter.default is None else type(parameter.default))
+                own = type(parameter.default)
+                kind = hints.get(parameter.name, own if own in (bool, int, float, str) else Any)
                 if not any(getattr(about, "description", None) for about in get_args(kind)[1:]):
                     kind = Annotated[kind, Field(description=f"a parameter of {named(function)}")]
                 found[parameter.name] = kind, plain(parameter.default)
@@ -148,11 +149,9 @@ REWARD_KL = ("k1", "k2", "k3")
 
 
 class Loss(Section):
-    """The loss of `policy` and this section; the other files of config/loss change some of it.
+    """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
-    `loss_section` adds the factors and the settings of their functions.
-    """
-
+    # `loss_section` declares the factors, and adds the settings of their functions.
     surrogate: Any = SURROGATE.default
     ratio: Ratio = setting(
         "token",
@@ -172,6 +171,13 @@ class Loss(Section):
     )
     advantage: Any = ADVANTAGE.default
     advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # its class is made, and no module has it
+        return _restored, (dict(self),)
+
+
+def _restored(values: Mapping[str, Any]) -> Loss:
+    return loss_section(values).model_validate(values)
 
 
 def loss_section(values: Mapping[str, Any] | None = None) -> type[Loss]:
@@ -206,7 +212,9 @@ def _section(own: tuple[tuple[Factor, Any], ...]) -> type[Loss]:
     fields = {factor.name: factor.field() for factor in FACTORS} | shared_settings()
     for factor, value in own:
         for name, field in factor.settings(factor.function(value)).items():
-            if name in Loss.model_fields:
+            # Of two functions with one parameter and two defaults, one would silently have the other's.
+            differs = name in fields.keys() - shared_settings().keys() and fields[name][1] != field[1]
+            if name in Loss.model_fields or differs:
                 raise ValueError(f"loss.{factor.name}={value} has a parameter {name}, a name that is taken; rename it")
             fields.setdefault(name, field)
     return create_model("Loss", __base__=Loss, __doc__=Loss.__doc__, **fields)
@@ -236,7 +244,7 @@ def check_advantage(
 ) -> None:
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:
-        raise ValueError(f"loss.kl={kl} differs by its gradient, and a reward has none; use {', '.join(REWARD_KL)}")
+        raise ValueError(f"loss.kl={kl} is for the loss; with loss.kl_in=reward use {', '.join(REWARD_KL)}")
     if not {"rewards", "tables"} & {*inspect.signature(function).parameters} and (kl_coef or reward_clip is not None):
         raise ValueError(
             f"loss.advantage={named(function)} looks at parts of the reward, not at their sum; use loss.kl_in=loss "

@@ -36,7 +36,7 @@ class GRPOLoss(LossModule):
     losses of micro-batches add up to the step's loss, and the gradient does not depend on how the step is split.
 
     Args:
-        loss: the section, see `grpo_rl.losses.factors.Loss`; None: what ``settings`` give by name, and its defaults. In
+        loss: the section, see `grpo_rl.losses.factors.Loss`; None: its defaults. ``settings`` replace some by name. In
             the place of a factor's name there can be a function.
         kl_coef: weight of the estimate of KL(policy || reference).
         entropy_coef: weight of the entropy bonus.
@@ -86,7 +86,8 @@ class GRPOLoss(LossModule):
         self, loss: Loss | None = None, kl_coef: float = 0.0, entropy_coef: float = 0.0, **settings: Any
     ) -> None:
         super().__init__()
-        loss = read_section(loss_section(settings), settings, "loss") if loss is None else loss
+        values = {**(loss or {}), **settings}
+        loss = read_section(loss_section(values), values, "loss")
         check_loss(loss, kl_coef)
         self.kl_coef, self.entropy_coef = kl_coef, entropy_coef
         self.settings = loss

@@ -18,10 +18,10 @@ class Hook:
     """
 
     def on_start(self, run: Any) -> None:
-        """Called before the first collection; ``run.parts`` is what the run trains with."""
+        """Called before the first collection, after the first evaluation; ``run.parts`` is what the run trains with."""
 
     def on_groups(self, run: Any, groups: list[Group]) -> list[Group] | None:
-        """Called with the groups of a collection, before advantages; those that it returns take their place."""
+        """Called with the groups of a collection, before advantages; those that it returns, if any, replace them."""
 
     def on_micro_batch(self, run: Any, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Called with the tokens of a micro-batch and the output of the loss, after the backward pass."""

@@ -185,7 +185,10 @@ class Run(Generic[P]):
             if self.options.engine_sleeps and self.folder.rank_zero:
                 parts.engine.sleep()  # until weights are pushed into it
             for hook in self.hooks:
-                groups = hook.on_groups(self, groups) or groups
+                changed = hook.on_groups(self, groups)
+                groups = groups if changed is None else changed
+                if not groups:
+                    raise ValueError(f"{type(hook).__name__}.on_groups returned no groups; return at least one")
             yield groups
             # After the last step there is nothing to stop: the run ends as it would have.
             asked = self._ranks.any([self._interrupt.asked])[0] if self._ranks else self._interrupt.asked

@@ -121,7 +121,8 @@ def _with_own_defaults(values: Mapping[str, Any], dataset: str, loss: type[Loss]
         own["env"] = declared(task_section(dataset))
     for section, settings in own.items():
         defaults = {name: UNSET if each.default is REQUIRED else each.default for name, each in settings.items()}
-        values = {**values, section: defaults | {**values.get(section, {})}}
+        if isinstance(given := values.get(section), Mapping):  # else its settings are reported as lacking
+            values = {**values, section: defaults | {**given}}
     return values
 
 

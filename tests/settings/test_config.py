@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
 import re
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def test_each_setting_is_read_by_code():
 @pytest.mark.slow
 def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     settings = Settings.read(config()).with_values({"model.chat_template": r"$\{ and ${ and {{ x }}"})
-    assert Settings.restored(settings.stored()) == settings
+    assert Settings.restored(settings.stored()) == settings == pickle.loads(pickle.dumps(settings))
     assert yaml.safe_load(settings.as_text())["model"]["chat_template"] == r"$\{ and ${ and {{ x }}"
     assert with_loss(settings, ["loss=dapo"]).model.chat_template == settings.model.chat_template
 
