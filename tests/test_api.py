@@ -78,6 +78,7 @@ class Noting(Hook):
         metrics["mine/evaluated"] = 1.0
 
     def on_end(self, run, summary):
+        summary["mine"] = "added"
         seen.append(("end", summary["steps"], (run.folder.path / "model").is_dir()))
 """
 
@@ -86,12 +87,13 @@ class Noting(Hook):
 def test_each_method_of_a_hook_is_called_and_what_it_adds_is_logged(tiny_run, tmp_path, monkeypatch):
     (tmp_path / "noting.py").write_text(HOOK)
     monkeypatch.syspath_prepend(tmp_path)
-    words = [*tiny_run, "hooks=[noting:Noting]", "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
+    words = [*tiny_run, "hooks=[noting:Noting]", "train.steps=1", "train.checkpoint_frequency=0"]
     words += ["evaluate.rows=2", "evaluate.frequency=1"]
     rows = read_metrics(run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run"))
     seen = sys.modules["noting"].seen
     assert seen[0] == "start" and seen[-1] == ("end", 1, True) and {("micro-batch", True)} < {*seen}
     assert sum(each[0] == "groups" for each in seen) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["mine"] == "added"
     assert rows[0]["mine/evaluated"] == 1.0 and (rows[1]["mine/step"], rows[1]["mine/evaluated"]) == (1, 1.0)
 
 

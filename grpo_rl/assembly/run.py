@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,14 @@ from grpo_rl.policies.loading import check_written
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
+from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.origin import origin, revisions
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.restarts import Restarts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
-from grpo_rl.run.summary import best_kept
+from grpo_rl.run.summary import BestModel, FinalModel, ResultFiles, best_kept
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
@@ -182,7 +183,7 @@ def build_run(
             interrupt,
             options(settings, settings.train, folder, model),
             ranks,
-            hooks,
+            all_hooks(settings, logs, hooks),
         ) as run:
             yield run
 
@@ -225,6 +226,12 @@ def begin(
     return ranks, folder, logs, stack.enter_context(Interrupt(logs.note))
 
 
+def all_hooks(settings: Settings, logs: RunLogs, own: Sequence[Hook]) -> list[Hook]:
+    """The run's hooks: models, those of the user, logs, and result files, which get what the others add."""
+    adapters = settings.train_model.lora.export
+    return [BestModel(adapters), FinalModel(adapters), *own, *logs.hooks, ResultFiles()]
+
+
 def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:
     """The options of a run in the settings' mode; a resumed run keeps the origin of its first start."""
     before = folder.restored[1].get("origin") if folder.restored else None
@@ -233,7 +240,6 @@ def options(settings: Settings, train: Train, folder: RunFolder, model: Path) ->
         settings.evaluate.frequency,
         settings.model.name,
         settings.env.dataset,
-        settings.train_model.lora.export,
         {"async": "wait", "sft": "read"}.get(settings.mode or "", "sample"),
         settings.inference_model.sleep,
         origin(folder.config, before) | revisions(model, settings.env, before),

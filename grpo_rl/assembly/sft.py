@@ -11,7 +11,7 @@ import torch
 
 from grpo_rl.assembly import devices, training
 from grpo_rl.assembly.environment import held_out_rows, made, make_demonstrations
-from grpo_rl.assembly.run import begin, options
+from grpo_rl.assembly.run import all_hooks, begin, options
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -28,7 +28,7 @@ from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.run import Run
-from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
+from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, sft_metrics
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
@@ -88,7 +88,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             interrupt,
             options(settings, train, folder, model),
             ranks,
-            hooks,
+            all_hooks(settings, logs, hooks),
         ) as run:
             yield run
 
@@ -99,9 +99,11 @@ def steps_of(train: Train, folder: RunFolder) -> int:
 
 
 def _make_logs(settings: Settings, train: Train, folder: RunFolder) -> RunLogs:
-    logger, steps = settings.logger.model_copy(update={"completions": False}), steps_of(train, folder)
-    # Without a loss and a tokenizer neither lineage nor tokens are stored.
-    return SFTLogs(folder.path, logger, folder.config, steps, folder.step, folder.resumes, rank_zero=folder.rank_zero)
+    steps, zero = steps_of(train, folder), folder.rank_zero
+    # Without a tokenizer neither responses nor tokens are stored.
+    logs = RunLogs(folder.path, settings.logger, folder.config, steps, folder.step, folder.resumes, rank_zero=zero)
+    logs.progress.title = "SFT"
+    return logs
 
 
 def _tell_rows(logs: RunLogs, rows: Demonstrations) -> None:

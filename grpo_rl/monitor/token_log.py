@@ -87,8 +87,8 @@ class TokenLog:
         self._updates.append(_Update(groups))
 
     @torch.no_grad()
-    def add(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group] = ()) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given and returned (`grpo_rl.monitor.step_record.Observer`)."""
+    def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given and returned."""
         if not self._loss and len({i for update in self._updates for i in update.scored}) >= self._groups:
             return  # a step has many micro-batches, and few groups are recorded
         update, columns = self._updates[-1], {name: tokens[name].float() for name in ("log_prob", "entropy")}

@@ -32,6 +32,7 @@ from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, sync, write_whole
+from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
@@ -250,7 +251,8 @@ class RunFolder:
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer, done = checkpoint.length_setting(self.config), self.collected
+            longer = checkpoint.length_setting(flat(self.config))
+            done = self.step if longer == "train.steps" else self.collected
             if longer == "train.epochs":
                 done = -(-done * self._train.epochs // self._train.total_dialog_turns)
             remedy = f"raise {longer} above {done} (with optimizer.schedule=constant)"

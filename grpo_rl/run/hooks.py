@@ -1,4 +1,4 @@
-"""Hook: a callback of a run, as `hooks=[package.module:Class]` adds it."""
+"""Hook: a callback of a run: of the run's own logs and results, and as `hooks=[package.module:Class]` adds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from grpo_rl.data.group import Group
 class Hook:
     """Methods that a run (`grpo_rl.run.run.Run`) calls; those that a subclass leaves out do nothing.
 
-    With several ranks each rank has hooks of its own.
+    The run's own come before and after those of the user: the model is written before his ``on_end``, numbers and
+    summary are stored after his methods could add to them. With several ranks each rank has hooks of its own.
     An error in a method ends the run, as one in its own code would.
     """
 
@@ -22,6 +23,9 @@ class Hook:
 
     def on_groups(self, run: Any, groups: list[Group]) -> list[Group] | None:
         """Called with the groups of a collection, before advantages; those that it returns, if any, replace them."""
+
+    def on_batch(self, run: Any, groups: Sequence[Group]) -> None:
+        """Called with the groups of an optimizer step, before its micro-batches."""
 
     def on_micro_batch(self, run: Any, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Called with the tokens of a micro-batch and the output of the loss, after the backward pass."""
@@ -32,5 +36,14 @@ class Hook:
     def on_evaluate(self, run: Any, metrics: dict[str, float]) -> None:
         """Called with the numbers of an evaluation; what it adds to them is logged."""
 
-    def on_end(self, run: Any, summary: Mapping[str, object]) -> None:
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """Called with all numbers of step ``run.step``; no groups where they are of an evaluation by itself."""
+
+    def on_stop(self, run: Any, summary: dict[str, object]) -> None:
+        """Called with the summary of a run that Ctrl-C ends after a checkpoint."""
+
+    def on_error(self, run: Any, error: BaseException) -> None:
+        """Called where the numbers of the step after ``run.step`` are so wrong that the run ends."""
+
+    def on_end(self, run: Any, summary: dict[str, object]) -> None:
         """Called with the run's summary once its model is written; not where an error ends the run."""

@@ -1,4 +1,4 @@
-"""RunLogs: all logs of a run, opened and closed together."""
+"""RunLogs: all logs of a run, opened and closed together, and the hooks that write to them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
-from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.advisories import Advisories, Advisory
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
@@ -24,6 +25,7 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
+from grpo_rl.run.hooks import Hook
 from grpo_rl.settings.sections import Logger
 
 
@@ -33,7 +35,7 @@ class RunLogs:
     Args:
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose advisories are not repeated.
-        tokenizer: reads the tokens of recorded groups; None: none are recorded.
+        tokenizer: reads the tokens of recorded groups; None: nothing was sampled, and numbers alone are logged.
         loss: gives each token's terms for the log of tokens, which then has all groups; None: it has a few.
         rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
@@ -50,21 +52,23 @@ class RunLogs:
         rank_zero: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.folder = folder
-        self.metrics = MetricsLog(folder)
-        self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
-        self.sampling = SamplingLog(folder) if tokenizer and rank_zero else None
-        self.tokens: TokenLog | None = None
-        if tokenizer and rank_zero and (logger.token_groups or loss):
-            self.tokens = TokenLog(folder, config, logger.token_groups, partial(token_pieces, tokenizer), loss)
-        self.advisories, self._advises = Advisories(config), True
         record = partial(_log_line, _log_of(folder)) if rank_zero else lambda _: None
         self.progress = Progress(
             total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
         )
-        for row in read_metrics(folder) if resumes else ():
-            self._advise(row)
-        self.loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
+        metrics = MetricsFile(folder)
+        advice = Advice(config, self.note, read_metrics(folder) if resumes else ())
+        self._loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
+        self.hooks: list[Hook] = [metrics, advice, Trackers(self._loggers)]
+        """Those that write the logs, in the order in which they do."""
+        if tokenizer and rank_zero:
+            if logger.completions or self._loggers:
+                self.hooks.append(Responses(CompletionsLog(folder) if logger.completions else None, self._loggers))
+            self.hooks.append(SamplingTimes(SamplingLog(folder)))
+            if logger.token_groups or loss:
+                pieces = partial(token_pieces, tokenizer)
+                self.hooks.append(Tokens(TokenLog(folder, config, logger.token_groups, pieces, loss)))
+        self.hooks.append(Terminal(self.progress))
         self.last_words: list[str] = []
         """The exit message: lines shown when all else is closed, unless an error ends the run."""
 
@@ -77,53 +81,121 @@ class RunLogs:
         try:
             self.progress.__exit__()
         finally:  # the live view is over: a logger may take its time, and print
-            self.loggers.close(exit_code=int(kind is not None))
+            self._loggers.close(exit_code=int(kind is not None))
         for line in self.last_words if kind is None else ():
             self.progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    @property
-    def observers(self) -> list[Callable[..., None]]:
-        """Functions called with each micro-batch (`grpo_rl.monitor.step_record.Observer`)."""
-        return [self.tokens.add] if self.tokens else []
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
         self.progress.note(text)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs numbers of a step, and shows the advisories that they raise."""
-        self.metrics.log(step, {"time": time.time(), **metrics})
-        for advisory in self._advise({"step": step, **metrics}):
-            self.note(f"Advisory. {advisory}")
-        self.loggers.log(step, metrics)
 
-    def _advise(self, row: Mapping[str, float]) -> list[Advisory]:
+class MetricsFile(Hook):
+    """Writes all numbers to ``metrics.jsonl``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = MetricsLog(folder)
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self._log.log(run.step, {"time": time.time(), **metrics})
+
+
+class Advice(Hook):
+    """Shows the advisories that numbers raise, and adds them to the summary.
+
+    Args:
+        rows: what a resumed run logged before, whose advisories are not shown again.
+    """
+
+    def __init__(self, config: Mapping[str, Any], say: Callable[[str], None], rows: Sequence[Mapping[str, float]]):
+        self._advisories, self._works, self._say = Advisories(config), True, say
+        for row in rows:
+            self._new(row)
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        for advisory in self._new({"step": run.step, **metrics}):
+            self._say(f"Advisory. {advisory}")
+
+    def on_end(self, run: Any, summary: dict[str, object]) -> None:
+        summary["advisories"] = [asdict(advisory) for advisory in self._advisories.raised.values()]
+
+    on_stop = on_end
+
+    def _new(self, row: Mapping[str, float]) -> list[Advisory]:
         try:
-            return self.advisories.update(row) if self._advises else []
+            return self._advisories.update(row) if self._works else []
         except Exception as error:  # advice that fails must not end a run
-            self._advises, why = False, f"{type(error).__name__}: {error}"
-            self.note(f"Warning. There are no advisories from step {row['step']} on ({why}); all else goes on")
+            self._works, why = False, f"{type(error).__name__}: {error}"
+            self._say(f"Warning. There are no advisories from step {row['step']} on ({why}); all else goes on")
             return []
 
-    def has(self, step: int, name: str) -> bool:
-        """True if a number of a step is in ``metrics.jsonl`` already."""
-        return any(row["step"] == step and name in row for row in read_metrics(self.folder))
 
-    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:
-        """Logs a training step: its numbers, and its groups as text."""
-        self.log(step, metrics)
-        if self.completions or self.loggers:
+class Trackers(Hook):
+    """Sends all numbers to the loggers."""
+
+    def __init__(self, loggers: Loggers) -> None:
+        self._loggers = loggers
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self._loggers.log(run.step, metrics)
+
+
+class Responses(Hook):
+    """Writes each step's responses as text, and sends them to the loggers."""
+
+    def __init__(self, log: CompletionsLog | None, loggers: Loggers) -> None:
+        self._log, self._loggers = log, loggers
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        if groups:
+            env = run.parts.env
             rows = completion_rows(groups, env.decode, env.gold, env.max_turns > 1, env.decode_prompt)
-            if self.completions:
-                self.completions.log(step, rows, env.task.reward_parts)
-            self.loggers.table(step, rows)
-        response = env.decode(groups[0].responses[0])
-        self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
+            if self._log:
+                self._log.log(run.step, rows, env.task.reward_parts)
+            self._loggers.table(run.step, rows)
 
-    def log_sampled(self, step: int, sampled: Sequence[Any], zero: float) -> None:
-        """Logs when engines sampled (see `grpo_rl.monitor.sampling_log.SamplingLog.write`)."""
-        if self.sampling:
-            self.sampling.write(step, sampled, zero)
+
+class SamplingTimes(Hook):
+    """Writes when engines sampled while the trainer trained."""
+
+    def __init__(self, log: SamplingLog) -> None:
+        self._log = log
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        if groups:
+            self._log.write(run.step, run.parts.collector.take_sampled(), run.seconds - time.perf_counter())
+
+
+class Tokens(Hook):
+    """Writes what each step is trained on token by token, also of a step whose numbers end the run."""
+
+    def __init__(self, log: TokenLog) -> None:
+        self._log = log
+
+    def on_batch(self, run: Any, groups: Sequence[Group]) -> None:
+        self._log.begin(groups)
+
+    def on_micro_batch(self, run: Any, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        self._log.add(tokens, losses)
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        if groups:
+            self._log.write(run.step, groups, metrics.get("kl/coef", 0.0))
+
+    def on_error(self, run: Any, error: BaseException) -> None:
+        self._log.write(run.step + 1, None, run.parts.schedules.kl_coef)
+
+
+class Terminal(Hook):
+    """Shows each step's numbers, and one of its responses."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        env = run.parts.env
+        sample = f"{env.query(groups[0].row)}\n{env.decode(groups[0].responses[0])}" if groups else ""
+        self._progress.update(run.step, metrics, sample)
 
 
 def _log_of(folder: Path) -> Path:

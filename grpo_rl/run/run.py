@@ -16,13 +16,14 @@ from tensordict import TensorDict
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, is_out_of_memory, reason
+from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, NAMED_CAUSES, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
+from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.sft import AnyHeldOut
-from grpo_rl.run.summary import end_run, keep_best, write_end
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
 
@@ -35,7 +36,6 @@ class RunOptions:
 
     Args:
         evaluate_frequency: steps between evaluations; 0: none between the first and the last.
-        export: how adapters are exported: ``merged`` or ``adapter``.
         collecting: the name of the phase of collecting groups: sample, wait or, of demonstrations, read.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
         origin: how to make the run again, as found at its start: the code may change while it lasts.
@@ -45,7 +45,6 @@ class RunOptions:
     evaluate_frequency: int
     model: str
     task: str
-    export: str
     collecting: str
     engine_sleeps: bool
     origin: Mapping[str, str]
@@ -87,7 +86,7 @@ class Run(Generic[P]):
         parts: what the run trains with; restored here to the checkpoint.
         step_metrics: the numbers of a step, from the parts, its groups and its record.
         ranks: the processes that train together, each with a run of its own and the same numbers.
-        hooks: with the methods of `grpo_rl.run.hooks.Hook`.
+        hooks: called one after the other; those of the logs are among them.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Run(Generic[P]):
         interrupt: Interrupt,
         options: RunOptions,
         ranks: Ranks | None = None,
-        hooks: Sequence[Any] = (),
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.folder, self.logs, self.parts, self.options = folder, logs, parts, options
         self._diagnosis, self._held_out = diagnosis, held_out
@@ -110,6 +109,8 @@ class Run(Generic[P]):
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] = folder.restored[1]["totals"] if folder.restored else {}
         self._training = False
+        self.is_best = False
+        """Whether the newest evaluation is the best so far, whose model is kept."""
         parts.optimizer.before_step = self._before_weights_change
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if held_out.note:
@@ -128,9 +129,9 @@ class Run(Generic[P]):
             if isinstance(error, NAMED_CAUSES):
                 raise SystemExit(f"Stopped before the first step: {error}") from error
             return
-        if isinstance(error, DIAGNOSED) and self.logs.tokens:
+        if isinstance(error, DIAGNOSED):
             try:  # the failed step's lineage is what the user needs most
-                self.logs.tokens.write(self.step + 1, None, self.parts.schedules.kl_coef)
+                self._call("on_error", error)
             except OSError as failed:
                 failed.add_note(self.folder.how_to_go_on)
                 raise
@@ -141,6 +142,10 @@ class Run(Generic[P]):
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
         if isinstance(error, NAMED_CAUSES):
             raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
+
+    def _call(self, event: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, event)(self, *arguments)
 
     @property
     def seconds(self) -> float:
@@ -156,8 +161,7 @@ class Run(Generic[P]):
         self.record.add_phase(name, time.perf_counter() - start)
 
     def _on_micro_batch(self, tokens: TensorDict, losses: TensorDict, _groups: Sequence[Group]) -> None:
-        for hook in self.hooks:
-            hook.on_micro_batch(self, tokens, losses)
+        self._call("on_micro_batch", tokens, losses)
 
     def _before_weights_change(self) -> None:
         """Waits for a checkpoint that is being written, which has the weights of before; this time is no training."""
@@ -170,10 +174,9 @@ class Run(Generic[P]):
         parts, total = self.parts, self.options.train.total_dialog_turns
         self._training = True
         parts.begin_collecting()
-        for hook in self.hooks:
-            hook.on_start(self)
+        self._call("on_start")
         while self.collected < total and not self._held_out.tracker.stop_reason:
-            observers = [self._diagnosis.observe, *self.logs.observers, self._on_micro_batch]
+            observers = [self._diagnosis.observe, self._on_micro_batch]
             self.record = StepRecord(self._ranks, observers, self.logs.progress.goes_on)
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
@@ -196,7 +199,7 @@ class Run(Generic[P]):
                 self.folder.check_place(self.step)
                 path = self.save_checkpoint()
                 self.folder.settle()
-                write_end(self.logs, self._summary(), path)
+                self._call("on_stop", self._summary(path))
                 raise self.folder.stopped(self.step)
 
     def optimizer_steps(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
@@ -205,8 +208,7 @@ class Run(Generic[P]):
             # Each rank draws a batch's groups by itself; rank zero's draw counts.
             batch = self._ranks.broadcast(batch) if self._ranks else batch
             self.record.begin(batch)
-            if self.logs.tokens:
-                self.logs.tokens.begin(batch)
+            self._call("on_batch", batch)
             yield batch
 
     def micro_batches(self, batch: Sequence[Group]) -> Iterator[AbstractContextManager[TensorDict]]:
@@ -263,13 +265,9 @@ class Run(Generic[P]):
         metrics |= self._count(parts.collector.sampled)
         if self._ranks:
             metrics |= {"ranks/size": self._ranks.size, "ranks/restarts": self.folder.restarts}
-        for hook in self.hooks:
-            hook.on_step(self, metrics, groups)
-        self.logs.log_step(self.step, metrics, groups, parts.env)
-        self.logs.log_sampled(self.step, parts.collector.take_sampled(), self.seconds - time.perf_counter())
+        self._call("on_step", metrics, groups)
+        self._call("on_log", metrics, groups)
         self._held_out.keep(self.folder.path, self.step)
-        if self.logs.tokens:
-            self.logs.tokens.write(self.step, groups, metrics.get("kl/coef", 0.0))
         frequency = self.options.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
@@ -294,23 +292,20 @@ class Run(Generic[P]):
             with self.logs.progress.start_phase(what):
                 metrics = {"time/at_s": self.seconds} | self._evaluate()
             self.folder.check_place(self.step)
-            self.logs.log(0, metrics)
+            self._call("on_log", metrics, ())
             self._held_out.keep_responses(self.folder.path)
-            self.logs.progress.update(0, metrics)
 
     def _evaluate(self) -> dict[str, float]:
         self.logs.progress.phase("evaluating")
         start = time.perf_counter()
         evaluated = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
+        self.is_best = evaluated.is_best
         if evaluated.note:
             self.logs.note(evaluated.note)
-        if evaluated.is_best:
-            keep_best(self.folder.path, self.step, self.parts, self.options.export)
         if reason := self._stopped_early:
             self.logs.note(f"Stopped early: {reason}")
         metrics = evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
-        for hook in self.hooks:
-            hook.on_evaluate(self, metrics)
+        self._call("on_evaluate", metrics)
         return metrics
 
     @property
@@ -338,29 +333,27 @@ class Run(Generic[P]):
         } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
-        """Writes the last checkpoint, evaluation, exported model, summary and report, and shows where they are.
+        """Writes the last checkpoint, evaluates, and lets the hooks write the results.
 
         A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
         self.folder.check_place(self.step)
-        path: Path | None = self.save_checkpoint()
+        path = self.save_checkpoint()
         self.folder.settle()  # a finished run has its checkpoint
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
-            if not self.logs.has(self.step, known):
-                self.logs.log(self.step, metrics)
+            if not any(row["step"] == self.step and known in row for row in read_metrics(self.folder.path)):
+                self._call("on_log", metrics, ())
             self._held_out.keep(self.folder.path, self.step)
-            self.logs.progress.update(self.step, metrics)
-        summary, kept = self._summary(), self.options.train.keep_final_checkpoint
-        end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
-        for hook in self.hooks:
-            hook.on_end(self, summary)
+        kept = self.options.train.keep_final_checkpoint
+        summary = self._summary(path if kept else None)
+        self._call("on_end", summary)
         if not kept:  # until now: a run killed here is finished, or can be resumed
             self.folder.remove_checkpoints()
         return summary
 
-    def _summary(self) -> dict[str, object]:
+    def _summary(self, checkpoint: Path | None) -> dict[str, object]:
         stopped = {"stopped_early": self._stopped_early} if self._stopped_early else {}
         return (
             {
@@ -375,4 +368,5 @@ class Run(Generic[P]):
             | self._held_out.summary(self.step)
             | ({"ranks": self._ranks.size, "restarts": self.folder.restarts} if self._ranks else {})
             | stopped
+            | {"checkpoint": checkpoint and str(checkpoint)}
         )

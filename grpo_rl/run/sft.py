@@ -1,10 +1,9 @@
-"""Held-out loss, metrics, logs and checks of a run of SFT, in the place of those that need an engine and rewards."""
+"""Held-out loss, metrics and checks of a run of SFT, in the place of those that need an engine and rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -16,22 +15,7 @@ from grpo_rl.run.best import BestTracker
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.held_out import Evaluated, HeldOut
-from grpo_rl.run.logs import RunLogs
 from grpo_rl.training.micro_batches import WithinMemory
-
-
-class SFTLogs(RunLogs):
-    """The logs of a run without sampled responses: numbers alone."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.progress.title = "SFT"
-
-    def log_step(self, step: int, metrics: Any, groups: Sequence[Group], env: Any) -> None:
-        """Logs a training step: its numbers, and one of its demonstrations to the terminal."""
-        self.log(step, metrics)
-        sample = f"{env.query(groups[0].row)}\n{env.decode(groups[0].responses[0])}"
-        self.progress.update(step, metrics, sample=sample)
 
 
 class SFTDiagnosis(RunDiagnosis):

@@ -1,10 +1,9 @@
-"""Writes a run's results: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
+"""A run's results: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import duration
 from grpo_rl.report.files import EVALUATION, OVERRIDES, SUMMARY, read_rows, versions
 from grpo_rl.report.page import finite, write_report
-from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
-from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.hooks import Hook
 from grpo_rl.run.model_card import model_card, result
 from grpo_rl.run.model_files import CARD, MODEL
 from grpo_rl.settings.command_line import overrides
@@ -28,24 +26,61 @@ ENDS = "mean reward of all sampled responses, over the first and the last steps:
 """The meaning of the training rewards in ``summary.json``."""
 
 
-def end_run(
-    logs: RunLogs,
-    parts: CommonParts,
-    summary: dict[str, object],
-    checkpoint: Path | None,
-    adapters: str,
-    config: Mapping[str, Any],
-) -> None:
-    """Exports the model, its adapters ``merged`` or as ``adapter``, writes card, summary and report, and shows them."""
-    model = logs.folder / MODEL
-    export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)
-    _complete(logs.folder, summary, checkpoint)
-    if model.is_dir():  # rank zero's
-        write_whole(model / CARD, model_card(config, summary))
-    report = _write(logs, summary)
-    logs.last_words = ["Result:", *(f"  {line}" for line in result_lines(summary))]
-    paths = {"checkpoint": checkpoint, "model": model, "report": report}
-    logs.last_words += [f"{name.capitalize()}: {path}" for name, path in paths.items() if path]
+class BestModel(Hook):
+    """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
+
+    ``best.json`` next to its weights has its step, so that no kill leaves the one without the other.
+
+    Args:
+        adapters: ``merged`` into the weights, or as ``adapter`` by themselves.
+    """
+
+    def __init__(self, adapters: str) -> None:
+        self._adapters = adapters
+
+    def on_evaluate(self, run: Any, metrics: dict[str, float]) -> None:
+        if run.is_best:
+            policy, beside = run.parts.policy, {BEST: json.dumps({"step": run.step}) + "\n"}
+            folder = run.folder.path / BEST_MODEL
+            export(policy.model, run.parts.tokenizer, folder, self._adapters, policy.peers, beside)
+
+
+class FinalModel(Hook):
+    """Exports the model at the end with its card, and completes the summary."""
+
+    def __init__(self, adapters: str) -> None:
+        self._adapters = adapters
+
+    def on_end(self, run: Any, summary: dict[str, object]) -> None:
+        policy, model = run.parts.policy, run.folder.path / MODEL
+        export(policy.model, run.parts.tokenizer, model, self._adapters, policy.peers)
+        self.on_stop(run, summary)
+        if model.is_dir():  # rank zero's
+            write_whole(model / CARD, model_card(run.folder.config, summary))
+
+    def on_stop(self, run: Any, summary: dict[str, object]) -> None:
+        summary["versions"] = versions()
+        rewards = [row["reward/mean"] for row in read_rows(run.folder.path) if "reward/mean" in row]
+        if rewards:
+            first, last = first_and_last(rewards)
+            summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": ENDS}
+
+
+class ResultFiles(Hook):
+    """Writes the summary and the report, and shows where the results of a finished run are."""
+
+    def on_stop(self, run: Any, summary: dict[str, object]) -> None:
+        self._write(run, summary)
+
+    def on_end(self, run: Any, summary: dict[str, object]) -> None:
+        report = self._write(run, summary)
+        run.logs.last_words = ["Result:", *(f"  {line}" for line in result_lines(summary))]
+        paths = {"checkpoint": summary["checkpoint"], "model": run.folder.path / MODEL, "report": report}
+        run.logs.last_words += [f"{name.capitalize()}: {path}" for name, path in paths.items() if path]
+
+    def _write(self, run: Any, summary: dict[str, object]) -> Path | None:
+        write_summary(run.folder.path, summary)
+        return try_write_report(run.folder.path, run.logs.note)
 
 
 def result_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -70,15 +105,6 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines + ([str(summary["command"])] if summary.get("command") else [])
 
 
-def keep_best(folder: Path, step: int, parts: CommonParts, adapters: str) -> None:
-    """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
-
-    ``best.json`` next to its weights has its step, so that no kill leaves the one without the other.
-    """
-    step_file = {BEST: json.dumps({"step": step}) + "\n"}
-    export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers, step_file)
-
-
 def best_kept(folder: Path) -> int | None:
     """The step of the best model that is kept whole; None if none is."""
     put_back(folder / BEST_MODEL)
@@ -86,26 +112,6 @@ def best_kept(folder: Path) -> int | None:
         return int(json.loads((folder / BEST_MODEL / BEST).read_text())["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path | None) -> Path | None:
-    """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
-    _complete(logs.folder, summary, checkpoint)
-    return _write(logs, summary)
-
-
-def _write(logs: RunLogs, summary: dict[str, object]) -> Path | None:
-    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised.values()]
-    write_summary(logs.folder, summary)
-    return try_write_report(logs.folder, logs.note)
-
-
-def _complete(folder: Path, summary: dict[str, object], checkpoint: Path | None) -> None:
-    summary |= {"versions": versions(), "checkpoint": checkpoint and str(checkpoint)}
-    rewards = [row["reward/mean"] for row in read_rows(folder) if "reward/mean" in row]
-    if rewards:
-        first, last = first_and_last(rewards)
-        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": ENDS}
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:

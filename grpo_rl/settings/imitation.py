@@ -8,8 +8,8 @@ from grpo_rl.settings.sections import Sections, declarations
 OF_GRPO = (
     "env.num_envs", "env.repeats", "env.max_turns", "env.score_timeout_s", "env.max_failed_fraction", "env.isolated",
     "env.curriculum", "env.rewards", "env.tool_parser", "env.mcp", "env.transforms", "ref_model", "inference_model",
-    "sampling", "train.total_dialog_turns", "train.max_staleness", "train.max_resamples", "train.reward_clip",
-    "train.lineage", "train_model.lora.push", "policy", "mismatch", "loss", "evaluate.samples",
+    "sampling", "train.total_dialog_turns", "train.steps", "train.max_staleness", "train.max_resamples",
+    "train.reward_clip", "train.lineage", "train_model.lora.push", "policy", "mismatch", "loss", "evaluate.samples",
     "evaluate.temperature", "evaluate.tasks", "evaluate.keep_best", "evaluate.patience", "evaluate.score",
     "logger.completions", "logger.token_groups", "ray",
 )  # fmt: skip

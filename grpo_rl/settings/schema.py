@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import grpo_rl.config
 from grpo_rl.losses.factors import Loss, loss_section
-from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, select, wrong_values
+from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, read_section, select, wrong_values
 from grpo_rl.settings.divisibility import indivisible_batches
 from grpo_rl.settings.hardware import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
@@ -21,7 +23,7 @@ from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS, check_names, task_section
 from grpo_rl.storage.masking import masked
-from grpo_rl.storage.yaml_text import flat
+from grpo_rl.storage.yaml_text import flat, read_yaml
 
 ABSENT = object()
 UNSET = "???"
@@ -45,6 +47,9 @@ class Settings(Sections):
         settings = cls.restored(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": default_dtype(settings.ray.address)})
+        if steps := settings.train.steps:
+            responses = steps * settings.env.num_envs * settings.env.repeats
+            settings = settings.with_values({"train.total_dialog_turns": responses})
         check_relations(settings)
         check_mixture(settings)
         check_agent(settings)
@@ -61,26 +66,28 @@ class Settings(Sections):
         """
         dataset = select(values, "env.dataset")
         check_names([str(dataset or "null")], "env.dataset", TASKS)
-        loss = loss_section(values.get("loss"))
-        values = _with_own_defaults(values, dataset, loss)
-        known = declarations(dataset, loss)
-        check_keys(flat(values), dataset, loss)
-        if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
-            base = "`defaults: [grpo_gsm8k, _self_]`, a loss on `[grpo, _self_]`"
-            raise ValueError(f"the config lacks {', '.join(missing)}; build it on another: {base}")
+        own = task_section(dataset)
+        if dataset not in TASKS:
+            values = _with_defaults(values, "env", declared(own))
+        # The loss comes last: its functions are in files that import torch, which takes seconds.
+        known = declarations(dataset, Loss)
+        others = {key: known[key] for key in known if not key.startswith("loss.")}
+        check_keys([key for key in flat(values) if not key.startswith("loss.")], dataset)
         if values.get("mode") == "sft" and select(values, "env.reward") == UNSET:
             values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
-        if unset := sorted(key for key in known if select(values, key) == UNSET):
-            raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
-        own = task_section(dataset)
+        _check_given(values, others)
         names = {key.partition(".")[0] for key in declared(own)}
         task = {name: value for name, value in values["env"].items() if name in names}
         env = {name: value for name, value in values["env"].items() if name not in task}
         whole = {**values, "env": env | {"task": task}, "loss": Loss()}
-        of_loss = wrong_values(loss, values["loss"], "loss.")
-        if lines := [*wrong_values(own, task, "env."), *wrong_values(cls, whole), *of_loss]:
+        if lines := [*wrong_values(own, task, "env."), *wrong_values(cls, whole)]:
             raise ValueError("\n".join(lines))
-        return cls.model_validate({**whole, "loss": loss.model_validate(values["loss"])})
+        loss = loss_section(values.get("loss"))
+        added = declared(loss).keys() - declared(loss_section()).keys()
+        values = _with_defaults(values, "loss", {name: declared(loss)[name] for name in sorted(added)})
+        check_keys(flat(values), dataset, loss)
+        _check_given(values, declared(loss, "loss."))
+        return cls.model_validate({**whole, "loss": read_section(loss, values["loss"], "loss")})
 
     def with_values(self, changes: Mapping[str, Any]) -> Settings:
         """The settings with other values at some dotted names; not checked.
@@ -113,17 +120,20 @@ class Settings(Sections):
         return {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
 
 
-def _with_own_defaults(values: Mapping[str, Any], dataset: str, loss: type[Loss]) -> Mapping[str, Any]:
-    """The values, with the settings of the user's own task and functions of the loss, which no file of config/ has."""
-    of_loss = {name: declared(loss)[name] for name in declared(loss).keys() - declared(loss_section()).keys()}
-    own: dict[str, Mapping[str, Setting]] = {"loss": of_loss}
-    if dataset not in TASKS:
-        own["env"] = declared(task_section(dataset))
-    for section, settings in own.items():
-        defaults = {name: UNSET if each.default is REQUIRED else each.default for name, each in settings.items()}
-        if isinstance(given := values.get(section), Mapping):  # else its settings are reported as lacking
-            values = {**values, section: defaults | {**given}}
-    return values
+def _with_defaults(values: Mapping[str, Any], section: str, own: Mapping[str, Setting]) -> Mapping[str, Any]:
+    """The values, with the defaults of settings of the user's own, which no file of config/ has."""
+    defaults = {name: UNSET if each.default is REQUIRED else each.default for name, each in own.items()}
+    given = values.get(section)
+    return {**values, section: defaults | {**given}} if isinstance(given, Mapping) else values
+
+
+def _check_given(values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses values that lack known settings, or do not set those that must be."""
+    if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
+        base = "`defaults: [grpo_gsm8k, _self_]`, a loss on `[grpo, _self_]`"
+        raise ValueError(f"the config lacks {', '.join(missing)}; build it on another: {base}")
+    if unset := sorted(key for key in known if select(values, key) == UNSET):
+        raise ValueError(f"{', '.join(unset)} must be set: {values['env']['dataset']} can't do without")
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
@@ -143,7 +153,10 @@ def check_keys(names: Iterable[str], dataset: str | None = None, loss: type[Loss
     ...
     ValueError: unknown config key optimizer.lrr; did you mean optimizer.lr?
     """
-    known = declarations(dataset, loss)
+    known = declarations(dataset, loss or Loss)
+    if not loss:  # the names of its settings, without the functions that have them
+        of_loss = read_yaml(Path(grpo_rl.config.__path__[0], "loss", "grpo.yaml").read_text())
+        known |= {f"loss.{name}": Setting(value, "") for name, value in of_loss.items()}
     sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
     free = tuple(f"{key}." for key, setting in known.items() if setting.free)
     unknown = [name for name in names if name not in known and name not in sections and not name.startswith(free)]

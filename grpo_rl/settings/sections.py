@@ -87,6 +87,11 @@ class Train(Section):
     """The run and its steps."""
 
     total_dialog_turns: int = setting(100_000, "responses sampled in the whole run", ge=1)
+    steps: int | None = setting(
+        None,
+        "instead of total_dialog_turns: so many steps, each of a collection of env.num_envs x env.repeats responses",
+        ge=1,
+    )
     optim_batch_size: int = setting(
         32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", ge=1
     )

@@ -284,17 +284,20 @@ def damaged_logs(run: Path, path: Path) -> str | None:
 def length_setting(config: Mapping[str, object]) -> str:
     """The setting for the length of a run, which also prolongs a finished one; of a config by dotted names.
 
-    >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync"})
-    ('train.epochs', 'train.total_dialog_turns')
+    >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync", "train.steps": 9}), length_setting({})
+    ('train.epochs', 'train.steps', 'train.total_dialog_turns')
     """
-    return "train.epochs" if config.get("mode") == "sft" else "train.total_dialog_turns"
+    if config.get("mode") == "sft":
+        return "train.epochs"
+    return "train.steps" if config.get("train.steps") else "train.total_dialog_turns"
 
 
 def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose saved config differs from this run's in a key that touches what is computed."""
     before, now = flat(saved), flat(current)
     # A schedule that does not decay is the same however long the run: it may be prolonged.
-    may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))
+    length = {length_setting(now), length_setting(before), "train.total_dialog_turns"}
+    may_differ = (*MAY_DIFFER, *(length if now.get("optimizer.schedule") == "constant" else ()))
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())

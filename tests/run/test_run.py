@@ -300,7 +300,7 @@ def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finis
         assert (longer / "report.html").exists()
         run([*tiny, "resume=auto"], longer)
         assert outcome(longer) == outcome(finished)
-    run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused")
+    run([*tiny, f"resume={longer}", "train.steps=5"], tmp_path / "unused")
     assert json.loads((longer / "summary.json").read_text())["steps"] == 5
     assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
 

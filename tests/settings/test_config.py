@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
-import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.losses.factors import shared_settings
+from grpo_rl.losses.factors import loss_section, shared_settings
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.section import plain, select
+from grpo_rl.section import declared, plain
 from grpo_rl.settings.compose import FOLDER, compose_config, with_loss
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -88,31 +88,11 @@ def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(d
         assert values[key] == (list(default) if isinstance(default, tuple) else default), key
 
 
-def comments(path):
-    """The comment beside each key of a config file, by its dotted name; a comment goes on in lines of its own."""
-    found, stack, key = {}, [], None
-    for line in path.read_text().splitlines():
-        if match := re.fullmatch(r"( *)(\w+):(?: .*?)?(?: +# (.*))?", line):
-            stack = [*stack[: len(match[1]) // 2], match[2]]
-            key = ".".join(stack)
-            found[key] = match[3] or ""
-        elif key and (match := re.fullmatch(r" {20,}# (.*)", line)):
-            found[key] += f" {match[1]}"
-    return found
-
-
-def test_the_comments_and_defaults_of_the_config_files_are_those_of_the_declarations():
-    shared, loss = comments(FOLDER / "grpo.yaml"), comments(FOLDER / "loss" / "grpo.yaml")
-    told = shared | {f"loss.{key}": comment for key, comment in loss.items()}
-    values = OmegaConf.to_container(OmegaConf.load(FOLDER / "grpo.yaml"), resolve=False)
-    values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
-    for dataset in TASKS:
-        own = comments(FOLDER / "env" / f"{dataset}.yaml")
-        for key, setting in declarations(dataset).items():
-            in_task = key.removeprefix("env.") in own and key != "env.dataset"
-            assert (own[key.removeprefix("env.")] if in_task else told[key]) == setting.comment, key
-            if not in_task and key != "env.dataset":
-                assert select(values, key) == plain(setting.default), key
+def test_the_config_files_are_as_the_settings_are_declared():
+    for path, text in runpy.run_path(str(ROOT / "tools" / "config_files.py"))["files"]().items():
+        assert path.read_text() == text, path
+    loss = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
+    assert loss == {name: plain(setting.default) for name, setting in declared(loss_section()).items()}
 
 
 # Parts that take a whole section as keyword arguments.

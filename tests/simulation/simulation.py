@@ -156,11 +156,11 @@ def _train(world: World, invariants: Invariants) -> None:
         with simulated_parts(world, folder.collected) as (parts, collector):
             logs = Logs(folder.path, config, world.tell, process.now)
             held_out = HeldOut(parts.env, [], Sampling(), Evaluate())
-            options = RunOptions(train, 0, "", "", "merged", "wait", False, {})
+            options = RunOptions(train, 0, "", "", "wait", False, {})
             step_metrics = lambda parts, groups, record: parts.collector.metrics()  # noqa: E731
             others = Diagnosis(), held_out, step_metrics, SimpleNamespace(asked=False), options
             with invariants.watching(parts, collector):
-                with Run(folder, logs, parts, *others) as run:
+                with Run(folder, logs, parts, *others, hooks=logs.hooks) as run:
                     _loop(run, world, process, invariants)
                 invariants.finished(run.step, folder)
 

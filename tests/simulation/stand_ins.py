@@ -23,7 +23,8 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.token_log import TokenLog
-from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.hooks import Hook
+from grpo_rl.run.logs import SamplingTimes, Tokens
 from grpo_rl.training.optimizer import StepResult
 from simulation.world import World
 
@@ -183,24 +184,29 @@ class Schedules:
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Stored(Hook):
+    """Writes the numbers and responses of a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metrics, self._completions = MetricsLog(folder), CompletionsLog(folder)
+
+    def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        env = run.parts.env
+        self._metrics.log(run.step, metrics)
+        self._completions.log(run.step, completion_rows(groups, env.decode, env.gold))
+
+
 class Logs:
     """All that a real run stores of its steps, and nothing for people; see :class:`grpo_rl.run.logs.RunLogs`."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], note: Callable[[str], None], now: Callable[[], float]
     ) -> None:
-        self.metrics, self.completions = MetricsLog(folder), CompletionsLog(folder)
         # No text is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
-        self.tokens = TokenLog(folder, config, 0, lambda ids: [], "a loss")
-        self.sampling = SamplingLog(folder)
-        self.note, self.started, self.observers = note, now(), []
+        tokens = TokenLog(folder, config, 0, lambda ids: [], "a loss")
+        self.hooks = [Stored(folder), SamplingTimes(SamplingLog(folder)), Tokens(tokens)]
+        self.note, self.started = note, now()
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
-
-    log_sampled = RunLogs.log_sampled
-
-    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: Environment) -> None:
-        self.metrics.log(step, metrics)
-        self.completions.log(step, completion_rows(groups, env.decode, env.gold))
 
 
 class Diagnosis:
