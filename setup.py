@@ -29,11 +29,13 @@ LORA = ["peft>=0.21,<0.22"]
 QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
 SWEEP = ["hydra-optuna-sweeper>=1.3,<1.4"]  # brings optuna 2.10
-WANDB = ["wandb>=0.31,<0.32"]
-TENSORBOARD = ["tensorboard>=2.21,<2.22"]
-TRACKIO = ["trackio>=0.43,<0.44"]
 MCP = ["mcp>=2.3,<3"]
-MLFLOW = ["mlflow>=3.17,<3.18"]
+LOGGERS = {
+    "wandb": ["wandb>=0.31,<0.32"],
+    "tensorboard": ["tensorboard>=2.21,<2.22"],
+    "trackio": ["trackio>=0.43,<0.44"],
+    "mlflow": ["mlflow>=3.17,<3.18"],
+}
 VERIFIERS = ["verifiers==0.4.*"]
 OPENENV = ["websockets>=15,<18"]  # its client; the server brings openenv, in an environment of its own
 
@@ -126,10 +128,7 @@ setup(
         "qlora": QLORA,
         "trl": TRL,
         "sweep": SWEEP,
-        "wandb": WANDB,
-        "tensorboard": TENSORBOARD,
-        "trackio": TRACKIO,
-        "mlflow": MLFLOW,
+        **LOGGERS,
         "mcp": MCP,
         "openenv": OPENENV,
         "verifiers": VERIFIERS,  # not with dev: it pins mcp and an older openai
@@ -138,10 +137,7 @@ setup(
             *QLORA,
             *TRL,
             *SWEEP,
-            *TENSORBOARD,
-            *WANDB,
-            *TRACKIO,
-            *MLFLOW,
+            *(required for extra in LOGGERS.values() for required in extra),
             *OPENENV,
             "beartype>=0.23,<0.24",
             "check-jsonschema>=0.39,<0.40",

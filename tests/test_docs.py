@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 
 from grpo_rl.cli import COMMANDS, main
 from grpo_rl.envs.sandbox.jails import jails
-from grpo_rl.monitor.loggers import check_loggers, open_loggers
+from grpo_rl.loggers.base import check_loggers
+from grpo_rl.monitor.loggers import open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings

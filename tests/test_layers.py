@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
     {"by_name", "config", "data", "intervals", "loopback", "losses", "section", "storage", "waits"},
-    {"engines", "envs", "perf", "policies"},
+    {"engines", "envs", "loggers", "perf", "policies"},
     {"agents", "cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
     {"run"},
@@ -47,12 +47,9 @@ ONLY_IN = {
     "omegaconf": ("grpo_rl/api.py", "sota/", "grpo_rl/assembly/", "grpo_rl/settings/"),
     "peft": ("grpo_rl/policies/lora.py",),
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
-    "wandb": ("grpo_rl/monitor/wandb.py",),
-    "tensorboard": (),
     "websockets": ("envs/openenv.py",),
     "verifiers": ("envs/verifiers.py",),
-    "trackio": ("grpo_rl/monitor/trackio.py",),
-    "mlflow": ("grpo_rl/monitor/mlflow.py",),
+    **{path.stem: (f"grpo_rl/loggers/{path.name}",) for path in (ROOT / "grpo_rl/loggers").glob("*.py")},
 }
 WHOLE_CONFIG = {
     "cfg": {"sota", "assembly", "settings"},

@@ -26,7 +26,7 @@ ORDER = [
         "weights",
         "data",
     ),
-    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits"),
+    *("distributed", "cluster", "monitor", "loggers", "report", "diagnosis", "perf", "storage", "waits"),
     *("by_name", "section", "intervals", "loopback"),
     *("planner", "checks", "evaluation", "serving", "replay", "migration", "testing"),
 ]

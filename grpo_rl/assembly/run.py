@@ -17,7 +17,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.monitor.loggers import check_loggers
+from grpo_rl.loggers.base import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files

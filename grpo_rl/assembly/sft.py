@@ -18,8 +18,8 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.demonstrations import Demonstrations
+from grpo_rl.loggers.base import check_loggers
 from grpo_rl.losses.sft import SFTLoss
-from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.hub import load_tokenizer, resolve_model

@@ -1,4 +1,4 @@
-"""Checks of the machine and its accounts: versions of packages, limits of processes, loggers, W&B's key and memory."""
+"""Checks of the machine and its accounts: versions of packages, limits of processes, loggers and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from grpo_rl.checks.check import Case, Finding, unfit
-from grpo_rl.monitor.logger_names import logger_names
+from grpo_rl.loggers.base import check_loggers, logger_names
 from grpo_rl.policies.adapters import need
 from grpo_rl.settings.devices import asked_devices
 from grpo_rl.settings.machine import check_engine
@@ -23,7 +23,6 @@ FILES, FILES_OF_RAY = 1024, 4096
 SHARED = Path("/dev/shm")
 RAY_MIB, ENGINE_MIB, RANK_MIB = 256, 256, 64
 """Shared memory of Ray's object store, of an engine's processes on several devices, and of a rank's NCCL, at least."""
-SERVER, KEYS = "https://api.wandb.ai", ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def packages(case: Case) -> Iterator[Finding]:
@@ -108,25 +107,15 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 
 def loggers(case: Case) -> Iterator[Finding]:
-    """Imports what the loggers need, and looks for W&B's key where it will be asked for one; no server is contacted."""
-    from grpo_rl.monitor.loggers import check_loggers  # which imports torch
-
-    given, names = case.read.logger, logger_names(case.read.logger.backend)
-    check_loggers(given.backend, given.settings)
-    text = f"{', '.join(names)} can be imported" if names else "none"
+    """Imports what the loggers need, and looks for the keys of their accounts; no server is contacted."""
+    given = case.read.logger
+    classes = check_loggers(given.backend, given.settings)
+    text = f"{', '.join(classes)} can be imported" if classes else "none"
     yield Finding("OK", "loggers", f"{text}; metrics.jsonl and the report are always written")
-    if "wandb" not in names:
-        return
-    import requests  # which wandb brings
-
-    mode, server = given.settings.get("wandb", {}).get("mode", given.mode), os.environ.get("WANDB_BASE_URL", SERVER)
-    if mode != "online":
-        yield Finding("OK", "wandb", f"{mode}: no key is needed, and nothing is sent; `wandb sync` uploads it later")
-    elif any(map(os.environ.get, KEYS)) or requests.utils.get_netrc_auth(server):  # the latter by `wandb login`
-        yield Finding("OK", "wandb", f"online, with a key for {server}")
-    else:
-        remedy = f"wandb login, or {KEYS[0]}; or set logger.mode=offline or logger.backend=none"
-        yield Finding("FIX", "wandb", f"online, and no key is here: {remedy}")
+    for name, logger in classes.items():
+        if check := getattr(logger, "check_account", None):
+            with unfit(name):
+                yield Finding("OK", name, check(given))
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[float, str]:

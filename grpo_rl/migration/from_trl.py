@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_rl.loggers.base import BUILT_IN
 from grpo_rl.migration import trl_fields as trl
 from grpo_rl.migration.converted import Converted
-from grpo_rl.monitor.logger_names import BUILT_IN
 from grpo_rl.settings.other_names import SAME
 
 

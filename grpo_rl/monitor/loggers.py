@@ -2,83 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_rl.by_name import object_by_name, short_name
-from grpo_rl.monitor.logger_names import BUILT_IN, logger_names
+from grpo_rl.by_name import is_name, short_name
+from grpo_rl.loggers.base import MetricsLogger, logger_class, logger_names
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 from grpo_rl.storage.masking import masked, masked_text
 from grpo_rl.waits.registry import waiting
 
 REMEDY = (
-    "end the run and resume it without this logger in logger.backend, or with logger.mode=offline for wandb; what it "
-    "lacks is in the run folder"
+    "end the run and resume it without this logger in logger.backend, or with logger.mode=offline if it takes a mode; "
+    "what it lacks is in the run folder"
 )
 REST = 20
 """Calls that a logger misses after one that failed: those of ten steps, as an attempt may take seconds."""
-
-
-class MetricsLogger(Protocol):
-    """A place that metrics and responses go to, next to the run folder's own files; `docs/loggers.md` has an example.
-
-    Args:
-        run_dir: the run folder, which exists.
-        config: the whole config as plain values, secrets masked.
-        last_step: the last step of the run so far, -1 if there is none. What the place holds of later steps belongs to
-            an abandoned continuation, and is logged again.
-        settings: those of `logger.settings` under the logger's name.
-
-    A logger with a true attribute ``needs_history`` is given, once it is made, all that the run folder holds.
-    """
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], last_step: int, **settings: Any) -> None: ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes numbers of a step; the held-out rewards of the last one may come by themselves."""
-
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the responses of a step (see `grpo_rl.monitor.completions.completion_rows`)."""
-
-    def close(self, exit_code: int = 0) -> None:
-        """Writes what is left; a non-zero ``exit_code`` means that the run failed."""
-
-
-def logger_class(name: str) -> type[MetricsLogger]:
-    """The class of a logger, imported with its library.
-
-    Raises:
-        ValueError: the library is not installed; there is no such module or class.
-    """
-    if name in BUILT_IN:
-        where, library = BUILT_IN[name]
-        try:
-            importlib.import_module(library)
-        except ImportError as error:
-            remedy = f"pip install 'grpo-rl[{name}]', or take it out of logger.backend"
-            raise ValueError(f"logger.backend={name}, but it can't be imported ({error}): {remedy}") from error
-        name = where
-    return object_by_name(name, "logger.backend")
-
-
-def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
-
-    Raises:
-        ValueError: names the logger, and the remedy.
-    """
-    names = logger_names(backend)
-    for name in names:
-        logger_class(name)
-    known = [short_name(name) for name in names]
-    if idle := [key for key in settings if key not in known]:
-        has = ", ".join(known) or "none"
-        raise ValueError(f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has {has}")
 
 
 def open_loggers(
@@ -99,12 +42,12 @@ def open_loggers(
     loggers = Loggers(say, run_dir)
     for name in names:
         try:
-            own = {"project": logger["project"], "name": logger["name"]} if name in BUILT_IN else {}
-            own |= {"mode": logger["mode"]} if name == "wandb" else {}
-            own |= logger["settings"].get(short_name(name), {})
             with waiting(f"the logger {name}", "its start, and what the run has so far", remedy=REMEDY):
-                # The config goes to other machines, and is shown there.
-                opened = logger_class(name)(run_dir, masked(config), last_step, **own)
+                made = logger_class(name)
+                takes = () if is_name(name) else inspect.signature(made).parameters
+                own = {key: logger[key] for key in ("project", "name", "mode") if key in takes}
+                own |= logger["settings"].get(short_name(name), {})
+                opened = made(run_dir, masked(config), last_step, **own)  # the config goes to other machines
                 loggers._loggers[name] = opened
                 if again or getattr(opened, "needs_history", False):
                     _replay(opened, run_dir, rows)
@@ -142,11 +85,9 @@ class Loggers:
         return bool(self._loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs numbers of a step."""
         self._each(f"step {step}", lambda logger: logger.log(step, sent(metrics)))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Logs the responses of a step."""
         self._each(f"the responses of step {step}", lambda logger: logger.table(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
@@ -186,13 +127,3 @@ def sent(row: Mapping[str, float]) -> dict[str, float]:
 def _described(error: Exception) -> str:
     """The error's text for logs; libraries' messages may have the address and the key that they were given."""
     return f"{type(error).__name__}: {masked_text(str(error))}"
-
-
-def run_name(run_dir: Path) -> str:
-    """The name of a run that was given none: its folder's, with the day.
-
-    >>> run_name(Path("outputs/2026-11-23/16-41-22"))
-    '2026-11-23_16-41-22'
-    """
-    path = run_dir.absolute()
-    return f"{path.parent.name}_{path.name}"

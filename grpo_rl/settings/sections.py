@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from grpo_rl.loggers.base import BUILT_IN
 from grpo_rl.losses.factors import Loss, loss_section
 from grpo_rl.section import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
@@ -202,12 +203,12 @@ class Logger(Section):
 
     backend: str | tuple[str, ...] = setting(
         "none",
-        "wandb | tensorboard | trackio | mlflow | package.module:Class, a class of one's own | none; or a list of them "
-        "(docs/loggers.md)",
+        " | ".join(BUILT_IN)
+        + " | package.module:Class, a class of one's own | none; or a list of them (docs/loggers.md)",
     )
-    mode: Literal["online", "offline"] = setting("online", "mode of wandb; offline: uploaded later")
-    project: str = setting("grpo_rl", "the run's project in wandb and trackio, its experiment in mlflow")
-    name: str | None = setting(None, "the run's name there; null: wandb makes one, the others take the run folder's")
+    mode: Literal["online", "offline"] = setting("online", "mode of wandb and the like; offline: uploaded later")
+    project: str = setting("grpo_rl", "the run's project, in mlflow its experiment")
+    name: str | None = setting(None, "the run's name there; null: the run folder's, or one that wandb makes")
     settings: Mapping[str, Any] = setting(
         {}, "further arguments of a logger, by its name or its class's: +logger.settings.mlflow.tracking_uri=..."
     )

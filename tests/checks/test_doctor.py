@@ -17,6 +17,7 @@ from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, all_findings, child_p
 from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.guards import isolation
+from grpo_rl.loggers import wandb
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -138,7 +139,7 @@ def test_the_folder_is_the_one_that_the_run_resumes_in_and_holds_no_other_run_or
 def test_wandb_needs_a_key_online_alone(look, monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in machine.KEYS:
+    for name in wandb.KEYS:
         monkeypatch.delenv(name, raising=False)
 
     def found(*words):

@@ -1,4 +1,4 @@
-"""Loggers: the four libraries themselves, read back from what they wrote, and loggers of one's own."""
+"""Loggers: the built-in ones, read back from what their libraries wrote, and loggers of one's own."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import json
 import math
 import os
 import struct
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+import grpo_rl.loggers
 from grpo_rl import cli
-from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
+from grpo_rl.loggers import base
+from grpo_rl.loggers.base import BUILT_IN, check_loggers, logger_class
+from grpo_rl.loggers.wandb import Log as WandbLog
+from grpo_rl.monitor.loggers import open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.testing import run_script
 from tests.helpers import responses_by_step
 
@@ -201,18 +206,18 @@ def test_online_without_a_key_says_how_to_go_on_without_one(tmp_path):
 
 
 @pytest.mark.nightly
-def test_four_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_run, tmp_path, monkeypatch):
-    for name in READERS:
+def test_all_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_run, tmp_path, monkeypatch):
+    for name in BUILT_IN:
         logger_class_or_skip(name)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
-    loggers = ["logger.backend=[wandb,tensorboard,trackio,mlflow]", "logger.mode=offline", "evaluate.rows=4"]
+    loggers = [f"logger.backend=[{','.join(BUILT_IN)}]", "logger.mode=offline", "evaluate.rows=4"]
     overrides = [*tiny_run, *loggers, "train.total_dialog_turns=48"]
     run_dir = run_script(SCRIPT, overrides, tmp_path / "run")
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 3]
     for start in (None, run_dir / "checkpoints" / "checkpoint_000001.pt"):
         if start:
             run_script(SCRIPT, [*overrides, f"resume={start}"], tmp_path / "unused")
-        for name in READERS:
+        for name in BUILT_IN:
             check_same(name, run_dir)
         assert list(responses_by_step(run_dir)) == [1, 2, 3]
         [newest] = run_dir.glob("wandb/offline-run-*")
@@ -293,6 +298,32 @@ def test_a_logger_that_cannot_take_the_runs_history_is_an_error_without_its_secr
     log(opened("none", tmp_path), tmp_path, ROWS)
     with pytest.raises(ValueError, match=r"NoHistory can't start: ValueError: https://\S*\*\*\*\S*host"):
         opened(f"{HERE}:NoHistory", tmp_path)
+
+
+PLANTED = """
+LIBRARY = "planted_library"
+
+
+class Log:
+    def __init__(self, run_dir, config, last_step, *, project, mode="online", level=1):
+        Log.made_with = project, mode, level
+"""
+
+
+def test_a_file_is_a_logger_that_requires_its_library_and_gets_what_its_constructor_names(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setattr(grpo_rl.loggers, "__path__", [*grpo_rl.loggers.__path__, str(tmp_path)])
+    monkeypatch.setattr(base, "BUILT_IN", [*BUILT_IN, "planted"])
+    with pytest.raises(ValueError, match=r"No module named 'planted_library'\): pip install 'grpo-rl\[planted\]'"):
+        check_loggers("planted", {})
+    monkeypatch.setitem(sys.modules, "planted_library", ModuleType("planted_library"))
+    opened("planted", tmp_path, planted={"level": 2})
+    assert check_loggers("planted", {})["planted"].made_with == ("p", "offline", 2)  # and neither name nor settings
+
+
+def test_names_of_built_in_loggers_are_those_of_their_files():
+    folder = Path(base.__file__).parent
+    assert {*BUILT_IN} == {path.stem for path in folder.glob("*.py")} - {"__init__", "base"} == READERS.keys()
 
 
 def test_a_logger_of_ones_own_gets_its_settings_the_last_step_and_the_config_without_secrets(tmp_path):

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.loggers import run_name
+from grpo_rl.loggers.base import run_name
 
+LIBRARY = "trackio"
 ID_FILE = "trackio_id"
 
 
-class TrackioLog:
+class Log:
     """A trackio run of this machine: ``trackio show --project grpo_rl`` draws it, no account is needed.
 
     A resumed run is written anew from the run folder, as the store may hold steps after the checkpoint.
@@ -26,13 +27,7 @@ class TrackioLog:
     needs_history = True
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        last_step: int,
-        *,
-        project: str = "grpo_rl",
-        name: str | None = None,
+        self, run_dir: Path, config: Mapping[str, Any], last_step: int, *, project: str, name: str | None
     ) -> None:
         import trackio
 

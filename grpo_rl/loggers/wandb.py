@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+LIBRARY = "wandb"
 ID_FILE = "wandb_id"
+SERVER, KEYS = "https://api.wandb.ai", ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 SECTION = "a_overview"
 """The section of the overview: W&B sorts sections by name, so that it comes first."""
 OVERVIEW = {
@@ -33,7 +36,7 @@ FINISH_S = 300.0
 """Longest wait for an upload at the end of a run."""
 
 
-class WandbLog:
+class Log:
     """A W&B run that belongs to the run folder: its files lie there, and a resumed run goes on under the same id.
 
     Points are placed by the metric ``step``; ``tokens`` is there as another axis. W&B draws a panel for each metric, in
@@ -53,7 +56,7 @@ class WandbLog:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: Path,
         config: Mapping[str, Any],
         last_step: int = -1,
         *,
@@ -65,8 +68,6 @@ class WandbLog:
         import wandb
         import wandb.errors
 
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / ID_FILE
         run_id = id_file.read_text().strip() if id_file.exists() else None  # None: W&B makes one
         self.needs_history = mode == "offline" and _set_aside(run_dir)
@@ -97,6 +98,20 @@ class WandbLog:
         for axis in (*STEPS.values(), "tokens"):
             self._run.define_metric(axis, hidden=True)
         self._run.define_metric("*", step_metric="step")
+
+    @staticmethod
+    def check_account(logger: Mapping[str, Any]) -> str:
+        """The line of `grpo-rl doctor` on W&B's key, or a ValueError if it is missing; no server is contacted."""
+        import requests  # which wandb brings
+
+        mode = logger["settings"].get("wandb", {}).get("mode", logger["mode"])
+        server = os.environ.get("WANDB_BASE_URL", SERVER)
+        if mode != "online":
+            return f"{mode}: no key is needed, and nothing is sent; `wandb sync` uploads it later"
+        if any(map(os.environ.get, KEYS)) or requests.utils.get_netrc_auth(server):  # the latter by `wandb login`
+            return f"online, with a key for {server}"
+        remedy = f"wandb login, or {KEYS[0]}; or set logger.mode=offline or logger.backend=none"
+        raise ValueError(f"online, and no key is here: {remedy}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of a step, but for those that W&B has already; those of the overview twice."""

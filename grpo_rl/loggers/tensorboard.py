@@ -8,24 +8,22 @@ from typing import Any
 
 from grpo_rl.storage.printable import printable
 
-FOLDER = "tensorboard"
+LIBRARY = "torch.utils.tensorboard"
 ROWS = 8
 """Responses of a step that are shown as text."""
 
 
-class TensorBoardLog:
+class Log:
     """Event files in the run folder's ``tensorboard/``; ``tensorboard --logdir outputs`` shows all runs.
 
     A resumed run makes TensorBoard drop the steps after its checkpoint. Each call is on the disk before it
     returns. Values are 32-bit floats, as TensorBoard's scalars are.
     """
 
-    def __init__(
-        self, run_dir: Path, config: Mapping[str, Any], last_step: int, *, project: str = "", name: str | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run_dir / FOLDER
+        folder = run_dir / "tensorboard"
         self._writer = SummaryWriter(folder, purge_step=last_step + 1 if folder.exists() else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.loggers import run_name
+from grpo_rl.loggers.base import run_name
 from grpo_rl.storage.yaml_text import flat
 
+LIBRARY = "mlflow"
 ID_FILE, DATABASE, ARTIFACTS, TABLES = "mlflow_id", "mlflow.db", "mlflow_artifacts", "completions"
 LONGEST_VALUE = 500
 """Characters of a setting; a longer one is cut."""
 
 
-class MLflowLog:
+class Log:
     """An MLflow run in ``tracking_uri``, ``MLFLOW_TRACKING_URI``, or else in the run folder's ``mlflow.db``.
 
     A resumed run is a new MLflow run of the same name, written from the run folder: MLflow can't remove single steps.
@@ -53,11 +54,9 @@ class MLflowLog:
         if uri is None:
             uri, artifacts = f"sqlite:///{run_dir.absolute() / DATABASE}", (run_dir.absolute() / ARTIFACTS).as_uri()
         self._client = MlflowClient(uri)
-        if experiment := self._client.get_experiment_by_name(project):
-            experiment_id = experiment.experiment_id
-        else:
-            experiment_id = self._client.create_experiment(project, artifact_location=artifacts)
-        run = self._client.create_run(experiment_id, run_name=name or run_name(run_dir))
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project, artifacts)
+        run = self._client.create_run(experiment, run_name=name or run_name(run_dir))
         self._run_id = run.info.run_id
         params = [Param(_name(key), str(value)[:LONGEST_VALUE]) for key, value in flat(config).items()]
         for start in range(0, len(params), 100):  # the most that a server takes at once
