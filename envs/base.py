@@ -26,7 +26,7 @@ from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rows import DONE, Row, dialog_of, led_to, row_specs, stacked
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
-from grpo_rl.envs.tools.functions import check_functions
+from grpo_rl.envs.tools.functions import FunctionTask
 from grpo_rl.envs.tools.mcp import Server, close_servers, with_mcp
 from grpo_rl.envs.tools.schemas import checked_calls, tool_schemas
 
@@ -94,7 +94,10 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
-        check_functions(task)
+        if getattr(type(task), "call", None) is FunctionTask.call and not all(map(callable, task.tools)):
+            raise ValueError(
+                f"{type(task).__name__} has a JSON schema as a tool, which nothing runs; override its call"
+            )
         self._servers: list[Server] = []
         # Also of an environment that is forgotten without `close`, or that can't be built. The thread that collects the
         # garbage must not be held up; at the program's end the servers end themselves, and are waited for.
@@ -325,7 +328,6 @@ class LLMEnv(EnvBase):
         return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
 
     def _judge(self, rows: Sequence[Row], dialogs: dict[int, Dialog], ended: Sequence[int]) -> None:
-        """Scores the conversations that have ended, those of a group together."""
         groups: dict[int, list[int]] = {}
         for i in ended:
             groups.setdefault(int(rows[i][keys.GROUP_ID]), []).append(i)
@@ -338,6 +340,5 @@ class LLMEnv(EnvBase):
                 dialogs |= {i: dialogs[i].ended(result) for i, result in zip(whole, results, strict=True)}
 
     def _set_seed(self, seed: int | None) -> None:
-        """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""
         if seed is not None:
             self.start_epoch(seed, 0)

@@ -127,11 +127,7 @@ class Calculator(ToolTask):
 
 
 def _numbers(text: str) -> set[str]:
-    """The numbers in a text, without signs, as the calculator would show them.
-
-    >>> sorted(_numbers("so $1,234.50, then 007 and 2."))
-    ['1234.5', '2', '7']
-    """
+    """The numbers in a text, without signs, as the calculator would show them: 1,234.50 as 1234.5."""
     found = set()
     for number in _NUMBER.findall(text):
         whole, _, part = number.replace(",", "").partition(".")

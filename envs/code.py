@@ -18,7 +18,7 @@ from grpo_rl.envs.guards.isolation import SPENT
 from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
 from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
+from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, opening
 
 SYSTEM_PROMPT = (
     "Solve the task in Python. Write the whole program into one block that begins with ```python and ends with ```."
@@ -51,7 +51,7 @@ class Code(GroupTask):
     of printed output has ``time_s`` alone, all other tests of a row have it together.
 
     Raises:
-        ValueError: there is no sandbox, or a weight is not a finite number.
+        ValueError: there is no sandbox.
     """
 
     reward_parts = ("tests", "all_passed", "answer_format")
@@ -79,7 +79,6 @@ class Code(GroupTask):
         system_prompt: SystemPrompt = SYSTEM_PROMPT,
     ) -> None:
         self._weights = {"tests": tests, "all_passed": all_passed, "answer_format": answer_format}
-        check_weights(self._weights)
         self._sandbox = Sandbox(sandbox, Limits(memory_mib=memory_mib, cpu_s=time_s))
         self._max_tests, self._before, self.rows = max_tests, opening(system_prompt), rows
 

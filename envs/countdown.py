@@ -14,7 +14,7 @@ from grpo_rl.envs.grading.expressions import check, evaluated
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
+from grpo_rl.envs.task import Messages, Reward, Task, opening
 
 SYSTEM_PROMPT = (
     "Think inside <think> and </think>, then give the expression alone inside <answer> and </answer>, for example "
@@ -50,7 +50,7 @@ class Countdown(Task):
     Rows have ``numbers`` and ``target``, and ``solution`` for logs where there is one.
 
     Raises:
-        ValueError: a weight is not a finite number, or an example lacks a column.
+        ValueError: an example lacks a column.
     """
 
     reward_parts = ("correctness", "answer_format")
@@ -75,7 +75,6 @@ class Countdown(Task):
         ] = EXAMPLES,
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
-        check_weights(self._weights)
         self._use_all = use_all
         shown = []
         for index, example in enumerate(examples or ()):

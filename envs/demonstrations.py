@@ -119,10 +119,10 @@ class Demonstrations:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             if text is None:
-                raise ValueError(
-                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows of gsm8k, math, "
-                    "code, prompt_response and a task of your own with a method `demonstration` can have one"
+                which = (
+                    "rows of gsm8k, math, code, prompt_response and tasks with a method `demonstration` can have one"
                 )
+                raise ValueError(f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; {which}")
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")
             texts.append(_without(self._opened, text))
@@ -134,7 +134,6 @@ class Demonstrations:
         return [[*ids, self.end] for ids in encoded]
 
     def _text(self, row: dict) -> str | None:
-        """The text of a row's demonstration, with calls and reasoning as the chat template writes them."""
         demonstration = self.task.demonstration(row)
         if not isinstance(demonstration, Mapping):
             return demonstration
@@ -158,7 +157,6 @@ class Demonstrations:
             raise ValueError(f"all {len(self.task.rows)} rows are too long; {remedy}")
 
     def _differing(self, encoded: Sequence[tuple[int, list[int]]]) -> list[int]:
-        """Those of the rows, given with the ids of prompt and response, that the template writes otherwise."""
         if not self.tokenizer.chat_template or not encoded:
             return []
         rows = [self.task.rows[row] for row, _ in encoded]
@@ -168,18 +166,12 @@ class Demonstrations:
         return [row for (row, ids), ours in zip(encoded, written, strict=True) if ours[: len(ids)] != ids]
 
     def _too_long(self, where: str, tokens: int, remedy: str) -> str:
-        return (
-            f"the demonstration of {where} has {tokens} tokens with its end, and sampling.max_new_tokens, the longest "
-            f"response, is {self._max_response_tokens}; raise it, {remedy}"
-        )
+        most = f"sampling.max_new_tokens={self._max_response_tokens}"
+        return f"the demonstration of {where} has {tokens} tokens with its end, more than {most}; raise it, {remedy}"
 
 
 def _without(opened: str, text: str) -> str:
-    """The text without the beginning of a thought that the prompt ends with.
-
-    >>> _without("<think>\\n", "<think>\\nSo"), _without("<think>\\n", "\\n<think>So"), _without("", " So")
-    ('So', 'So', ' So')
-    """
+    """The text without the beginning of a thought that the prompt ends with."""
     if text.startswith(opened):
         return text.removeprefix(opened)
     thought = opened.strip()

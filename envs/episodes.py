@@ -44,7 +44,6 @@ class _Waiting(Generic[Value]):
         return dropped
 
     def take(self, key: Key) -> Value | None:
-        """A value of this conversation; None: there is none."""
         with self._lock:
             return self._popped(key, -1) if key in self._values else None
 
@@ -216,7 +215,6 @@ class Episodes(Task, Generic[State]):
         return episode
 
     def _ended(self, episode: _Open[State]) -> Reward:
-        """The reward of an episode, which is closed."""
         with self._closed_on_error(episode):
             reward = Reward({"episode": episode.reward}, self.measures(episode.state))
         self._close(episode)

@@ -11,7 +11,7 @@ from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
 from grpo_rl.envs.sources import AnySource, Row, Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, check_weights, opening
+from grpo_rl.envs.task import GroupTask, Messages, Reward, Unjudgeable, asking, opening
 
 HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("HuggingFaceH4/MATH-500", "test")}
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
@@ -36,7 +36,7 @@ class Math(GroupTask):
     what the solution's last ``\boxed{}`` holds.
 
     Raises:
-        ValueError: a weight is not a finite number, an example lacks a column, or not one row has a gold answer.
+        ValueError: an example lacks a column, or not one row has a gold answer.
     """
 
     reward_parts = ("correctness", "answer_format")
@@ -62,7 +62,6 @@ class Math(GroupTask):
         ] = (),
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
-        check_weights(self._weights)
         self._deadline_s = deadline_s
         columns = {"problem": str, "solution": str}
         shown = [tables.checked_row(one, columns, f"env.examples[{i}]") for i, one in enumerate(examples or ())]
@@ -122,8 +121,6 @@ class Math(GroupTask):
 def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Problems of :func:`grpo_rl.envs.tables.load_rows`, or of the hub's :data:`HUB_SETS`."""
     source = Source.of(path)
-    if source.path is None and split not in HUB_SETS:
-        raise ValueError(f"the math task has no split {split!r}; it has {' and '.join(HUB_SETS)}")
     hub, hub_split = HUB_SETS.get(split, (None, split))
     rows = tables.load_rows(source, split if source.path else hub_split, COLUMNS, chat=("problem", "solution"), hub=hub)
     return [_checked(row) for row in rows]

@@ -14,7 +14,7 @@ from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, check_weights, raised
+from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, asking, check_weights, opening, raised
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
@@ -80,8 +80,7 @@ class PromptResponse(GroupTask):
         system_prompt: SystemPrompt = None,
     ) -> None:
         self._prompt_column, self._completion_column = prompt_column, completion_column
-        self._system_prompt = system_prompt
-        self.rows = rows
+        self._before, self.rows = opening(system_prompt), rows
         for index, row in enumerate(rows):
             try:
                 self._asked(row)
@@ -102,18 +101,11 @@ class PromptResponse(GroupTask):
 
     def prompt(self, row: dict) -> Messages:
         """The row's messages, or its text as the user's, after the system prompt."""
-        messages = self._messages(row)
-        if self._system_prompt and messages[0]["role"] != "system":
-            return [{"role": "system", "content": self._system_prompt}, *messages]
-        return messages
+        return asking(self._before, self._asked(row))
 
     def tools_of(self, row: dict) -> Sequence[Any]:
         """The task's tools, and those in the row's column ``tools``; calls of these are not run."""
         return [*self.tools, *tables.read_tools(row.get(tables.TOOLS))]
-
-    def _messages(self, row: dict) -> Messages:
-        asked = self._asked(row)
-        return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The rewards of a batch: each function is called once.
@@ -196,7 +188,7 @@ class PromptResponse(GroupTask):
         messages = value if isinstance(value, list) else [value]
         if all(isinstance(message, Mapping) for message in messages):
             turns = tables.read_messages(messages, str(self._completion_column))
-            for prompt in (self.prompt(row), self._messages(row)):
+            for prompt in (self.prompt(row), asking([], self._asked(row))):
                 if turns[: len(prompt)] == prompt:
                     turns = turns[len(prompt) :]
                     break
@@ -272,12 +264,8 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
     if not reward:
         return []
-    if isinstance(reward, Mapping):
-        pairs = list(reward.items())
-    elif isinstance(reward, Sequence) and not isinstance(reward, str):
-        pairs = [(name, 1.0) for name in reward]
-    else:
-        pairs = [(reward, 1.0)]
+    given = [reward] if isinstance(reward, str) or callable(reward) else reward
+    pairs = list(given.items()) if isinstance(given, Mapping) else [(name, 1.0) for name in given]
     check_weights({getattr(name, "__name__", name): weight for name, weight in pairs})
     return pairs
 

@@ -42,7 +42,7 @@ class PromptSource:
         curriculum: decides which rows are drawn; None: all.
 
     Raises:
-        ValueError: there are no rows, or a limit or choice makes no sense.
+        ValueError: there are no rows.
     """
 
     def __init__(
@@ -56,8 +56,6 @@ class PromptSource:
     ) -> None:
         if not len(task.rows):
             raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"{max_tokens} tokens are left for a prompt; {_REMEDY}")
         self._task, self._tokenizer = task, tokenizer
         self._max_tokens, self._long_prompt = max_tokens, long_prompt
         self.too_long: set[int] = set()
@@ -162,7 +160,6 @@ class PromptSource:
         return True
 
     def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
-        """The row, question and ids of each prompt, tokenised in one call."""
         if not rows:
             return []
         own = [self._task.rows[row] for row in rows]

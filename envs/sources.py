@@ -18,6 +18,7 @@ from typing import Any
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Endings of compressed files of text, behind that of their format, and what opens them."""
 _FORMATS = ".jsonl, .json, .csv, .parquet"
+_OTHERS = "; env.subset, env.split and env.eval_split choose others"
 HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -174,8 +175,7 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose, texts: 
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     if source.subset:
-        remedy = "; env.subset, env.split and env.eval_split choose others"
-        data = _loaded(f"{folder}, split {split},", remedy, str(folder), source.subset, split=split)
+        data = _loaded(f"{folder}, split {split},", _OTHERS, str(folder), source.subset, split=split)
         return _of_table(data, f"{folder} {split}", choose)
     by_split: dict[str, Any] = {}
     if saved := (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
@@ -206,10 +206,7 @@ def _of_hub(source: Source, split: str, choose: Choose) -> list[Row]:
 
     name, _, subset = str(source.path).removeprefix(HUB_PREFIX).partition(":")
     why_no_hub()  # without a network `datasets` looks into its cache at once
-    remedy = (
-        "; env.subset, env.split and env.eval_split choose others; with a copy of it, set env.path=FILE.jsonl (and "
-        "env.eval_path for the held-out rows)"
-    )
+    remedy = f"{_OTHERS}; with a copy of it, set env.path=FILE.jsonl, and env.eval_path for the held-out rows"
     what = f"{name}, split {split}, of the hub"
     data = _loaded(what, remedy, name, source.subset or subset or None, split=split, revision=source.revision)
     # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.

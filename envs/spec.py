@@ -117,20 +117,11 @@ def _no_rows(*_: object) -> Sequence[dict]:
     raise ValueError("an environment of your own has no rows to evaluate or imitate; set evaluate.rows=0")
 
 
-TASKS = {
-    "gsm8k": "GSM8KEnv",
-    "ifeval": "IFEvalEnv",
-    "math": "MathEnv",
-    "countdown": "CountdownEnv",
-    "calculator": "CalculatorEnv",
-    "search_qa": "SearchQAEnv",
-    "code": "CodeEnv",
-    "openenv": "OpenEnvEnv",
-    "verifiers": "VerifiersEnv",
-    "prompt_response": "PromptResponseEnv",
-    "agent": "AgentEnv",
-}
-"""The module of each task, and the name of its :class:`TaskSpec` there."""
+TASKS = (
+    "gsm8k", "ifeval", "math", "countdown", "calculator", "search_qa", "code", "openenv", "verifiers",
+    "prompt_response", "agent",
+)  # fmt: skip
+"""The module of each task, which has one :class:`TaskSpec`."""
 
 
 def task_spec(name: str) -> TaskSpec:
@@ -144,4 +135,5 @@ def task_spec(name: str) -> TaskSpec:
         if is_env(own):
             return OwnEnvSpec(own, _no_rows)
         return TaskSpec(partial(make_own_task, own), partial(load_own_rows, own, name), takes_reward=True)
-    return getattr(importlib.import_module(f"grpo_rl.envs.{name}"), TASKS[name])
+    found = vars(importlib.import_module(f"grpo_rl.envs.{name}")).values()
+    return next(value for value in found if isinstance(value, TaskSpec))

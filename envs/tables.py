@@ -44,10 +44,8 @@ def load_rows(
     """
     source = Source.of(path)
     if source.path is None and hub is None:
-        raise ValueError(
-            "the task has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
-            "pattern of such files, or to a hub name such as trl-lib/tldr"
-        )
+        wanted = "a JSONL, JSON, CSV or Parquet file, a folder or pattern of such, or a hub name such as trl-lib/tldr"
+        raise ValueError(f"the task has no data of its own; set env.path to {wanted}")
     source = replace(source, path=source.path or hub)
     theirs = [source.columns.get(name, name) for name in columns or ()]
 

@@ -102,14 +102,12 @@ class _Exchange:
         return messages
 
     def answer(self, text: str | None) -> None:
-        """Gives the policy's turn; None: it has none."""
         self._loop.call_soon_threadsafe(self._replies.put_nowait, text)
 
     def close(self) -> None:
         self._future.cancel()
 
     async def turn(self, messages: Messages) -> str | None:
-        """Sends messages to the policy, and waits for its turn."""
         self._prompts.put(messages)
         return await self._replies.get()
 
@@ -145,14 +143,12 @@ class _PolicyAgent:
         self.name, self.spec, self._episode, self._exchange = name, spec, episode, exchange
 
     async def run(self, task: Any) -> Any:
-        """One turn on the task's prompt."""
         async with self.interaction(task) as interaction:
             await interaction.turn()
         return interaction.trace
 
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[_Interaction]:
-        """A conversation about the task, which is scored in the end."""
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 
@@ -173,7 +169,6 @@ class _Interaction:
         self.trace, self._task, self._max_turns, self._exchange = trace, task, max_turns, exchange
 
     async def turn(self, message: Any = None) -> Any:
-        """The policy's turn after this message, or after the task's prompt."""
         import verifiers.v1 as vf
         from verifiers.v1.agent import Segment
         from verifiers.v1.dialects.chat import parse_message
@@ -234,7 +229,6 @@ def _text(message: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _environment(taskset: str) -> Any:
-    """The environment of a taskset with these settings, in JSON."""
     config = json.loads(taskset)
     name = config["id"]
     try:
@@ -294,9 +288,7 @@ def load_rows(
         ValueError: a path is given; verifiers or the taskset can't be loaded; it has no end, or too few tasks; it needs
             a container, tools, or several agents.
     """
-    source = Source.of(path)
-    if source.path is not None:
-        raise ValueError(f"env.path={source.path} means nothing for verifiers, whose data is the taskset's")
+    Source.of(path).refuse("verifiers, whose data is the taskset's", "path")
     if not name:
         raise ValueError("env.name is empty; give a taskset of verifiers, such as env.name=textarena")
     config = json.dumps({**(taskset or {}), "id": name}, sort_keys=True)

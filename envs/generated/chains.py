@@ -47,7 +47,6 @@ def problems(count: int, seed: int = 0) -> list[dict]:
 
 
 def _chain(rng: random.Random) -> tuple[list[int], str]:
-    """Numbers, and the operators that take them one after the other."""
     value = rng.randint(100, 999)
     numbers, operators = [value], ""
     for _ in range(rng.randint(2, 4)):

@@ -49,9 +49,7 @@ class Puzzles(Sequence[dict]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
-        if not -self._count <= index < self._count:
-            raise IndexError(f"puzzle {index} of {self._count}")
-        return self._puzzle(Random(f"{self._seed}/{self._split}/{index % self._count}"))
+        return self._puzzle(Random(f"{self._seed}/{self._split}/{range(self._count)[index]}"))
 
     def _puzzle(self, rng: Random) -> dict:
         for _ in range(MAX_TRIES):

@@ -48,7 +48,6 @@ def search(pattern: str, text: str) -> bool:
 
 
 def _away(calls: Sequence[tuple[str, str]], budget_s: float) -> list[bool | Exception]:
-    """The results of searches in processes that can be killed."""
     workers = _workers(os.getpid())
     deadline_s = min(DEADLINE_S, budget_s * workers.workers / len(calls))
     results = workers.map(calls, deadline_s, budget_s)

@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -151,7 +150,6 @@ class ScoreGuard:
         return self._checked(self._results("score_dialog", calls, where), said, where)
 
     def _results(self, method: str, calls: Sequence[tuple], where: str) -> list[Any]:
-        """The result of each call of the task, or the exception that it raised."""
         if self._processes:
             # Processes start with the first call, and again after one that was killed.
             with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
@@ -180,16 +178,10 @@ class ScoreGuard:
 
     def replies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The result or exception of each call, all made at the same time; a late thread is left behind."""
-        results: list[Any] = [TimeoutError(f"no reply within {self.deadline_s:g} s")] * len(calls)
-        done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        for i, call in enumerate(calls):
-            in_thread(lambda i=i, call=call: done.put((i, outcome(call))))
-        end = time.monotonic() + self.deadline_s
-        with waiting("the task's reply", deadline_s=self.deadline_s), suppress(queue.Empty):
-            for _ in calls:
-                i, result = done.get(timeout=max(0.0, end - time.monotonic()))
-                results[i] = result
-        return results
+        allowed_s = dict.fromkeys(range(len(calls)), self.deadline_s)
+        with waiting("the task's reply", deadline_s=self.deadline_s):
+            results = dict(finished(dict(enumerate(calls)), allowed_s))
+        return [results[i] for i in allowed_s]
 
     def _waiting(self, where: str, deadline_s: float) -> Wait:
         return waiting(f"the scorer {self._name_of_task}", where, deadline_s, remedy=REMEDY)
@@ -221,10 +213,10 @@ class ScoreGuard:
             self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
         if failed > self._max_failed * max(self.judged, FEW):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
+            allowed = f"more than env.max_failed_fraction={self._max_failed} allows"
+            first_ones = f"The first of each kind: {'; '.join(self.examples.values())}"
             raise ScoreError(
-                f"{failed} of {self.judged} responses could not be scored ({counts}), more than "
-                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind: "
-                + "; ".join(self.examples.values())
+                f"{failed} of {self.judged} responses could not be scored ({counts}), {allowed}. {first_ones}"
             )
 
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
@@ -268,6 +260,22 @@ def _work(calls: queue.SimpleQueue[Any]) -> None:
         function(*arguments)
         del function, arguments
         _idle.append(calls)
+
+
+def finished(calls: Mapping[int, Callable[[], Any]], allowed_s: Mapping[int, float]) -> Iterator[tuple[int, Any]]:
+    """Each call's number and :func:`outcome` as it comes, all made at the same time; a late thread is left behind."""
+    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    left, begun = dict(allowed_s), time.monotonic()
+    for i, call in calls.items():
+        in_thread(lambda i=i, call=call: done.put((i, outcome(call))))
+    while left:
+        i = min(left, key=left.__getitem__)
+        try:
+            i, result = done.get(timeout=max(begun + left[i] - time.monotonic(), 0.0))
+        except queue.Empty:
+            result = TimeoutError(f"no reply within {left[i]:g} s")
+        if left.pop(i, None) is not None:
+            yield i, result
 
 
 def _run(

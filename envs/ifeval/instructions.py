@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 from grpo_rl.envs.ifeval.language import count_capital_words, count_sentences, detect_language
 
-RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """The responses that a constrained question allows."""
 

@@ -15,11 +15,10 @@ from grpo_rl.envs.ifeval.language import punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening
+from grpo_rl.envs.task import Messages, Reward, Task, asking, opening
 
 COLUMNS = {"key": int | str, "prompt": str | list, "instruction_id_list": list, "kwargs": list}
 HUB_NAME = "google/IFEval"
-SPLITS = ("train", "test")
 TEST_SHARE = 0.2
 SPLIT_SEED = 7
 """The seed of the split, by which 105 of 541 rows are held out, two or more of each of the 25 types of instructions."""
@@ -43,8 +42,7 @@ class IFEval(Task):
     weight other than 0 are judged and named in :attr:`reward_parts`.
 
     Raises:
-        ValueError: a weight is not a finite number, or all are 0; a row lacks a column, has an unknown instruction or
-            lacks one of its arguments; rows count sentences, and NLTK's data for it can't be had.
+        ValueError: all weights are 0, or rows count sentences, and NLTK's data for it can't be had.
     """
 
     reward_parts = ("strict", "all", "loose")
@@ -60,16 +58,12 @@ class IFEval(Task):
         system_prompt: SystemPrompt = None,
     ) -> None:
         weights = {"strict": strict, "all": all, "loose": loose}
-        check_weights(weights)
         self._weights = {name: float(weight) for name, weight in weights.items() if weight}
         if not self._weights:
             raise ValueError(f"the weights env.reward={weights} pay for nothing; give one another value than 0")
         self.reward_parts = tuple(self._weights)
         self._before = opening(system_prompt)
         self.rows = rows
-        for index, row in enumerate(rows):
-            where = tables.place_of(rows, index)
-            _instructions(tables.checked_row(row, COLUMNS, where), where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             punkt()
 
@@ -91,13 +85,11 @@ def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Prompts with their instructions, of :func:`grpo_rl.envs.tables.load_rows`; the hub's are parted by
     :func:`split_of`.
     """
-    if split not in SPLITS:
-        raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
     source = Source.of(path)
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
     rows = [tables.checked_row(row, COLUMNS, row.where) for row in rows]
-    for index, row in enumerate(rows):  # of held-out rows no task is made
+    for index, row in enumerate(rows):
         _instructions(row, tables.place_of(rows, index))
     return [row for row in rows if source.path or split_of(row["key"]) == split]
 

@@ -6,9 +6,11 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS, RELATIONS
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS
 from grpo_rl.envs.ifeval.language import detectors
 
 Instruction = Callable[[str], bool]
@@ -72,9 +74,12 @@ def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
     if set(given) != set(_ARGUMENTS[name]):
         raise ValueError(f"{where} has the arguments {given}; it needs {list(_ARGUMENTS[name])}, and no other")
     for argument, value in given.items():
-        fits, wanted = _RULES[argument]
-        if not fits(value):
-            raise ValueError(f"{where}: {argument} is {value!r}; it must be {wanted}")
+        try:
+            _TYPES[argument].validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{where}: {argument} is {value!r}: {error.errors()[0]['msg']}") from None
+    if "language" in given and given["language"] not in detectors().langlist:
+        raise ValueError(f"{where}: language is {given['language']!r}; give one that langdetect knows, such as en")
     if "nth_paragraph" in given and given["nth_paragraph"] > given["num_paragraphs"]:
         nth, most = given["nth_paragraph"], given["num_paragraphs"]
         raise ValueError(f"{where} is about paragraph {nth} of {most}; no response could follow it")
@@ -84,31 +89,17 @@ def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
 _ARGUMENTS = {name: tuple(inspect.signature(check).parameters)[1:] for name, check in INSTRUCTIONS.items()}
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_filled(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-_Rule = tuple[Callable[[Any], bool], str]
-_COUNT: _Rule = (_is_count, "a whole number, at least 0")
-_RELATION: _Rule = (RELATIONS.__contains__, " or ".join(map(repr, RELATIONS)))
-_FILLED: _Rule = (_is_filled, "a text that is not blank")
-_ALL_FILLED: _Rule = (
-    lambda value: isinstance(value, (list, tuple)) and all(map(_is_filled, value)),
-    "a list of texts that are not blank",
-)
-_TEXT: _Rule = (lambda value: isinstance(value, str), "a text")
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(("keywords", "forbidden_words"), _ALL_FILLED),
-    **dict.fromkeys(("keyword", "postscript_marker", "section_spliter", "prompt_to_repeat"), _FILLED),
-    **dict.fromkeys(("first_word", "end_phrase"), _TEXT),
-    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _RELATION),
-    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency"), _COUNT),
-    **dict.fromkeys((name for names in _ARGUMENTS.values() for name in names if name.startswith("num_")), _COUNT),
-    "nth_paragraph": (lambda value: _is_count(value, 1), "a whole number, at least 1"),
-    "letter": (lambda value: isinstance(value, str) and len(value) == 1, "one character"),
-    "language": (lambda value: value in detectors().langlist, "a language that langdetect knows, such as en"),
+_Count = Annotated[int, Field(ge=0)]
+_Filled = Annotated[str, Field(pattern=r"\S")]
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("keywords", "forbidden_words"), list[_Filled] | tuple[_Filled, ...]),
+    **dict.fromkeys(("keyword", "postscript_marker", "section_spliter", "prompt_to_repeat"), _Filled),
+    **dict.fromkeys(("first_word", "end_phrase"), str),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), Literal["less than", "at least"]),
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency"), _Count),
+    **dict.fromkeys((name for names in _ARGUMENTS.values() for name in names if name.startswith("num_")), _Count),
+    "nth_paragraph": Annotated[int, Field(ge=1)],
+    "letter": Annotated[str, Field(min_length=1, max_length=1)],
+    "language": str,
 }
+_TYPES = {name: TypeAdapter(kind, config=ConfigDict(strict=True)) for name, kind in _KINDS.items()}

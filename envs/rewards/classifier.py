@@ -7,7 +7,9 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 if TYPE_CHECKING:  # a config is checked without them
     import torch
@@ -44,19 +46,15 @@ class Classifier:
         name: str,
         label: str | int | None = None,
         sigmoid: bool = False,
-        max_tokens: int | None = None,
-        batch: int = 8,
+        max_tokens: Annotated[int, Field(ge=1)] | None = None,
+        batch: Annotated[int, Field(ge=1)] = 8,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         revision: str | None = None,
         num_devices: int | None = None,
         devices: Sequence[int] | None = None,
     ) -> None:
-        if min(batch, 1 if max_tokens is None else max_tokens) < 1:
-            raise ValueError(f"batch={batch} and max_tokens={max_tokens}; they must be 1 or more")
         if num_devices not in (None, 1) or (devices is not None and len(devices) != 1):
             raise ValueError(f"num_devices={num_devices}, devices={devices}; the classifier takes one device")
-        if sigmoid and label is not None:
-            raise ValueError(f"sigmoid=true is of a model with one logit, and label={label} of one with several")
         self._name, self._label, self._sigmoid, self._max_tokens, self._batch = name, label, sigmoid, max_tokens, batch
         self._dtype, self._revision = dtype, revision
         self._loading, self._counts = threading.Lock(), dict.fromkeys(COUNTS, 0.0)
@@ -145,7 +143,6 @@ class Classifier:
         return logits[:, 0].sigmoid() if self._sigmoid else logits[:, 0]
 
     def _number(self, config: Any) -> int | None:
-        """The number of the label; None where the model has one logit."""
         names = {int(number): str(name) for number, name in config.id2label.items()}
         if config.num_labels == 1 and self._label is None:
             return None

@@ -41,7 +41,6 @@ class JsonClient:
         retries: further tries of a request that failed for now, with growing waits; ``Retry-After`` is honoured.
         deadline_s: seconds of one try, whose response has to be complete by then; one that stops in the middle may be
             waited for as long once more, until it is given up.
-        clock: seconds, for deadlines of whole requests.
 
     Raises:
         ValueError: the key has characters that no header can have.
@@ -54,13 +53,12 @@ class JsonClient:
         retries: int = 5,
         deadline_s: float = 300.0,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url, self._key = url.rstrip("/"), (key or "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             # Python's own error would repeat the key.
             raise ValueError(f"the key of {url} has a character that is no printable ASCII; export it anew")
-        self._retries, self._deadline_s, self._sleep, self._clock = retries, deadline_s, sleep, clock
+        self._retries, self._deadline_s, self._sleep = retries, deadline_s, sleep
         self._open = urllib.request.build_opener(_NoRedirects).open
         self.retried, self._counting = 0, threading.Lock()
         """The number of requests that were sent again."""
@@ -76,8 +74,8 @@ class JsonClient:
 
         Args:
             body: sent as JSON by POST; None: a GET.
-            until: the clock's time at which the whole request, its further tries included, is given up; over already,
-                nothing is sent.
+            until: the monotonic clock's time at which the whole request, its further tries included, is given up; over
+                already, nothing is sent.
             on_try: called before each try; what it raises ends the request.
 
         Raises:
@@ -86,13 +84,13 @@ class JsonClient:
         """
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data, why, attempt = None if body is None else json.dumps(body).encode(), "", 0
-        if self._clock() >= until:
+        if time.monotonic() >= until:
             raise EndpointError(f"{self.url}{path} is not asked: no time is left for it")
         for attempt in range(self._retries + 1):
             on_try()
             # At least a few milliseconds, as 0 would mean none to a socket.
-            asked_for_s, left_s = None, min(self._deadline_s, max(until - self._clock(), 0.005))
-            ends = self._clock() + left_s
+            asked_for_s, left_s = None, min(self._deadline_s, max(until - time.monotonic(), 0.005))
+            ends = time.monotonic() + left_s
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
                 with self._open(request, timeout=left_s) as response:
@@ -115,8 +113,8 @@ class JsonClient:
             # Jitter: requests that failed together do not come back together.
             wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5)
             wait_s = min(wait_s if asked_for_s is None else asked_for_s, LONGEST_WAIT_S)
-            self._sleep(min(wait_s, max(until - self._clock(), 0.0)))
-            if self._clock() >= until:  # another try would be paid for, and cut off at once
+            self._sleep(min(wait_s, max(until - time.monotonic(), 0.0)))
+            if time.monotonic() >= until:  # another try would be paid for, and cut off at once
                 break
             with self._counting:
                 self.retried += 1
@@ -133,7 +131,7 @@ class JsonClient:
         """
         body, whole = bytearray(), response.length  # None: in chunks, or up to the connection's end
         while len(body) < (most if whole is None else min(whole, most)):
-            if self._clock() > ends:
+            if time.monotonic() > ends:
                 raise TimeoutError(f"{len(body)} bytes of the response came in time")
             if not (piece := response.read1(PIECE)):
                 break

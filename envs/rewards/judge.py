@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,8 +12,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from grpo_rl.envs.rewards.json_client import EndpointError, JsonClient
 from grpo_rl.envs.task import Spent
@@ -37,8 +40,6 @@ CONTROL = re.compile(
     r"<(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|sep|cls|mask)>|(?:start|end)_of_|</?SYS>>)|\[(?=/?[A-Z]{3,}(?:_[A-Z]+)*\])"
 )
 """The first character of what ends a message in known chat templates, such as ``<|im_end|>`` or ``[INST]``."""
-TRIES = 2
-"""The most requests to a judge that replies with no verdict; each has another mark."""
 SAFE = 0.9
 """The share of the scorer's deadline that requests may take, so that the judge's own error is reported."""
 LONGEST_REPLY = 4096
@@ -47,8 +48,9 @@ MOST_TOKENS = 10**9
 """Tokens of a request beyond which its count is none: one of 400 digits is no float."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """Names of environment variables."""
-LEAST = {"max_tokens": 1, "concurrency": 1, "budget_calls": 1, "budget_tokens": 1, "deadline_s": 0.001}
-"""The least that settings can be; other numbers can be 0."""
+Count = Annotated[int, Field(ge=1)]
+Price = Annotated[float, Field(ge=0)]
+"""Of a million tokens."""
 COUNTS = ("calls", "failures", "retries", "prompt_tokens", "completion_tokens", "cost", "unjudged")
 
 
@@ -77,28 +79,24 @@ class Judge:
         auth_variable: str | None = None,
         reference: bool = False,
         structured: bool = True,
-        max_tokens: int = 64,
-        concurrency: int = 8,
-        retries: int = 3,
-        deadline_s: float = 20.0,
-        budget_calls: int | None = None,
-        budget_tokens: int | None = None,
-        budget_cost: float | None = None,
+        max_tokens: Count = 64,
+        concurrency: Count = 8,
+        retries: Annotated[int, Field(ge=0)] = 3,
+        deadline_s: Annotated[float, Field(ge=0.001)] = 20.0,
+        budget_calls: Count | None = None,
+        budget_tokens: Count | None = None,
+        budget_cost: Price | None = None,
         when_spent: Literal["stop", "drop"] = "stop",
-        input_price: float = 0.0,
-        output_price: float = 0.0,
+        input_price: Price = 0.0,
+        output_price: Price = 0.0,
     ) -> None:
         self.settings = {name: value for name, value in locals().items() if name != "self"}
         """The settings by name, with the defaults of those that were left out."""
         if not (model.strip() and rubric.strip()):
             raise ValueError("model and rubric are texts of some words")
         _check_endpoint(url, auth_variable)
-        for name, value in self.settings.items():
-            is_number = isinstance(value, int | float) and name not in ("low", "high")
-            if is_number and not LEAST.get(name, 0) <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be finite, and {LEAST.get(name, 0)} or more")
-        if not -math.inf < low < high < math.inf:
-            raise ValueError(f"low={low} and high={high}; low must be below high, and both be finite")
+        if low >= high:
+            raise ValueError(f"low={low} and high={high}; low must be below high")
         if budget_cost is not None and not (input_price or output_price):
             raise ValueError(f"budget_cost={budget_cost} needs input_price and output_price, of a million tokens")
         self._url, self._model, self._rubric, self._low, self._high = url, model, rubric, low, high
@@ -173,13 +171,9 @@ class Judge:
 
     def _ask(self, case: tuple[str, str, str | None], until: float) -> float | Exception:
         try:
-            for attempt in range(TRIES):
-                text = self._reply(case, until)
-                try:
-                    return (verdict(text, self._low, self._high) - self._low) / (self._high - self._low)
-                except NoVerdict:
-                    if attempt + 1 == TRIES:
-                        raise
+            with contextlib.suppress(NoVerdict):
+                return self._value(case, until)
+            return self._value(case, until)  # under another mark
         except Spent as spent:
             return spent
         except (EndpointError, ValueError) as error:
@@ -187,9 +181,8 @@ class Judge:
             if self._client:  # the reply that it quotes may repeat the key
                 error.args = (self._client.without_key(str(error)),)
             return error
-        raise AssertionError("a verdict, or an error, comes before")
 
-    def _reply(self, case: tuple[str, str, str | None], until: float) -> str:
+    def _value(self, case: tuple[str, str, str | None], until: float) -> float:
         body: dict[str, Any] = {
             "model": self._model,
             "temperature": 0.0,
@@ -212,7 +205,7 @@ class Judge:
             raise ValueError(f"{self._url} is no chat endpoint: its response lacks {error}") from None
         if not isinstance(text, str):
             raise NoVerdict(f"the judge {self._model} replied with no text; a model that reasons needs more max_tokens")
-        return text
+        return (verdict(text, self._low, self._high) - self._low) / (self._high - self._low)
 
     def _connected(self) -> JsonClient:
         with self._counting:
@@ -228,7 +221,6 @@ class Judge:
         return {"name": "verdict", "strict": True, "schema": schema}
 
     def _reserve(self) -> None:
-        """Counts a request that is about to be sent."""
         most = self._budgets["calls"]
         with self._counting:
             if most is None or sum(judge._counts["calls"] for judge in self._sharing) < most:
@@ -237,7 +229,6 @@ class Judge:
         raise self._spent(1) or AssertionError("as many were sent as may be")
 
     def _spent(self, calls: int) -> Spent | None:
-        """The error that a budget does not reach for so many more requests; None where it does."""
         with self._counting:
             total = {name: sum(judge._counts[name] for judge in self._sharing) for name in COUNTS}
         used = {
@@ -248,11 +239,9 @@ class Judge:
         for name, most in self._budgets.items():
             if most is not None and (used[name] > most or (name != "calls" and used[name] >= most)):
                 taken = used[name] - calls if name == "calls" else used[name]
-                return Spent(
-                    f"env.rewards.judge: its budget is used up, {taken:g} of budget_{name}={most:g}"
-                    + (f", and a group needs {calls} more" if name == "calls" else "")
-                    + f"; raise budget_{name} and resume, or go on without its part of the reward by when_spent=drop"
-                )
+                needed = f", and a group needs {calls} more" if name == "calls" else ""
+                spent = f"its budget is used up, {taken:g} of budget_{name}={most:g}{needed}"
+                return Spent(f"env.rewards.judge: {spent}; raise it and resume, or set when_spent=drop")
         return None
 
     def _count(self, **more: float) -> None:

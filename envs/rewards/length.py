@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 
 def group_length(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
@@ -31,7 +34,7 @@ def cosine(
     length: int,
     correct: bool,
     *,
-    max_len: int = 1000,
+    max_len: Annotated[int, Field(ge=1)] = 1000,
     min_value_wrong: float = -1.0,
     max_value_wrong: float = -0.5,
     min_value_correct: float = 0.5,
@@ -55,17 +58,9 @@ def cosine(
         max_value_correct: reward of a right response of length 0.
         value_exceeded: reward of a response of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
 
-    Raises:
-        ValueError: ``max_len`` is below 1, or a value is not finite.
-
     >>> cosine(0, True), cosine(500, True), cosine(1000, True), cosine(0, False)
     (1.0, 0.75, 0.5, -1.0)
     """
-    if max_len < 1:
-        raise ValueError(f"max_len={max_len}; it must be at least 1")
-    values = (min_value_wrong, max_value_wrong, min_value_correct, max_value_correct, value_exceeded or 0.0)
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"the values {values} must be finite numbers")
     start, end = (max_value_correct, min_value_correct) if correct else (min_value_wrong, max_value_wrong)
     if length >= max_len:
         return end if value_exceeded is None else value_exceeded

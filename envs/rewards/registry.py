@@ -16,8 +16,8 @@ from grpo_rl.envs.task import check_weights
 from grpo_rl.section import unknown
 
 UNITS = ("characters", "tokens")
-# What a response of nothing gives to each input.
-_NOTHING: dict[str, Any] = {"text": "", "length": 0, "correct": False, "gold": None}
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_NOTHING: dict[str, Any] = {"text": "", "length": 0, "correct": False}
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,25 @@ class Known:
     """A reward that a config can name.
 
     Args:
-        function: keyword-only parameters are its settings.
+        function: keyword-only parameters are its settings, whose types have pydantic's limits.
         inputs: what it is called with, in order: the response's ``text``, its ``length``, whether it is ``correct``,
             the row's ``gold`` answer, the ``question``, the gold answer where there is one as ``reference``.
         whole_group: it compares the responses to a prompt, and so is called once with the lists of all.
         unit: of its lengths, unless the config says another.
-        at_once: it is called so because that is faster.
-        made: the function is a class: an object with these settings is made once, and called; its ``counts``, if it has
-            any, are metrics of the run.
+        made: the function is a class: an object with these settings is made once, and called with the lists of all, as
+            that is faster; its ``counts`` are metrics of the run.
     """
 
     function: Callable[..., Any]
     inputs: tuple[str, ...] = ("text",)
     whole_group: bool = False
     unit: str = "characters"
-    at_once: bool = False
     made: bool = False
 
     @property
     def takes_lists(self) -> bool:
         """True if it is called with lists, of all responses to a prompt, and returns one."""
-        return self.whole_group or self.at_once
+        return self.whole_group or self.made
 
 
 REWARDS: dict[str, Known] = {
@@ -58,8 +56,8 @@ REWARDS: dict[str, Known] = {
     "repetition_penalty": Known(text.repetition_penalty),
     "soft_overlong_punishment": Known(length.soft_overlong_punishment, ("length",), unit="tokens"),
     "code_format": Known(text.code_format),
-    "judge": Known(Judge, ("question", "text", "reference"), at_once=True, made=True),
-    "model": Known(Classifier, ("question", "text"), at_once=True, made=True),
+    "judge": Known(Judge, ("question", "text", "reference"), made=True),
+    "model": Known(Classifier, ("question", "text"), made=True),
 }
 """The rewards that ``env.rewards`` can name."""
 
@@ -134,24 +132,22 @@ def _read(name: str, setting: Any) -> Part:
             taken = ["weight", *(["unit"] if "length" in known.inputs else [])]
             taken += [*(["correct"] if "correct" in known.inputs else []), *allowed]
             raise ValueError(f"{where}: {unknown('setting', setting_name, taken)}")
-    hints = get_type_hints(known.function.__init__ if known.made else known.function)
+    hints = get_type_hints(known.function.__init__ if known.made else known.function, include_extras=True)
     for setting_name, value in settings.items():
-        kind: TypeAdapter[Any] = TypeAdapter(hints[setting_name], config=ConfigDict(strict=True))
+        kind: TypeAdapter[Any] = TypeAdapter(hints[setting_name], config=_STRICT)
         try:
             kind.validate_python(tuple(value) if isinstance(value, list) else value)
-        except ValidationError:
+        except ValidationError as error:
             # In the place of a text, as of a variable's name, the value may be a key.
             of_text = str in (hints[setting_name], *get_args(hints[setting_name]))
             given = f"of type {type(value).__name__}" if of_text else repr(value)
-            annotation = allowed[setting_name].annotation
-            raise ValueError(f"{where}.{setting_name} is {given}; its type is {annotation}") from None
+            wrong = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
+            raise ValueError(f"{where}.{setting_name} is {given}; {wrong.replace('Input', 'it')}") from None
     try:
         if known.made:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
-        # A response of nothing shows whether the settings make sense, before anything expensive starts.
-        nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
-        if allowed:
-            known.function(*nothing, **settings)
-    except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError: a setting is missing
+        if allowed:  # a response of nothing shows whether they make sense, before anything expensive starts
+            known.function(*map(_NOTHING.get, known.inputs), **settings)
+    except (TypeError, ValueError) as error:  # a TypeError: a setting is missing
         raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)

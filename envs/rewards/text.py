@@ -7,6 +7,9 @@ time linear in the text.
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import Field
 
 from grpo_rl.envs.task import Unjudgeable
 
@@ -26,8 +29,6 @@ def answer_format(text: str, *, line_breaks: bool = True) -> float:
 
     >>> answer_format("<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>")
     1.0
-    >>> answer_format("<think>3 + 4 = 7</think> <answer>7</answer>", line_breaks=False)
-    1.0
     """
     return float(_answer(text, line_breaks) is not None)
 
@@ -43,7 +44,7 @@ def tag_count(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS)
 
 
-def reasoning_steps(text: str, *, enough: int = 3) -> float:
+def reasoning_steps(text: str, *, enough: Annotated[int, Field(ge=1)] = 3) -> float:
     r"""The share of ``enough`` steps that can be seen, at most 1.
 
     A step is ``Step 1:``, a numbered line (``1.``), a bullet (a line that begins with ``-`` or ``*``), or one of
@@ -52,37 +53,29 @@ def reasoning_steps(text: str, *, enough: int = 3) -> float:
     Source: Open-R1's ``reasoning_steps``. By its description lines count wherever they stand, by its pattern a numbered
     one in the first line only, and a bullet in any but the first; here the description holds.
 
-    Raises:
-        ValueError: ``enough`` is below 1.
-
     >>> reasoning_steps("First, add 3 and 4.\nFinally, halve it.") == 2 / 3
     True
     """
-    if enough < 1:
-        raise ValueError(f"enough={enough}; at least 1 step must be asked for")
     return min(1.0, sum(1 for _ in _STEP.finditer(text)) / enough)
 
 
-def code_format(text: str, *, language: str = "python") -> float:
+def code_format(text: str, *, language: Annotated[str, Field(pattern=r"^[\w+#-]+$")] = "python") -> float:
     r"""1 where the text is in :func:`answer_format` and its answer holds a closed block of ``language``, else 0.
 
     Source: Open-R1's ``code_format``.
 
-    Raises:
-        ValueError: ``language`` is no word.
-
     >>> code_format("<think>\nAdd.\n</think>\n<answer>\n```python\nprint(3 + 4)\n```\n</answer>")
     1.0
     """
-    if not re.fullmatch(r"[\w+#-]+", language):
-        raise ValueError(f"language={language!r}; give the word that follows the three backticks, like python")
     answer = _answer(text, line_breaks=True)
     # Without the look-ahead, javascript would pass for java.
     block = rf"```{re.escape(language)}(?![\w+#-]).*?```"
     return float(answer is not None and re.search(block, answer, re.DOTALL) is not None)
 
 
-def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -1.0) -> float:
+def repetition_penalty(
+    text: str, *, ngram_size: Annotated[int, Field(ge=1)] = 3, max_penalty: Annotated[float, Field(le=0)] = -1.0
+) -> float:
     """``max_penalty`` times the share of n-grams that occurred before; 0 where the text is shorter than one n-gram.
 
     Words are what white space parts, in lower case: of a text without spaces nothing is seen.
@@ -92,20 +85,13 @@ def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -
 
     Args:
         ngram_size: words in an n-gram.
-        max_penalty: at most 0; what a text of one n-gram without end would earn.
-
-    Raises:
-        ValueError: ``ngram_size`` is below 1, or ``max_penalty`` above 0.
+        max_penalty: what a text of one n-gram without end would earn.
 
     Six bigrams, of which "this is" and "is a" come twice:
 
     >>> repetition_penalty("this is a this is a test", ngram_size=2, max_penalty=-3.0)
     -1.0
     """
-    if ngram_size < 1:
-        raise ValueError(f"ngram_size={ngram_size}; it must be at least 1")
-    if not max_penalty <= 0:
-        raise ValueError(f"max_penalty={max_penalty}; a penalty is 0 or less")
     words = text.lower().split()
     total = len(words) - ngram_size + 1
     if total < 1:
@@ -140,7 +126,6 @@ def accuracy(text: str, gold: str | None) -> float:
 
 
 def _answer(text: str, line_breaks: bool) -> str | None:
-    """The text inside the answer's tags; None where the text is not in form."""
     opening, between, closing = "<think>", _BETWEEN, "</answer>"
     if line_breaks:
         opening, between, closing = "<think>\n", _BETWEEN_LINES, "\n</answer>"

@@ -77,7 +77,6 @@ def _interpreter() -> str:
 
 @functools.cache
 def _files() -> tuple[tuple[str, str], ...]:
-    """The files that Python needs, each with its place inside."""
     library = Path(sysconfig.get_path("stdlib"))
     inside = f"{_HOME}/{os.path.relpath(library, sys.base_prefix)}"
     files = {_interpreter(): f"{_HOME}/bin/python3", str(library): inside}

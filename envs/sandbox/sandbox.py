@@ -219,7 +219,6 @@ class _Process:
 
 
 def _file(files: contextlib.ExitStack, text: str = "") -> IO[bytes]:
-    """A file without a name, with this text, at its beginning; closed with ``files``."""
     file = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     file.write(text.encode(errors="replace"))
     file.seek(0)
@@ -233,7 +232,6 @@ def _filter() -> str:
 
 @functools.cache
 def _checked_jail() -> Jail:
-    """The first jail from which the probe can't do what it tries."""
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
         f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "
@@ -250,7 +248,6 @@ def _checked_jail() -> Jail:
 
 
 def _failure(jail: Jail) -> str | None:
-    """The fault of a jail; None: the probe finds none."""
     sandbox = Sandbox(UNPROTECTED, Limits(memory_mib=512))
     sandbox._jail = jail
     with tempfile.NamedTemporaryFile() as canary:

@@ -72,7 +72,6 @@ class Unreadable(Exception):
 
 
 def _normalised(expression: str) -> str:
-    """The expression in Python's spelling, of harmless signs only."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise Unreadable(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
     text = " ".join(expression.translate(_SPELLINGS).partition("=")[0].split())

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from grpo_rl.envs.guards.guard import in_thread
+from grpo_rl.envs.guards.guard import finished
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import read_arguments, tool_schemas
 
@@ -85,19 +84,6 @@ class FunctionTask(Task):
         return run_calls(calls, tool_schemas(self.tools), lambda *call: self.call(row, *call), self.limits)
 
 
-def check_functions(task: Task) -> None:
-    """Raises ValueError where a tool is a JSON schema, and the task does not override :meth:`FunctionTask.call`.
-
-    Otherwise only the policy would notice, at its first call.
-    """
-    if not isinstance(task, FunctionTask) or type(task).call is not FunctionTask.call:
-        return
-    if schemas := [tool for tool in task.tools if not callable(tool)]:
-        name = tool_schemas(schemas)[0]["function"]["name"]
-        remedy = "override call(self, row, name, arguments), or give a function in its place"
-        raise ValueError(f"{type(task).__name__}: the tool {name} is a JSON schema, and nothing runs it; {remedy}")
-
-
 def run_calls(
     calls: Sequence[Mapping[str, Any]],
     schemas: Sequence[Mapping[str, Any]],
@@ -122,9 +108,8 @@ def run_calls(
     """
     known = {schema["function"]["name"]: schema["function"] for schema in schemas}
     results: dict[int, str] = {}
-    done: queue.SimpleQueue[tuple[int, str | Dropped]] = queue.SimpleQueue()
-    running: dict[int, float] = {}
-    begun = time.monotonic()
+    begun: dict[int, Callable[[], Any]] = {}
+    allowed_s: dict[int, float] = {}
     for i, call in enumerate(calls):
         arguments = read_arguments(call["function"]["arguments"])
         if i >= limits.calls:
@@ -132,19 +117,12 @@ def run_calls(
         elif fault := fault_of(call["function"]["name"], arguments, known):
             results[i] = f"Error: {fault}"
         else:
-            running[i] = seconds(call["function"]["name"]) if seconds else limits.seconds
-            in_thread(lambda i=i, call=call, given=arguments: done.put((i, _result(run, call, given))))
-    while running:
-        soonest = min(running, key=lambda i: running[i])
-        try:
-            i, result = done.get(timeout=max(begun + running[soonest] - time.monotonic(), 0.0))
-        except queue.Empty:
-            results[soonest] = f"Error: no result within {running.pop(soonest):g} s"
-            continue
+            allowed_s[i] = seconds(call["function"]["name"]) if seconds else limits.seconds
+            begun[i] = partial(_result, run, call, arguments)
+    for i, result in finished(begun, allowed_s):
         if isinstance(result, Dropped):
             raise result
-        if running.pop(i, None) is not None:
-            results[i] = result
+        results[i] = f"Error: no result within {allowed_s[i]:g} s" if isinstance(result, TimeoutError) else result
     return [
         {
             "role": "tool",
@@ -204,10 +182,6 @@ def _is(value: Any, wanted: str) -> bool:
 
 
 def _readable(text: str, most: int) -> str:
-    r"""The text without control characters, cut where it is too long, with how much of it is shown.
-
-    >>> _readable("a\x1b[31mb", 10), _readable("abcdef", 4)
-    ('a[31mb', 'abcd\n[the first 4 of 6 characters]')
-    """
+    """The text without control characters, cut where it is too long, with how much of it is shown."""
     cut = text if len(text) <= most else f"{text[:most]}\n[the first {most} of {len(text)} characters]"
     return _CONTROL.sub("", cut)

@@ -264,19 +264,15 @@ def _own_address(url: str) -> str:
 
 
 class _WithServers(Task):
-    """The part of a task's class that calls servers; see :func:`with_mcp`."""
-
     _plain: type[Task]
     _of: Mapping[str, Server]
 
     def without_rows(self) -> Task:
-        """A copy that can score, without the servers, which stay where the conversations are."""
         other = copy.copy(self)
         other.__class__, other.tools = self._plain, ()
         return other.without_rows()
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """The results of the calls in the last message, of the servers' tools and of the task's own."""
         calls = messages[-1].get("tool_calls", [])
         asked = any(call["function"]["name"] in self._of for call in calls)
         if not calls or (not asked and self._plain.reply is not Task.reply):

@@ -120,7 +120,6 @@ def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
 
 
 def _loaded_index(folder: Path) -> Any:
-    """The index in ``folder``; None where there is none, or it can't be read."""
     try:
         bm25 = _bm25s().BM25.load(folder, allow_pickle=False)
         return bm25 if bm25.vocab_dict and bm25.scores["num_docs"] else None
@@ -171,7 +170,6 @@ def _found(path: str | Path | None, name: str) -> Iterator[Document]:
 
 
 def _titled(file: Path) -> dict | None:
-    """The one object of a JSON file; None for every other file."""
     if file.suffix.lower() != ".json":
         return None
     try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_rl.envs.declared import means
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tables import checked_row
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
+from grpo_rl.envs.task import Messages, Reward, Task, opening
 from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS, MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
 from grpo_rl.envs.tools.functions import Limits, fault_of, run_calls
 from grpo_rl.envs.tools.schemas import read_arguments
@@ -51,7 +50,6 @@ class ToolTask(Task):
         self._is_function = form == "function"
         if self._is_function and tool_role != "tool":
             raise ValueError(f"env.tool_role={tool_role} with env.form=function: results of functions come as tool")
-        check_weights(weights)
         self.rows, self._tool, self._weights, self.reply_role = rows, tool, weights, tool_role
         self.tools = (tool.schema,) if self._is_function else ()
         shown = f"a call of {tool.name}" if self._is_function else tool.written(form)
@@ -90,10 +88,6 @@ class ToolTask(Task):
         """The reward of a conversation of one message."""
         return self.score_dialog(row, [*self.prompt(row), {"role": "assistant", "content": response}])
 
-    @abstractmethod
-    def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """The reward of a conversation of several turns."""
-
     def _turns(self, messages: Messages) -> tuple[Messages, list[str], str]:
         """The policy's messages, the task's replies, and the policy's final message.
 
@@ -122,7 +116,6 @@ class ToolTask(Task):
 
 
 def _example(tool: Tool, index: int, example: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of an example's call and of its result, in OpenAI's form."""
     name = f"show{index:05d}"
     function = {"name": tool.name, "arguments": json.dumps({tool.argument: example["call"]}, ensure_ascii=False)}
     return (

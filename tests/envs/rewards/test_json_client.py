@@ -6,6 +6,7 @@ import contextlib
 import socketserver
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,9 +59,10 @@ def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(server, head, 
     assert time.monotonic() - begun < 20  # all of it takes half a minute
 
 
-def test_a_wait_up_to_the_end_of_the_whole_request_is_followed_by_no_try(server):
+def test_a_wait_up_to_the_end_of_the_whole_request_is_followed_by_no_try(server, monkeypatch):
     server.pieces, now, tries = lambda: [BUSY], [0.0], []
-    client = JsonClient(server.url, sleep=lambda s: now.__setitem__(0, now[0] + s), clock=lambda: now[0])
+    monkeypatch.setattr(json_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = JsonClient(server.url, sleep=lambda s: now.__setitem__(0, now[0] + s))
     with pytest.raises(EndpointError, match="in 1 tries; the last: HTTP 503: busy"):
         client.ask("/x", {}, until=5.0, on_try=lambda: tries.append(now[0]))
     assert tries == [0.0] and server.asked == 1 and client.retried == 0
