@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
 
 SPLITS = ("train", "test")
 TESTS = 6
 _NUMBERS = "nums = [int(word) for word in input().split()]\n"
 _WORDS = "words = input().split()\n"
+Kind = tuple[str, str, Callable[[Sequence, int], object]]
+"""The end of a question, a program without its first line, and what it prints; ``{k}`` and k are the task's number."""
 
-OF_NUMBERS = (
-    ("print their sum plus {k}", "print(sum(nums) + {k})"),
-    ("print the largest of them times {k}", "print(max(nums) * {k})"),
-    ("print how many are above {k}", "print(sum(n > {k} for n in nums))"),
-    ("print the sum of those that {k} divides", "print(sum(n for n in nums if n % {k} == 0))"),
+OF_NUMBERS: tuple[Kind, ...] = (
+    ("print their sum plus {k}", "print(sum(nums) + {k})", lambda nums, k: sum(nums) + k),
+    ("print the largest of them times {k}", "print(max(nums) * {k})", lambda nums, k: max(nums) * k),
+    ("print how many are above {k}", "print(sum(n > {k} for n in nums))", lambda nums, k: sum(n > k for n in nums)),
+    (
+        "print the sum of those that {k} divides",
+        "print(sum(n for n in nums if n % {k} == 0))",
+        lambda nums, k: sum(n for n in nums if n % k == 0),
+    ),
     (
         "print the remainder of their product divided by {k}",
         "product = 1\nfor n in nums:\n    product *= n\nprint(product % {k})",
+        lambda nums, k: math.prod(nums) % k,
     ),
-    ("print them from the smallest to the largest, each plus {k}", "print(*sorted(n + {k} for n in nums))"),
-    ("print how many different remainders they have when divided by {k}", "print(len({{n % {k} for n in nums}}))"),
+    (
+        "print them from the smallest to the largest, each plus {k}",
+        "print(*sorted(n + {k} for n in nums))",
+        lambda nums, k: " ".join(str(n + k) for n in sorted(nums)),
+    ),
+    (
+        "print how many different remainders they have when divided by {k}",
+        "print(len({{n % {k} for n in nums}}))",
+        lambda nums, k: len({n % k for n in nums}),
+    ),
 )
-"""The end of a question, and a program without its first line; ``{k}`` is the task's number."""
-OF_WORDS = (
-    ("print how many have more than {k} letters", "print(sum(len(w) > {k} for w in words))"),
-    ("print the first {k} letters of each, joined without spaces", "print(''.join(w[:{k}] for w in words))"),
-    ("print each backwards, followed by {k}", "print(*[w[::-1] + '{k}' for w in words])"),
+OF_WORDS: tuple[Kind, ...] = (
+    (
+        "print how many have more than {k} letters",
+        "print(sum(len(w) > {k} for w in words))",
+        lambda words, k: sum(len(w) > k for w in words),
+    ),
+    (
+        "print the first {k} letters of each, joined without spaces",
+        "print(''.join(w[:{k}] for w in words))",
+        lambda words, k: "".join(w[:k] for w in words),
+    ),
+    (
+        "print each backwards, followed by {k}",
+        "print(*[w[::-1] + '{k}' for w in words])",
+        lambda words, k: " ".join(w[::-1] + str(k) for w in words),
+    ),
     (
         "print how many letters occur at least {k} times in all of them together",
         "from collections import Counter\nprint(sum(n >= {k} for n in Counter(''.join(words)).values()))",
+        lambda words, k: sum(n >= k for n in Counter("".join(words)).values()),
     ),
 )
 
@@ -43,33 +72,25 @@ def generated_rows(split: str = "train") -> list[dict]:
     numbers = [k for k in range(2, 50) if (k % 5 == 0) == (split == "test")]
     rows = []
     for k in numbers:
-        for what, first, (asked, program) in kinds:
+        for what, first, (asked, program, solve) in kinds:
             if what == "words" and k > 12:
                 continue
             random = Random(f"{what}/{asked}/{k}")
             inputs = [_numbers(random) if what == "numbers" else _words(random) for _ in range(TESTS)]
-            solution = first + program.format(k=k)
             rows.append(
                 {
                     "question": f"Read {what} from one line, separated by spaces, and {asked.format(k=k)}.",
-                    "tests": [{"input": text, "output": _printed(solution, text)} for text in inputs],
-                    "solution": solution,
+                    "tests": [{"input": " ".join(map(str, items)), "output": str(solve(items, k))} for items in inputs],
+                    "solution": first + program.format(k=k),
                 }
             )
     Random(split).shuffle(rows)
     return rows
 
 
-def _printed(program: str, text: str) -> str:
-    """The line that one of the programs above prints for an input."""
-    lines: list[tuple[Any, ...]] = []
-    exec(program, {"input": lambda: text, "print": lambda *values: lines.append(values)})
-    return " ".join(map(str, lines[0]))
+def _numbers(random: Random) -> list[int]:
+    return [random.randint(1, 99) for _ in range(random.randint(3, 8))]
 
 
-def _numbers(random: Random) -> str:
-    return " ".join(str(random.randint(1, 99)) for _ in range(random.randint(3, 8)))
-
-
-def _words(random: Random) -> str:
-    return " ".join("".join(random.choices("abcdefgh", k=random.randint(1, 14))) for _ in range(random.randint(3, 8)))
+def _words(random: Random) -> list[str]:
+    return ["".join(random.choices("abcdefgh", k=random.randint(1, 14))) for _ in range(random.randint(3, 8))]

@@ -94,13 +94,17 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     with the process, however it ends. Any thread may call, and several at the same time.
 
     Args:
-        function: what is called, by pickle: it can't come from the main script, where workers would not find it.
+        function: what is called. It goes to the workers by pickle, which names its module: it can't come from the main
+            script, where workers would not find it.
         workers: processes at most; None takes one a CPU, up to 8.
         memory_gib: memory that a worker may take beyond that of its imports (Linux; elsewhere there is no limit).
             A call that asks for more gets a MemoryError. None sets no limit.
         again: a call whose worker died is made a second time: the worker may have been killed before it.
         environment: variables of the workers; None: those of this process.
         output: file that the workers' stdout and stderr go to; None: this process's.
+
+    Raises:
+        ValueError: the function can't be sent to another process.
 
     The second call would take hours, the last is wrong:
 
@@ -124,7 +128,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
         self.deadline_s, self._again = deadline_s, again
         self._options = {"env": environment, "stdout": output, "stderr": output}
-        self._set_up = pickle.dumps((function, memory_gib))
+        self._set_up = _pickled(function, memory_gib)
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
         self._own = threading.local()  # each thread has a worker of its own
         self._live: set[_Worker] = set()
@@ -245,6 +249,7 @@ class _Worker:
             self.child = Child(command, pass_fds=[handle], stdin=subprocess.DEVNULL, **options)
 
     def reply(self, message: bytes, deadline_s: float) -> Any:
+        """The result of the call that the message asks for, or the exception that it raised, as an object."""
         until = time.monotonic() + deadline_s
         try:
             self.pipe.send_bytes(message)
@@ -307,6 +312,16 @@ def _limit_memory(gib: float | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = mapped + int(gib * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _pickled(function: Callable[..., Any], memory_gib: float | None) -> bytes:
+    remedy = "define it at the top of a module that can be imported"
+    if getattr(function, "__module__", None) == "__main__":
+        raise ValueError(f"{function!r} is in the main script, where worker processes can't find it; {remedy}")
+    try:
+        return pickle.dumps((function, memory_gib))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{function!r} can't be sent to a worker process ({error}); {remedy}") from error
 
 
 def _kill_all(workers: set[_Worker], process_id: int) -> None:

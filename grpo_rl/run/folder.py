@@ -32,7 +32,6 @@ from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, sync, write_whole
-from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
@@ -251,7 +250,7 @@ class RunFolder:
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer = checkpoint.length_setting(flat(self.config))
+            longer = checkpoint.length_setting({**self.config, "train.steps": self._train.steps})
             done = self.step if longer == "train.steps" else self.collected
             if longer == "train.epochs":
                 done = -(-done * self._train.epochs // self._train.total_dialog_turns)
@@ -267,6 +266,10 @@ class RunFolder:
         before, now = (config.get("evaluate", {}) for config in (saved, self.config))
         same = all(before.get(name) == now.get(name) for name in ("patience", "score", "tasks"))
         return same and bool(read_summary(self.path).get("stopped_early"))
+
+    def has_logged(self, step: int, name: str) -> bool:
+        """True if a number of a step is in ``metrics.jsonl``."""
+        return any(row["step"] == step and name in row for row in read_metrics(self.path))
 
     @property
     def resumes(self) -> bool:

@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, is_out_of_memory, reason
-from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, NAMED_CAUSES, RunDiagnosis
@@ -343,7 +342,7 @@ class Run(Generic[P]):
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
-            if not any(row["step"] == self.step and known in row for row in read_metrics(self.folder.path)):
+            if not self.folder.has_logged(self.step, known):
                 self._call("on_log", metrics, ())
             self._held_out.keep(self.folder.path, self.step)
         kept = self.options.train.keep_final_checkpoint

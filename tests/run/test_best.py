@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_rl.run.best import BestTracker
+from grpo_rl.run.held_out import BestTracker
 
 ROWS = 100
 

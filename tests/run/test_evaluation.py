@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.run.best import BestTracker
-from grpo_rl.run.held_out import HeldOut
+from grpo_rl.run.held_out import BestTracker, HeldOut
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.training.checkpoint import checkpoints, load
 from tests.run.test_run import assert_resumes, run
