@@ -26,7 +26,7 @@ from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import Messages, Reward
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
-from grpo_rl.settings.hardware import default_dtype
+from grpo_rl.settings.machine import default_dtype
 
 NAME = "dialogs"
 BAR, OTHERS_BAR = 1.2, 1.5

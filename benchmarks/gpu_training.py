@@ -113,7 +113,7 @@ def at_largest_micro_batch(run: Callable[[int], float], tokens: int) -> tuple[in
 
 def peak_flops_per_s(device: str) -> float:
     """Dense bf16 operations a second: the GPU's datasheet, else what a product reaches here."""
-    from grpo_rl.perf.rates import measure_rates
+    from grpo_rl.perf.roofline import measure_rates
     from grpo_rl.planner.hardware import known_device
 
     known = known_device(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
@@ -131,7 +131,6 @@ def share_of_peak(groups: Sequence, sizes, seconds: float, flops_per_s: float) -
     >>> share_of_peak([random_group(prompt=4, lengths=[3, 2])], sizes, seconds=2.0, flops_per_s=6600.0)
     0.5
     """
-    from grpo_rl.perf.rates import Rates
-    from grpo_rl.perf.roofline import floors_s
+    from grpo_rl.perf.roofline import Rates, floors_s
 
     return floors_s(groups, sizes, Rates(flops_per_s, 1.0))["train"] / seconds

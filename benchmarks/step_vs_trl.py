@@ -43,7 +43,7 @@ import harness
 import torch
 
 from grpo_rl.policies.allocator import keep_freed_memory
-from grpo_rl.settings.hardware import default_dtype
+from grpo_rl.settings.machine import default_dtype
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
@@ -118,8 +118,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
-    from grpo_rl.perf.rates import measure_rates
-    from grpo_rl.perf.roofline import StepRoofline
+    from grpo_rl.perf.roofline import StepRoofline, measure_rates
     from grpo_rl.policies.hub import load_tokenizer
     from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.derived import micro_batching

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_rl import __version__
-from grpo_rl.storage.masking import shown
-from grpo_rl.storage.printable import replace_unwritable
+from grpo_rl.storage.masking import replace_unwritable, shown
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
 COMMANDS = {
@@ -81,7 +80,7 @@ def _run(arguments: list[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     """Runs sota/grpo.py, or the script of an option in `MODES`, with all other arguments."""
-    from grpo_rl.settings.command_line import MODES
+    from grpo_rl.settings.compose import MODES
 
     chosen = sorted(set(MODES).intersection(arguments))
     if len(chosen) > 1:

@@ -70,13 +70,7 @@ class Section(BaseModel, Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting in a section; with :data:`REQUIRED` the config must give a value.
-
-    Args:
-        kind: its type.
-        limits: of a number, by pydantic's names.
-        mode: the only mode that reads the setting; None: both do.
-    """
+    """The declaration of one setting in a section: limits are of a number, ``mode`` is the only one that reads it."""
 
     default: Any
     meaning: str
@@ -208,10 +202,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def read_section(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """A section of settings without others in it, from those that are given and its defaults.
-
-    Args:
-        where: the place of the values, for messages.
+    """A section of settings without others in it, from those that are given, whose place is named, and its defaults.
 
     Raises:
         ValueError: an unknown setting, one that is missing, or a wrong value.

@@ -9,7 +9,7 @@ import yaml
 
 import grpo_rl
 from grpo_rl.cli import main
-from grpo_rl.settings import command_line
+from grpo_rl.settings import compose
 
 
 @pytest.mark.slow
@@ -48,5 +48,5 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("before", [["grpo-rl", "train", "--async"], ["python", "sota/grpo.py"], ["grpo-rl", "train"]])
 def test_the_overrides_of_a_run_are_those_that_were_typed(before, monkeypatch):
     words = [*before, "loss=dapo", "--config-dir", "lr=1/conf", "optimizer.lr=1e-5", "hydra.run.dir=x"]
-    monkeypatch.setattr(command_line, "typed", words)
-    assert command_line.overrides() == ["loss=dapo", "optimizer.lr=1e-5"]
+    monkeypatch.setattr(compose, "typed", words)
+    assert compose.overrides() == ["loss=dapo", "optimizer.lr=1e-5"]

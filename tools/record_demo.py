@@ -17,7 +17,7 @@ import yaml
 
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
-from grpo_rl.report.demo import NAME, RECORDED
+from grpo_rl.report.command import NAME, RECORDED
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, SUMMARY, read_config, read_overrides, read_summary
 from grpo_rl.storage.masking import masked
 

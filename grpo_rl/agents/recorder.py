@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
 from grpo_rl.agents.requests import RequestError
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Kept
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.chat import encode_prompts, encode_reply, harmless
 from grpo_rl.envs.tools.schemas import tool_schemas

@@ -19,11 +19,11 @@ from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask
 from grpo_rl.section import unknown
+from grpo_rl.settings.compose import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.mixture import OF_DATA, Entry, entries, read_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
-from grpo_rl.settings.task_settings import named, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.training.evaluate import score_names
 
 

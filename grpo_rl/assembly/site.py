@@ -23,7 +23,7 @@ from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, th
 from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_model
-from grpo_rl.settings.command_line import typed
+from grpo_rl.settings.compose import typed
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate

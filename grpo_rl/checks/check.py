@@ -132,7 +132,7 @@ class Case:
 
 
 def caught(about: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; an error that ends it is the last one, about that."""
+    """The findings of a check; an error that ends it, of any kind, is the last one, about that."""
     try:
         with unfit(about):
             yield from check()

@@ -31,11 +31,7 @@ def devices(case: Case) -> Iterator[Finding]:
 
 
 def plan_of(case: Case) -> Devices:
-    """The device plan of the run, as far as it is known without starting anything.
-
-    Raises:
-        ValueError: it does not fit the devices that are there, or no script runs it.
-    """
+    """The device plan of the run, as far as it is known without starting anything."""
     settings, source = case.read, source_of(case)
     if settings.mode != "async":
         return plan_devices(settings, Path(source))

@@ -9,10 +9,9 @@ import torch
 from grpo_rl.checks.check import Case, Finding
 from grpo_rl.checks.machine import free_memory
 from grpo_rl.checks.model import source_of
-from grpo_rl.planner.advice import remedies
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.memory import NotPlannedError
-from grpo_rl.planner.plan import Plan, make_plan
+from grpo_rl.planner.plan import Plan, make_plan, remedies
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings import derived

@@ -17,8 +17,8 @@ from grpo_rl.agents.recorder import Recorded
 from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played, Sample
 from grpo_rl.collectors.groups import Trajectory, group_of_trajectories, rewarded
+from grpo_rl.data.batching import common_length
 from grpo_rl.data.group import Group
-from grpo_rl.data.prefix_tree import common_length
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.envs.base import LLMEnv, Prompt, Reward

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from grpo_rl.data import keys
-from grpo_rl.data.group import NO_ROUTE, Group
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import NO_ROUTE, Group, Kept
 from grpo_rl.engines.base import Samples
 from grpo_rl.envs.base import Prompt, Reward
 from grpo_rl.envs.rows import Row, dialog_of, next_of

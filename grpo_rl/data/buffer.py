@@ -14,12 +14,7 @@ from grpo_rl.data.group import Group
 
 
 class GroupBuffer(ReplayBuffer):
-    """Stores the groups of a collection and hands each out once an epoch.
-
-    Args:
-        num_groups: capacity.
-        groups_per_batch: groups of one optimizer step.
-    """
+    """Stores up to ``num_groups`` groups, those of a collection, and hands each out once an epoch."""
 
     def __init__(self, num_groups: int, groups_per_batch: int) -> None:
         super().__init__(

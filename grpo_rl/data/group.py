@@ -1,14 +1,16 @@
 """A group: one prompt and the G responses sampled for it, ragged and without padding.
 
-Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, K ids of their kept sets, L
-decoder layers, X experts of a token.
+Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, N tokens, K ids of their kept
+sets, L decoder layers, X experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -16,7 +18,56 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from grpo_rl.data import keys
-from grpo_rl.data.kept import Kept
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The kept sets of N tokens, flat: ids that the sampler could draw, where top-k, top-p or min-p cut others off.
+
+    Args:
+        ids: [K] int32, token after token.
+        counts: [N] int64, ids of each token's set; 0: nothing was cut off, or nothing was sampled (a tool's output).
+    """
+
+    ids: Int[Tensor, " K"]
+    counts: Int[Tensor, " N"]
+
+    @classmethod
+    def from_lists(cls, sets: Sequence[Sequence[int]]) -> Kept:
+        """The kept sets from one list per token.
+
+        >>> kept = Kept.from_lists([[4, 7], [], [1]])
+        >>> kept.ids.tolist(), kept.counts.tolist()
+        ([4, 7, 1], [2, 0, 1])
+        """
+        ids = torch.from_numpy(np.fromiter(chain.from_iterable(sets), np.int32))
+        return cls(ids, torch.tensor([len(of_token) for of_token in sets], dtype=torch.long))
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple[Kept | None, int]]) -> Kept | None:
+        """The kept sets of several pieces, one after the other; None where no piece has any.
+
+        Args:
+            parts: the kept sets of each piece, if it has any, and its number of tokens.
+        """
+        parts = list(parts)
+        if all(kept is None for kept, _ in parts):
+            return None
+        counts = [torch.zeros(tokens, dtype=torch.long) if kept is None else kept.counts for kept, tokens in parts]
+        return cls(torch.cat([kept.ids for kept, _ in parts if kept is not None]), torch.cat(counts))
+
+    def where(self, tokens: Bool[Tensor, " N"]) -> Kept:
+        """The kept sets of the chosen tokens alone.
+
+        >>> Kept.from_lists([[4, 7], [], [1]]).where(torch.tensor([False, True, True])).ids.tolist()
+        [1]
+        """
+        return Kept(self.ids[tokens.repeat_interleave(self.counts)], self.counts[tokens])
+
+    def to(self, device: torch.device | str) -> Kept:
+        """The same on a device."""
+        return Kept(self.ids.to(device), self.counts.to(device))
+
 
 NO_ROUTE = -1
 """Stands for the experts of a token that the sampler's routers never saw, like the last one of a response."""
@@ -50,7 +101,7 @@ class Group:
             are replayed; 0 in layers without experts.
         prompt_routes: [P, L, X] likewise, if there are ``routes``.
         kept_ids: [K] int32, the ids that the sampler could draw from, token after token, where it cut others off; then
-            all log-probabilities are those of the distribution restricted to them (`grpo_rl.data.kept.Kept`).
+            all log-probabilities are those of the distribution restricted to them (`grpo_rl.data.group.Kept`).
         kept_counts: [R] how many of them belong to each token; 0: nothing was cut off. Given with ``kept_ids``.
         sessions: [G] the session that each response is of, where an agent's session may give several, which share its
             reward; None: each response is compared for itself.

@@ -111,19 +111,14 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
     try:
         context.weights.verify()
     except WeightDeliveryError as error:
-        return Explanation(
-            "failed_sync",
-            "failed sync: the engine samples from other weights than those that are trained, as after a push that was "
-            f"left out: {str(error).rstrip('.')}",
-        )
+        text = "failed sync: the engine samples from other weights than those that are trained, as after a push "
+        return Explanation("failed_sync", f"{text}that was left out: {str(error).rstrip('.')}")
     if context.sampling.cuts and (lost := [s for s in scored if s.group.kept is None]):
-        return Explanation(
-            "truncation",
-            "truncated sampling, and the kept sets are lost: the engine was set to cut tokens off, and "
-            f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
-            f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where "
-            "kept_ids and kept_counts are left out between engine.generate and the groups",
-        )
+        text = "truncated sampling, and the kept sets are lost: the engine was set to cut tokens off, and "
+        text += f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
+        text += f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for "
+        where = "where kept_ids and kept_counts are left out between engine.generate and the groups"
+        return Explanation("truncation", text + where)
     with forked_random_state():  # dropout and sampling draw from it
         return _best(context, scored, thorough)
 
@@ -170,15 +165,10 @@ def _shifted(tried: Sequence[Scored]) -> Explanation:
     for by in (-1, 1):
         pairs = [_beside(s, by) for s in tried]
         before, after, sizes = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        found.append(
-            Explanation(
-                "shifted",
-                "log-probabilities shifted by one token: the sampler's fit the token "
-                f"{'before' if by < 0 else 'after'} ({_from_to(before, after)}). Look at what is cut off or put in "
-                "front where the engine's log-probabilities are joined to its tokens",
-                _left(before, after, sizes),
-            )
-        )
+        text = f"log-probabilities shifted by one token: the sampler's fit the token {'before' if by < 0 else 'after'} "
+        text += f"({_from_to(before, after)}). Look at what is cut off or put in front where the engine's "
+        text += "log-probabilities are joined to its tokens"
+        found.append(Explanation("shifted", text, _left(before, after, sizes)))
     return min(found, key=lambda e: e.left)
 
 
@@ -218,13 +208,9 @@ def _temperature(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanat
         return None
     fitting = asked * math.exp(fit.x)
     after = gaps_at(fitting)
-    return Explanation(
-        "temperature",
-        f"wrong temperature: the responses were sampled at about {fitting:.3g} and are scored at {asked:g} "
-        f"({_from_to(before, after)}). Both must be sampling.temperature; look for one that the engine takes from "
-        "elsewhere",
-        _left(before, after, _sizes(tried)),
-    )
+    text = f"wrong temperature: the responses were sampled at about {fitting:.3g} and are scored at {asked:g} "
+    text += f"({_from_to(before, after)}). Both must be sampling.temperature; look for one that the engine takes from "
+    return Explanation("temperature", f"{text}elsewhere", _left(before, after, _sizes(tried)))
 
 
 def _swapped(context: DiagnosisContext, worst: Scored, scored: Sequence[Scored]) -> Explanation | None:
@@ -235,13 +221,9 @@ def _swapped(context: DiagnosisContext, worst: Scored, scored: Sequence[Scored])
     own = replace(worst.group, routes=None, prompt_routes=None)  # the prompt's are of other tokens
     tried = [replace(own, group_id=other.group_id, prompt_ids=other.prompt_ids) for other in others]
     best, fitting = min(zip(score(context, tried), others, strict=True), key=lambda pair: pair[0].gap)
-    return Explanation(
-        "swapped_groups",
-        f"swapped groups: the responses of {context.describe(worst.group)} fit the prompt of "
-        f"{context.describe(fitting)} ({_from_to(worst.gaps, best.gaps)}). Look at how responses find back to "
-        "their prompts",
-        _left(worst.gaps, best.gaps, _sizes([worst])),
-    )
+    text = f"swapped groups: the responses of {context.describe(worst.group)} fit the prompt of "
+    text += f"{context.describe(fitting)} ({_from_to(worst.gaps, best.gaps)}). Look at how responses find back to "
+    return Explanation("swapped_groups", f"{text}their prompts", _left(worst.gaps, best.gaps, _sizes([worst])))
 
 
 def _truncation(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanation | None:
@@ -324,14 +306,12 @@ def _stale(context: DiagnosisContext, scored: Sequence[Scored], tried: Sequence[
     ]
     # All groups at hand, not the worst: new responses are not chosen by how bad they are.
     now, then = score(context, anew), scored
-    return Explanation(
-        "stale_weights",
-        "stale weights, or responses changed behind the engine: new responses agree with the trainer "
-        f"({all_gaps(now).mean():.3g} nats) and those at hand do not ({all_gaps(then).mean():.3g}), though they say "
-        f"version {context.weights.version}. Look for groups that outlived a push, a prefix cache that was not "
-        "dropped, a version that is written after sampling, and whatever touches ids or log-probabilities after it",
-        _left(all_gaps(then), all_gaps(now), _sizes(then), _sizes(now)),
-    )
+    before, after = all_gaps(then), all_gaps(now)
+    text = "stale weights, or responses changed behind the engine: new responses agree with the trainer "
+    text += f"({after.mean():.3g} nats) and those at hand do not ({before.mean():.3g}), though they say version "
+    text += f"{context.weights.version}. Look for groups that outlived a push, a prefix cache that was not dropped, a "
+    text += "version that is written after sampling, and whatever touches ids or log-probabilities after it"
+    return Explanation("stale_weights", text, _left(before, after, _sizes(then), _sizes(now)))
 
 
 def _unexplained(context: DiagnosisContext, worst: Scored) -> Explanation:
@@ -359,9 +339,7 @@ def _sizes(scored: Iterable[Scored]) -> Tensor:
 def _left(before: Tensor, after: Tensor, sizes: Tensor, new_sizes: Tensor | None = None) -> float:
     """Share of the mean difference that an explanation leaves; 1 where what it takes away may be chance.
 
-    Args:
-        new_sizes: tokens of each response behind ``after``, where it is of others; None: both are of the same tokens.
-
+    ``new_sizes`` are tokens of each response behind ``after``, where it is of others than ``before``.
     One odd response of two is chance, sixteen tokens or not:
 
     >>> before, odd = torch.tensor([0.9, 1.1] * 8), torch.tensor([2.0] * 8 + [0.1] * 8)

@@ -62,11 +62,7 @@ class Mismatch:
         self._found: Explanation | None = None
 
     def add(self, tokens: TensorDictBase, groups: Sequence[Group], version: int) -> None:
-        """Takes in a micro-batch.
-
-        Args:
-            version: the policy version that the engine was given last.
-        """
+        """Takes in a micro-batch, where the engine was given this ``version`` of the policy last."""
         by_id = {group.group_id: group for group in groups}
         for group_id, piece in by_group(tokens, tokens["log_prob"].float()).items():
             group = by_id[group_id]
@@ -85,22 +81,17 @@ class Mismatch:
     def judge(self, context: DiagnosisContext | None) -> str | None:
         """The warning of a step, if any; a step is looked into where there is reason to, before its first update.
 
-        Args:
-            context: None where several processes train, which can't sample and score alone: then only the bound counts.
-
-        Log-probabilities that are not finite are left to the optimizer step, which finds out where they come from.
+        Log-probabilities that are not finite are left to the optimizer step, which finds out where they come from. With
+        no context, as several processes train, which can't sample and score alone, only the bound counts.
 
         Raises:
             MismatchError: a fault was found, or the difference is above the bound.
         """
         if (oldest := max(self._stale, default=0)) > self._max_staleness:
-            return self._tell(
-                Explanation(
-                    "stale_weights",
-                    f"stale weights: tokens that are {oldest} versions old are trained on, and "
-                    f"{self._max_staleness} are allowed. Drop groups that wait longer than that",
-                )
+            text = (
+                f"stale weights: tokens that are {oldest} versions old are trained on, and {self._max_staleness} are "
             )
+            return self._tell(Explanation("stale_weights", f"{text}allowed. Drop groups that wait longer than that"))
         if self._judged or not self._fresh:
             return None
         gaps = all_gaps(self._fresh)

@@ -38,12 +38,7 @@ def locate_nonfinite(
     batching: MicroBatching,
     describe: Callable[[Group], str],
 ) -> str:
-    """A sentence on what is not finite first. The gradients summed so far are lost.
-
-    Args:
-        batching: how the step was split and weighted.
-        describe: names a group in messages, by its prompt.
-    """
+    """A sentence on what is not finite first, its group as ``describe`` names it. Gradients summed so far are lost."""
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
     # Each group by itself, with the weights that its tokens have in the step; there is nothing to split it into.

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Kept
 from grpo_rl.engines.sampling import Sampling
 
 R = TypeVar("R")
@@ -113,7 +113,7 @@ class Samples:
         routes: [R, L, X] experts that the routers chose, as in `grpo_rl.data.group.Group`, if they are recorded.
         prompt_routes: [P, L, X] likewise.
         kept_ids: [K] int32, the ids that each token was drawn from, token after token, where others were cut off
-            (`grpo_rl.data.kept.Kept`); ``log_probs`` are those of the distribution restricted to them.
+            (`grpo_rl.data.group.Kept`); ``log_probs`` are those of the distribution restricted to them.
         kept_counts: [R] int64, how many of them belong to each token; given with ``kept_ids``.
     """
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_rl.evaluation.settings import URL, read_eval, task_settings
 from grpo_rl.policies.model_folder import check_name, local_path
-from grpo_rl.settings.evaluation import URL, read_eval, task_settings
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
 

@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
 from grpo_rl.envs.guards.guard import ScoreError
 from grpo_rl.envs.rewards.json_client import EndpointError
-from grpo_rl.evaluation.endpoint import Endpoint
 from grpo_rl.evaluation.models import model_folder
 from grpo_rl.evaluation.results import (
     EVAL,
@@ -29,10 +28,10 @@ from grpo_rl.evaluation.results import (
     write_eval,
     write_responses,
 )
-from grpo_rl.evaluation.sources import LocalSource, ServedSource
+from grpo_rl.evaluation.settings import URL, EvalSettings
+from grpo_rl.evaluation.sources import Endpoint, LocalSource, ServedSource
 from grpo_rl.section import plain
 from grpo_rl.settings.derived import dtype
-from grpo_rl.settings.evaluation import URL, EvalSettings
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.masking import masked, masked_override, masked_text, shown
 
@@ -117,11 +116,7 @@ def _started(
 
 
 def compare(first: Path, second: Path) -> int:
-    """Prints the paired comparison of two evaluations.
-
-    Raises:
-        ValueError: one can't be read, or they had other rows.
-    """
+    """Prints the paired comparison of two evaluations."""
     (a, of_a), (b, of_b) = read_eval_file(first), read_eval_file(second)
     console = Console()
     if other := [*_other(a["settings"], b["settings"]), *_other(*map(_overridden, (a, b)))]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.storage.printable import printable
+from grpo_rl.storage.masking import printable
 
 LIBRARY = "torch.utils.tensorboard"
 ROWS = 8

@@ -1,7 +1,7 @@
 """The table of TRL's ``GRPOConfig``: its fields, their defaults and types, and its values under their names here.
 
 Source: TRL 1.16, ``trl/trainer/grpo_config.py`` and ``trl/trainer/model_config.py``, and the ``TrainingArguments`` of
-transformers 5.19. docs/from_trl.md has what becomes of each field. `grpo_rl.settings.other_names.SAME` has those whose
+transformers 5.19. docs/from_trl.md has what becomes of each field. `grpo_rl.settings.schema.SAME` has those whose
 value is taken over as it is.
 """
 

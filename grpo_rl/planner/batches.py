@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_rl.settings.derived import micro_batching, needs_old_log_probs, optimizer_steps, total_steps
+from grpo_rl.settings.derived import (
+    IndivisibleBatchError,
+    indivisible_batches,
+    micro_batching,
+    optimizer_steps,
+    total_steps,
+)
 from grpo_rl.settings.devices import Devices, allocate
-from grpo_rl.settings.divisibility import IndivisibleBatchError, indivisible_batches
 from grpo_rl.settings.sections import Sections
 
 PROMPT_TOKENS = 128
@@ -24,26 +29,21 @@ class BatchPlan:
 
     Args:
         prompts: prompts of a collection, each with ``group_size`` responses: a group.
-        max_resamples: how often a collection may be filled up, which makes the collections fewer.
-        wanted: responses that the config asks for; whole collections may give more.
         max_tokens: limit of a micro-batch, where the number of micro-batches is not given.
         accumulation: the number of micro-batches that is asked for; None: as many as the tokens need.
     """
 
+    settings: Sections
     prompts: int
     group_size: int
-    max_resamples: int
     batch_responses: int
     epochs: int
     collections: int
     optimizer_steps: int
-    wanted: int
     prompt_tokens: int
     response_tokens: int
     max_tokens: int
     accumulation: int | None
-    has_reference: bool
-    needs_old_log_probs: bool
     skips_zero_variance: bool
     devices: Devices
     errors: tuple[IndivisibleBatchError, ...] = ()
@@ -100,20 +100,17 @@ def plan_batches(
         raise ValueError(f"{text}={context}; each needs one token or more")
     batching, size = micro_batching(settings), settings.env.repeats
     return BatchPlan(
+        settings=settings,
         prompts=settings.env.num_envs,
         group_size=size,
-        max_resamples=settings.train.max_resamples,
         batch_responses=settings.train.optim_batch_size,
         epochs=settings.train.epochs,
         collections=total_steps(settings),
         optimizer_steps=optimizer_steps(settings),
-        wanted=settings.train.total_dialog_turns,
         prompt_tokens=prompt,
         response_tokens=response,
         max_tokens=batching.max_tokens,
         accumulation=batching.count,
-        has_reference=bool(settings.policy.kl_coef),
-        needs_old_log_probs=needs_old_log_probs(settings),
         skips_zero_variance=batching.skip_zero_advantage,
         devices=allocate(settings, visible=gpus),
         errors=tuple(indivisible_batches(settings)),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.hardware import default_dtype, has_no_gpu
+from grpo_rl.settings.machine import default_dtype, has_no_gpu
 from grpo_rl.settings.schema import Settings
 
 
@@ -89,10 +89,9 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     import torch
     from rich.console import Console
 
-    from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
-    from grpo_rl.planner.plan import make_plan
+    from grpo_rl.planner.drawing import plan_view
+    from grpo_rl.planner.plan import best_overlapped, make_plan, remedies, with_devices
     from grpo_rl.planner.scenario import Scenario, config_source
-    from grpo_rl.planner.table import plan_view
     from grpo_rl.policies.loading import skeleton
 
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, cfg.train_model.dtype))

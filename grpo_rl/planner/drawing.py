@@ -1,16 +1,20 @@
-"""A plan of batches as a picture in the terminal."""
+"""A plan of batches as a picture in the terminal, and a plan of memory and time as a table."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_rl.planner.batches import BatchPlan
-from grpo_rl.settings.divisibility import Where
+from grpo_rl.planner.hardware import GIB
+from grpo_rl.planner.plan import USABLE, Plan
+from grpo_rl.settings.derived import Where, needs_old_log_probs
 
 COLUMNS = 79
 """Width of the drawing: one less than the narrowest terminal that is still common."""
@@ -37,7 +41,8 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         body.add_row()
 
     text = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
-    resamples = f" train.max_resamples={plan.max_resamples}" * bool(plan.max_resamples)
+    most, wanted = plan.settings.train.max_resamples, plan.settings.train.total_dialog_turns
+    resamples = f" train.max_resamples={most}" * bool(most)
     settings = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}{resamples}"
     row("1 Sample", text, settings, drawn=_responses(plan))
     text = f"{_count(plan.batches, 'optimizer step')} of {plan.batch_responses:,} responses "
@@ -51,13 +56,13 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         limit = f"train.gradient_accumulation_steps={plan.accumulation}"
     row("3 Compute", text, limit, "micro_batches", drawn=_micro_batches(plan))
     text = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
-    if plan.max_resamples:  # a collection that is filled up ends as soon as enough responses are sampled
-        text = f"at most {text}: {plan.wanted:,} responses or a few more"
+    if most:  # a collection that is filled up ends as soon as enough responses are sampled
+        text = f"at most {text}: {wanted:,} responses or a few more"
     else:
         responses = plan.collections * plan.responses
-        text += f", {responses:,} responses" + f" ({plan.wanted:,} rounded up)" * (responses != plan.wanted)
+        text += f", {responses:,} responses" + f" ({wanted:,} rounded up)" * (responses != wanted)
     stages = Text(" → ".join(_cycle(plan)))
-    row("4 Repeat", text, f"train.total_dialog_turns={plan.wanted}", "run", drawn=stages)
+    row("4 Repeat", text, f"train.total_dialog_turns={wanted}", "run", drawn=stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))
     notes = (
         "A group is a prompt and its responses; which groups meet in a step is drawn at random. "
@@ -140,8 +145,9 @@ def _bar(plan: BatchPlan, groups: int, scale: float) -> str:
 
 def _cycle(plan: BatchPlan) -> list[str]:
     """The events of one collection, in order; optimizer steps of an epoch are given by the first and the last."""
-    stages = [f"sample {plan.responses:,}" + " or more" * bool(plan.max_resamples)]
-    stages += ["score reference"] * plan.has_reference + ["score policy"] * plan.needs_old_log_probs
+    stages = [f"sample {plan.responses:,}" + " or more" * bool(plan.settings.train.max_resamples)]
+    stages += ["score reference"] * bool(plan.settings.policy.kl_coef)
+    stages += ["score policy"] * needs_old_log_probs(plan.settings)
     for epoch in range(min(plan.epochs, ROWS)):
         first, last = epoch * plan.batches + 1, (epoch + 1) * plan.batches
         stages.append(f"step {first}" if first == last else f"steps {first} to {last}")
@@ -158,3 +164,112 @@ def _roles(plan: BatchPlan) -> dict[str, str]:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def plan_view(
+    plan: Plan, title: str, advice: Mapping[str, Sequence[str]], best: Plan | None, chosen: str = ""
+) -> RenderableType:
+    """Devices, memory by role, seconds by phase, and remedies (``advice``) where something does not fit.
+
+    ``best`` is the split of all devices with the shortest step, if it is another; ``chosen`` are overrides of ours.
+    """
+    scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
+    adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
+    model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
+    how = "at once on one device, at most" if plan.shared else "at once" if scenario.overlaps else "in turns"
+    parts: list[RenderableType] = [
+        Text(title, style="bold"),
+        Text(),
+        _line("Model", f"{model}, {shape.layers} layers"),
+        _line("Cluster", str(scenario.cluster)),
+        _line("Devices", _devices(plan)),
+        Text(),
+        _memory(plan),
+        Text(),
+        *_room(plan),
+        Text(),
+        _line("Step", f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"),
+        _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
+    ]
+    if best is not None:
+        share = best.scenario.settings.inference_model.gpu_memory_utilization
+        split = f"train {best.layout.train}, inference {best.layout.inference}, engines of {best.layout.engine_size}"
+        text = f"{_seconds(best.step_s)} a step with {split} in {share:.0%} of the memory ({phases(best.seconds)})"
+        parts.append(_line("", f"best at once: {text}"))
+    parts.append(Text())
+    for role in plan.roles:
+        if role.missing_gib:
+            lacks = f"{role.name} lacks {role.missing_gib:,.1f} GiB on each device ({role.moment})"
+            parts.append(Text(f"Does not fit: {lacks}.", style="bold red"))
+            if role.name == "train" and plan.layout.train == scenario.most_ranks < scenario.cluster.count:
+                few = f"No more than {scenario.most_ranks} can train, as a step has so many groups of responses; "
+                parts.append(Text(f"{few}for more: env.num_envs, and with it train.optim_batch_size."))
+            overrides = advice.get(role.name, ())
+            parts.append(Text("Would fit:" if overrides else "No single setting or pair of them makes it fit."))
+            parts += [Text(f"  {override}") for override in overrides]
+    if plan.fits:
+        parts.append(Text("Fits.", style="bold green"))
+    if plan.refused:
+        parts.append(Text(f"No script runs it: {plan.refused}.", style="bold red"))
+    if chosen:
+        parts.append(Text(f"With {chosen}"))
+    return Group(*parts)
+
+
+def _line(label: str, text: str) -> Text:
+    return Text.assemble((f"{label:<9}", "bold"), text)
+
+
+def _devices(plan: Plan) -> str:
+    layout, ranks = plan.layout, plan.layout.train
+    how = f" ({'fsdp' if plan.scenario.shards(ranks) > 1 else 'ddp'})" if ranks > 1 else ""
+    text = f"train {ranks}{how}, "
+    if plan.scenario.has_reference:
+        text += f"reference {layout.ref}, " if layout.ref else "reference next to it, "
+    text += f"inference {'on the same' if layout.colocated else layout.inference}, "
+    text += f"{layout.engines} engine" + "s" * (layout.engines > 1)
+    text += f" of {layout.engine_size}" * (layout.engine_size > 1)
+    text += f"; {plan.scenario.settings.mode}"
+    if plan.shared:
+        share = plan.scenario.settings.inference_model.gpu_memory_utilization
+        text += f"; the engine has {share:.0%} of its memory, the trainer {USABLE - share:.0%}"
+    return text
+
+
+def _memory(plan: Plan) -> Table:
+    columns = (Column(role.name, justify="right") for role in plan.roles)
+    table = Table("GiB on each device", *columns, box=None, pad_edge=False, header_style="bold")
+    for name in dict.fromkeys(name for role in plan.roles for name, size in role.parts.items() if size):
+        sizes = (role.parts.get(name, 0.0) for role in plan.roles)
+        table.add_row(f"  {name}", *(f"{size / GIB:,.2f}" if size else "" for size in sizes))
+    table.add_row("needed", *(f"{role.needed / GIB:,.2f}" for role in plan.roles))
+    table.add_row("usable", *(f"{role.usable / GIB:,.2f}" for role in plan.roles))
+    return table
+
+
+def _room(plan: Plan) -> list[Text]:
+    scenario, settings, train = plan.scenario, plan.scenario.settings, plan.roles[0]
+    tokens, longest = scenario.micro_batch_tokens(plan.layout.train), scenario.longest_group
+    text = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
+    text += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
+    if longest > settings.train.micro_batch_tokens and not scenario.batches.accumulation:
+        text += f" (a group at its longest has {longest:,}, and is never split)"
+    context = settings.inference_model.max_model_len
+    responses = min(plan.engine.tokens // context, plan.engine.sequences)
+    engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
+    return [_line("Room", text), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
+
+
+def phases(seconds: Mapping[str, float]) -> str:
+    """The phases that take time.
+
+    >>> phases({"sample": math.inf, "score": 0.0, "train": 2.25, "sync": 0.0181})
+    'sample never ends, train 2.2 s, sync 18 ms'
+    """
+    return ", ".join(f"{phase} {_seconds(s)}" for phase, s in seconds.items() if s)
+
+
+def _seconds(s: float) -> str:
+    if math.isinf(s):
+        return "never ends"
+    return f"{1000 * s:.0f} ms" if 0 < s < 0.05 else f"{s:,.1f} s"

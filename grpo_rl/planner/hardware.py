@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 if TYPE_CHECKING:
-    from grpo_rl.perf.rates import Rates
+    from grpo_rl.perf.roofline import Rates
 
 GIB = 2**30
 TRAIN_SHARE = 0.4
@@ -47,7 +47,7 @@ class Device:
 
     def rates(self, share: float = 1.0) -> Rates:
         """The rates of the device where it reaches this share of its best."""
-        from grpo_rl.perf.rates import Rates  # imports torch, as does what measures: a cluster is read before
+        from grpo_rl.perf.roofline import Rates  # imports torch, as does what measures: a cluster is read before
 
         return Rates(self.tflops * 1e12 * share, self.memory_gb_s * 1e9 * share)
 
@@ -141,7 +141,7 @@ def _here(dtype: str) -> Cluster:
     """This machine, its rates as they are measured."""
     import torch
 
-    from grpo_rl.perf.rates import machine_rates
+    from grpo_rl.perf.roofline import machine_rates
 
     gpus = torch.cuda.device_count()
     kind: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"

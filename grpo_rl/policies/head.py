@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Kept
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
 from grpo_rl.policies.probe import HIDDEN, measured_logits

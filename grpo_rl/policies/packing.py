@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from grpo_rl.data.batching import Branch, Ids, prefix_tree
 from grpo_rl.data.group import NO_ROUTE, Group
-from grpo_rl.data.prefix_tree import Branch, Ids, prefix_tree
 
 LAYOUT = "prefix_layout"
 """The keyword that passes the layout of a micro-batch through a model to its layers."""

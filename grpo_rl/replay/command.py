@@ -14,7 +14,7 @@ from grpo_rl.losses.factors import FACTORS
 from grpo_rl.section import select
 from grpo_rl.settings.compose import loss_config, with_loss
 from grpo_rl.settings.schema import Settings
-from grpo_rl.storage.printable import printable
+from grpo_rl.storage.masking import printable
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

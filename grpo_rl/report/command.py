@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,7 +12,15 @@ from pathlib import Path
 
 from grpo_rl.storage.whole_file import write_whole
 
-COMPARISON = "comparison.html"
+RECORDED = Path(__file__).parent / "assets" / "demo.tar.xz"
+"""A run of ``+experiment=quickstart``: 15 steps of SmolLM2-135M-Instruct on two CPU cores."""
+NAME = "quickstart"
+
+
+def unpack(folder: Path) -> Path:
+    """Unpacks the recorded run into a folder, and returns the run's own folder there."""
+    shutil.unpack_archive(RECORDED, folder, filter="data")
+    return folder / NAME
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +43,13 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("give the folder of a run, such as outputs/2026-01-31/12-00-00, or --demo")
     if missing := [run for run in options.runs if not run.is_dir()]:
         raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
-    from grpo_rl.report import compare, demo, page, serve
+    from grpo_rl.report import compare, page, serve
     from grpo_rl.report.files import REPORT
 
     with ExitStack() as stack:
         runs = options.runs
         if options.demo:
-            runs = [demo.unpack(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rl-demo-"))))]
+            runs = [unpack(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rl-demo-"))))]
         found = compare.run_folders(runs)
         if found == runs and len(runs) == 1:
             sections, head, source = page.SECTIONS, page.SUMMARY, runs[0]
@@ -50,7 +59,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if options.serve or options.demo:
             live = serve.LivePage(build, partial(page.assemble, sections, live=True), partial(serve.state_of, found))
             return serve.serve(live, options.port)
-        path = options.output or (runs[0] / REPORT if len(runs) == 1 else Path(COMPARISON))
+        path = options.output or (runs[0] / REPORT if len(runs) == 1 else Path("comparison.html"))
         write_whole(path, page.assemble(sections, build()))
     print(path)
     return 0

@@ -9,9 +9,8 @@ from typing import Any
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
-from grpo_rl.report.configuration import written
 from grpo_rl.report.files import CONFIG, is_running, read_config, read_evaluation, read_rows, read_summary
-from grpo_rl.report.page import Section
+from grpo_rl.report.page import Section, written
 from grpo_rl.storage.masking import masked
 from grpo_rl.storage.yaml_text import flat
 

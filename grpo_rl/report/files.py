@@ -1,4 +1,7 @@
-"""The files of a run folder that its page is made of, other than those that have a reader in ``monitor``."""
+"""The files of a run folder that its page is made of, other than those that have a reader in ``monitor``.
+
+One that can't be read, or holds something else, is a ``ValueError`` that names it.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,6 @@ def read_rows(run_dir: Path) -> Sequence[Mapping[str, float]]:
     """The lines of ``metrics.jsonl``; empty where there is none yet.
 
     All sections of a page share one reading of a file that has not changed.
-
-    Raises:
-        ValueError: a line is not one of metrics; names it.
     """
     path = run_dir / METRICS_FILE
     state = _state(path)
@@ -56,29 +56,17 @@ def _rows(path: Path, _state: object) -> Sequence[Mapping[str, float]]:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The contents of ``summary.json`` of a run; empty where there is none yet.
-
-    Raises:
-        ValueError: it is not a JSON object; names it.
-    """
+    """The contents of ``summary.json`` of a run; empty where there is none yet."""
     return _read(run_dir / SUMMARY, "JSON", json.loads, {})
 
 
 def read_overrides(run_dir: Path) -> list[str]:
-    """The overrides that a run was started with, without secrets; empty where it has none.
-
-    Raises:
-        ValueError: they are not YAML of a list; names the file.
-    """
+    """The overrides that a run was started with, without secrets; empty where it has none."""
     return [masked_override(str(word)) for word in _read(run_dir / OVERRIDES, "YAML", read_yaml, [])]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The config of a run; empty where it has none.
-
-    Raises:
-        ValueError: it is not YAML of a mapping; names it.
-    """
+    """The config of a run; empty where it has none."""
     path = run_dir / CONFIG
     return _config(path.resolve(), _state(path))
 

@@ -20,11 +20,7 @@ FEWEST_STEPS = 6
 
 
 def build(run_dir: Path) -> dict[str, Any]:
-    """The head of the page of a run folder.
-
-    Raises:
-        ValueError: its metrics, summary or config can't be read; names the file.
-    """
+    """The head of the page of a run folder."""
     rows, summary, config = read_rows(run_dir), read_summary(run_dir), read_config(run_dir)
     states = {True: "running", False: "stopped", None: "unknown"}
     state = "ended" if summary.get("finished") else states[is_running(run_dir)]

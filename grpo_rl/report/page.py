@@ -17,13 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from grpo_rl.monitor.advisories import Advisories
-from grpo_rl.report import charts, configuration, headline, held_out, responses, tokens
-from grpo_rl.report.files import REPORT, read_config, read_rows
+from grpo_rl.report import charts, headline, responses
+from grpo_rl.report.files import CONFIG, REPORT, read_config, read_overrides, read_rows, read_summary, versions
+from grpo_rl.storage.masking import masked
 from grpo_rl.storage.whole_file import write_whole
+from grpo_rl.storage.yaml_text import flat
 
 ASSETS = Path(__file__).parent / "assets"
 TEMPLATES = Environment(
@@ -61,6 +64,35 @@ def _advice(run_dir: Path) -> dict[str, Any] | None:
     return {"advisories": found} if found else None
 
 
+def _configuration(run_dir: Path) -> dict[str, Any] | None:
+    """Overrides, every setting as (key, value), the config's text, and versions; None where no config was stored.
+
+    Secrets are masked: the page may be mailed.
+    """
+    config, overrides = read_config(run_dir), read_overrides(run_dir)
+    if not config and not overrides:
+        return None
+    shown, text = masked(config), (run_dir / CONFIG).read_text(encoding="utf-8") if config else ""
+    return {
+        "overrides": overrides,
+        "settings": [[key, written(value)] for key, value in flat(shown).items()],
+        # The text as it is keeps its comments; it can be shown where there is nothing to mask.
+        "text": text if shown == config else yaml.safe_dump(shown, sort_keys=False),
+        "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
+    }
+
+
+def written(value: object) -> str:
+    """A setting as its YAML would say it, on one line.
+
+    >>> written(None), written({}), written(True), written([1, "a"]), written(5e-05), written("text")
+    ('null', '{}', 'true', '[1, a]', '5e-05', 'text')
+    """
+    if isinstance(value, str | float):
+        return str(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
+
+
 SUMMARY = Section("summary", "Summary", headline.build)
 """The head of the page, which every page has; its data have ``title``, ``subject``, ``headline`` and ``note``."""
 
@@ -74,9 +106,9 @@ SECTIONS: list[Section] = [
         "read values, drag to zoom, double-click to zoom out.",
     ),
     Section("responses", "Responses", responses.build),
-    Section("tokens", "Tokens", tokens.build),
-    Section("held_out", "Held-out responses before and after", held_out.build),
-    Section("configuration", "Configuration", configuration.build),
+    Section("tokens", "Tokens", responses.build_tokens),
+    Section("held_out", "Held-out responses before and after", responses.build_held_out),
+    Section("configuration", "Configuration", _configuration),
 ]
 """Sections of a run, in the order of the page."""
 

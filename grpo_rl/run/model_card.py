@@ -13,7 +13,7 @@ from grpo_rl.monitor.progress import duration
 from grpo_rl.policies.model_folder import is_hub_name, local_folder
 from grpo_rl.run.model_files import CARD
 from grpo_rl.run.origin import repository
-from grpo_rl.settings.imitation import is_read
+from grpo_rl.settings.relations import is_read
 from grpo_rl.storage.yaml_text import read_yaml
 
 SHOWN = {

@@ -16,7 +16,7 @@ from typing import Any
 import grpo_rl
 from grpo_rl.envs.sources import LOADED, repository_of
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.settings.command_line import program, typed
+from grpo_rl.settings.compose import program, typed
 from grpo_rl.settings.tasks import MIXTURE
 from grpo_rl.storage.masking import masked_override
 

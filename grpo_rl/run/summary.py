@@ -17,7 +17,7 @@ from grpo_rl.run.export import export
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.model_card import model_card, result
 from grpo_rl.run.model_files import CARD, MODEL
-from grpo_rl.settings.command_line import overrides
+from grpo_rl.settings.compose import overrides
 from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.whole_file import put_back, write_whole
 

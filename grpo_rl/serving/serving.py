@@ -46,10 +46,8 @@ class OpenSessions:
 
     def counts(self) -> Counter[str]:
         """The counts of all sessions together, and their number."""
-        return sum(
-            (session.counts for session in self._sessions.values()),
-            self._forgotten + Counter(sessions=len(self._sessions)),
-        )
+        opened = Counter(sessions=len(self._sessions))
+        return sum((session.counts for session in self._sessions.values()), self._forgotten + opened)
 
 
 def serve_model(settings: Settings, port: int) -> int:
@@ -82,11 +80,7 @@ def serve(
     port: int,
     until: Future[None],
 ) -> None:
-    """Serves an engine until ``until`` is done, or Ctrl-C is pressed.
-
-    Raises:
-        ValueError: the port is taken.
-    """
+    """Serves an engine until ``until`` is done, or Ctrl-C is pressed."""
     stepped, loop = SteppedEngine(engine, goes_on=True), LoopThread()
     sessions = OpenSessions(tokenizer, stepped, engine.max_model_len, parser)
     server = ChatServer(name, tokenizer, sampling, False, engine.max_model_len, sessions)

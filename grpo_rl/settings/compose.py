@@ -1,16 +1,21 @@
-"""Composes a config with Hydra from the project's files and a command line's overrides."""
+"""Composes configs with Hydra: a run's, from the project's files and overrides, and that of one task among several."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,11 +24,59 @@ import grpo_rl.config
 from grpo_rl.by_name import is_name
 from grpo_rl.losses.factors import loss_section
 from grpo_rl.section import declared, plain, read_section, select, unknown
-from grpo_rl.settings.command_line import hydra_options
+from grpo_rl.settings.mixture import SHARED, entries, read_tasks
 from grpo_rl.settings.schema import Settings, check_keys
-from grpo_rl.settings.sections import Env, Policy
-from grpo_rl.settings.tasks import MIXTURE, TASKS
+from grpo_rl.settings.sections import Policy
+from grpo_rl.settings.tasks import ALIASES, MIXTURE, TASKS, Env
 from grpo_rl.storage.masking import masked_override, masked_text
+
+MODES = {"--async": "grpo_async", "--sft": "sft"}
+"""The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
+typed: list[str] = []
+"""The command line of this process's run as typed; of a job of a sweep, its own; empty outside of one."""
+
+
+def program(mode: str) -> list[str]:
+    """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
+    name = Path(sys.argv[0]).name
+    if name in ("grpo-rl", "cli.py"):  # installed, and as `python -m grpo_rl.cli`
+        return ["grpo-rl", "train", *([] if mode == "sync" else [f"--{mode}"])]
+    return ["python", sys.argv[0]] if name.endswith(".py") else [name]
+
+
+def overrides() -> list[str]:
+    """The overrides of this process's run, as typed; without Hydra's own, such as the run's folder."""
+    _, words = divided([word for word in typed[2 if typed[:1] == ["python"] else 1 :] if word not in MODES])
+    return [word for word in words if not word.startswith("hydra")]
+
+
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options with their values, and the overrides.
+
+    >>> divided(["loss=dapo", "--config-dir", "lr=1/conf", "-m", "~logger"])
+    (['--config-dir', 'lr=1/conf', '-m'], ['loss=dapo', '~logger'])
+    """
+    overrides = [word for word in hydra_options(arguments).overrides if "=" in word or word.startswith("~")]
+    options = list(arguments)
+    for word in overrides:
+        options.remove(word)
+    return options, overrides
+
+
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The arguments with options first: Hydra takes overrides from one place only.
+
+    >>> arranged(["loss=dapo", "--multirun", "optimizer.lr=1e-6,1e-5", "--config-name", "mine"])
+    ['--multirun', '--config-name', 'mine', 'loss=dapo', 'optimizer.lr=1e-6,1e-5']
+    """
+    options, overrides = divided(arguments)
+    return options + overrides
+
+
+def hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The words as Hydra's own parser reads them: ``config_name``, ``config_dir``, ``overrides`` and so on."""
+    return get_args_parser().parse_known_intermixed_args(list(arguments))[0]
+
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
 DEFAULT_CONFIG = "grpo_gsm8k"
@@ -104,6 +157,18 @@ def explained(error: Exception, folders: Iterable[Path] = (FOLDER,)) -> str:
     return masked_text(": ".join(dict.fromkeys(" ".join(text.split()) for text in texts)))
 
 
+def parsed_override(word: str) -> Override:
+    """An override as Hydra reads it.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    try:
+        return OverridesParser.create().parse_overrides([word])[0]
+    except HydraException as error:
+        raise ValueError(explained(error)) from error
+
+
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """The config that a script would get from these arguments, not checked.
 
@@ -149,3 +214,64 @@ def loss_config(overrides: Sequence[str]) -> DictConfig:
 
 def _key(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
+
+
+OF_RUN = ("sampling", "inference_model", "model", "train.seed", "mode", "evaluate.rows")
+"""Settings that all tasks of a run share."""
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Puts the place of a task's settings before what is wrong with them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def settings_for_task(
+    dataset: str, values: Mapping[str, Any], env: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Settings:
+    """A task's settings as a run of it alone would have them.
+
+    Args:
+        values: replace those of the default config, by dotted name.
+        env: the task's own settings, merged into its defaults.
+        overrides: as on a command line.
+    """
+    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(dataset, dataset)}", *overrides])
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, plain(value), merge=False)
+    try:
+        OmegaConf.update(cfg, "env", plain(env or {}), merge=True, force_add=True)
+    except OF_COMPOSING as error:  # of another type than the default
+        raise ValueError(explained(error)) from error
+    return Settings.read(cfg, divides=False)
+
+
+def settings_of_mixture(settings: Settings) -> dict[str, Settings]:
+    """The settings of each task of ``env.mixture``: its own, and the mixture's where it gives none."""
+    found = {}
+    for name, entry in entries(settings).items():
+        own = {key: value for key, value in entry.env.items() if key not in SHARED}
+        # Those of an entry are its own, whole: merged, it would have the mixture's rewards, too.
+        shared = {f"env.{key}": entry.env.get(key, settings.env[key]) for key in SHARED}
+        with named(f"env.mixture.{name}"):
+            found[name] = settings_for_task(entry.task, _of_run(settings) | shared, own)
+    return found
+
+
+def settings_of_eval_tasks(settings: Settings) -> list[Settings]:
+    """The settings of each task of ``evaluate.tasks``: its own, with the run's sampling, context and engine."""
+    found = []
+    for i, task in enumerate(read_tasks(settings.evaluate.tasks)):
+        values = _of_run(settings) | {"env.eval_path": task.path}
+        if is_name(task.task):
+            values["env.path"] = task.path  # no rows of its own are known, and none are trained on
+        with named(f"evaluate.tasks[{i}]"):
+            found.append(settings_for_task(task.task, values, task.env))
+    return found
+
+
+def _of_run(settings: Settings) -> dict[str, Any]:
+    return {key: select(settings, key) for key in OF_RUN}

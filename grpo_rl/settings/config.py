@@ -10,34 +10,103 @@ import functools
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
+from typing_extensions import override
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged, divided, hydra_options, program, typed
-from grpo_rl.settings.compose import FOLDER, OF_COMPOSING, choosing_configs, dataset_of, explained
+from grpo_rl.settings import compose
+from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.help import help_text, topic
+from grpo_rl.settings.machine import check_machine
+from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.script_settings import fixed_folder, mask_sweep, script_settings
-from grpo_rl.storage.masking import shown
-from grpo_rl.storage.printable import replace_unwritable
+from grpo_rl.storage.masking import masked, masked_override, replace_unwritable, shown
+from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.waits.watcher import watching
 
-FULL_OR_CLOSED = (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk that takes no more, or not from us."""
 
-REFUSED = (ValueError, SystemExit, KeyboardInterrupt)
-"""The errors of a start that is refused, or called off."""
+def fixed_folder() -> str | None:
+    """The run's folder if every start of the same command gets the same one; None if its name contains the time."""
+    hydra_cfg = HydraConfig.instance().cfg
+    assert hydra_cfg is not None
+    key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
+    as_written = OmegaConf.to_container(hydra_cfg.hydra, resolve=False)[key]["dir"]  # pyrefly: ignore[missing-attribute]
+    return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
+
+
+def script_settings(cfg: DictConfig, mode: str) -> Settings:
+    """The settings of a script that runs this mode, checked for it and for this machine."""
+    if cfg.mode is None:
+        cfg.mode = mode
+    if cfg.mode != mode:
+        other = f"; run {SCRIPTS[cfg.mode]}" if cfg.mode in SCRIPTS else ""
+        raise ValueError(f"this script is of mode={mode}{other}")
+    if cfg.resume == "auto" and (folder := fixed_folder()):
+        cfg.resume = folder
+    try:
+        settings = Settings.read(cfg)
+        compose.settings_of_mixture(settings)
+        compose.settings_of_eval_tasks(settings)
+    except ValueError as error:
+        raise ValueError(_with_file(str(error), HydraConfig.get())) from error
+    check_machine(settings, mode)
+    return settings
+
+
+def _with_file(message: str, hydra: DictConfig) -> str:
+    """An error about a setting, with the user's own file that has it."""
+    key = re.match(r"(?:unknown config key )?([\w.]+)", message)
+    if not key or any(word.lstrip("+").startswith(f"{key[1]}=") for word in hydra.overrides.task):
+        return message
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    for group, name in {"": hydra.job.config_name, **hydra.runtime.choices}.items():
+        path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
+        if path and not path.is_relative_to(FOLDER) and f"{key[1].rpartition('.')[2]}:" in path.read_text("utf-8"):
+            return f"{path}, {message}"  # a colon behind a name such as key.yaml would mask the next word
+    return message
+
+
+class MaskedSweep(Callback):
+    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``).
+
+    The config itself stays as it is: the sweeper takes the jobs' overrides from it.
+    """
+
+    file: Path | None = None
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        MaskedSweep.file = Path(config.hydra.sweep.dir).resolve() / "multirun.yaml"  # jobs may change the folder
+
+    @override
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        mask_sweep()
+
+
+def mask_sweep() -> None:
+    """Masks the secrets in multirun.yaml, if this process has started a sweep that wrote one."""
+    if MaskedSweep.file is None or not MaskedSweep.file.is_file():
+        return
+    values = yaml.safe_load(MaskedSweep.file.read_text(encoding="utf-8"))
+    given = values["hydra"]["overrides"]
+    given.update({name: [masked_override(word) for word in words] for name, words in given.items()})
+    values["hydra"]["job"]["override_dirname"] = ""  # all overrides as one text
+    write_whole(MaskedSweep.file, yaml.safe_dump(masked(values), sort_keys=False, allow_unicode=True))
 
 
 class RunIsOver(SystemExit):
@@ -67,7 +136,7 @@ def leaving_nothing() -> Iterator[None]:
     """Removes Hydra's log and folder of a start that is refused inside; a folder that the user named stays."""
     try:
         yield
-    except REFUSED:
+    except (ValueError, SystemExit, KeyboardInterrupt):
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
             unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}
@@ -98,8 +167,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                options = [word for word in divided(sys.argv[1:])[0] if word not in ("--multirun", "-m")]
-                typed[:] = [*program(mode), *options, *HydraConfig.get().overrides.task]
+                options = [word for word in compose.divided(sys.argv[1:])[0] if word not in ("--multirun", "-m")]
+                compose.typed[:] = [*compose.program(mode), *options, *HydraConfig.get().overrides.task]
             try:
                 with leaving_nothing():
                     settings = script_settings(cfg, mode)
@@ -125,15 +194,16 @@ def main(config_name: str, mode: str = "sync") -> Callable:
 
         @functools.wraps(function)
         def entry() -> None:
-            typed[:] = [*program(mode), *sys.argv[1:]]
+            compose.typed[:] = [*compose.program(mode), *sys.argv[1:]]
             replace_unwritable()
-            sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
-            own = hydra_options(arguments).config_dir
+            sys.argv[1:] = arguments = compose.arranged(compose.choosing_configs(sys.argv[1:]))
+            own = compose.hydra_options(arguments).config_dir
             where = [FOLDER, *([Path(own)] if own else [])]
             if (about := topic(arguments)) is not None:
                 summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
+                dataset = compose.dataset_of(arguments, config_name)
                 try:
-                    print(help_text(about, summary, config_name, where, dataset_of(arguments, config_name), mode))
+                    print(help_text(about, summary, config_name, where, dataset, mode))
                 except ValueError as error:
                     raise SystemExit(f"error: {shown(str(error))}") from None
                 return
@@ -144,12 +214,13 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             except KeyboardInterrupt:
                 print("stopped by Ctrl-C", file=sys.stderr)
                 raise SystemExit(130) from None
-            except OF_COMPOSING as error:
-                raise SystemExit(f"error: {explained(error, where)}") from error
+            except compose.OF_COMPOSING as error:
+                raise SystemExit(f"error: {compose.explained(error, where)}") from error
             except ValueError as error:  # of a job of a sweep, or of options that exclude each other
                 raise SystemExit(f"error: {shown(str(error))}") from error
             except OSError as error:
-                if error.errno not in FULL_OR_CLOSED:
+                # A disk that takes no more, or not from us.
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
                     raise
                 what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"
                 remedy = "free some space or set hydra.run.dir. Checkpoints that were written are whole"

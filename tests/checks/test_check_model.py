@@ -15,7 +15,7 @@ from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer
 
 from grpo_rl.checks import trial
-from grpo_rl.checks.template import template_findings
+from grpo_rl.checks.model import template_findings
 from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine

@@ -13,8 +13,7 @@ from torchrl.objectives import llm as torchrl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from grpo_rl.data.batching import MicroBatching, micro_batches
-from grpo_rl.data.group import Group
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Group, Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy

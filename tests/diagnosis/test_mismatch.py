@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.data.group import Group
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Group, Kept
 from grpo_rl.diagnosis import mismatch
 from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError

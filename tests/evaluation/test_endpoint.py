@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.evaluation.endpoint import Endpoint
+from grpo_rl.evaluation.sources import Endpoint
 
 SAMPLING = Sampling(temperature=0.5, max_new_tokens=7, stop=("END",))
 

@@ -319,8 +319,8 @@ def _trl_file(text: str, folder: Path) -> Path:
 
 
 def _trl(path: Path) -> Any:
+    from grpo_rl.migration.command import read_trl
     from grpo_rl.migration.from_trl import convert
-    from grpo_rl.migration.trl_config import read_trl
 
     made = convert(read_trl(path)[0])
     text = made.as_yaml("its config")

@@ -17,14 +17,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
+from grpo_rl.migration.command import read_trl
 from grpo_rl.migration.from_trl import convert
-from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, RENAMED, UNNEEDED
 from grpo_rl.section import select
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.devices import allocate
-from grpo_rl.settings.other_names import SAME
-from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.schema import SAME, Settings
 from grpo_rl.training.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.step_parts import StepParts
-from grpo_rl.storage.printable import printable
+from grpo_rl.storage.masking import printable
 from grpo_rl.testing import random_group
 from tests.helpers import responses_by_step
 

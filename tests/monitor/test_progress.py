@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_rl.monitor.progress import Progress
-from grpo_rl.storage.printable import printable
+from grpo_rl.storage.masking import printable
 
 METRICS = {
     "reward/mean": 1.25,

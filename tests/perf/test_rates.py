@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from grpo_rl.perf import rates
-from grpo_rl.perf.rates import Rates, machine_rates
+from grpo_rl.perf import roofline
+from grpo_rl.perf.roofline import Rates, machine_rates
 
 
 def test_a_machine_is_measured_once(tmp_path, monkeypatch):
@@ -16,6 +16,6 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
         measured.append((dtype, str(device)))
         return Rates(len(measured), 11 - len(measured))
 
-    monkeypatch.setattr(rates, "measure_rates", measure)
+    monkeypatch.setattr(roofline, "measure_rates", measure)
     assert machine_rates(torch.bfloat16) == machine_rates(torch.bfloat16, torch.device("cpu")) == Rates(1, 10)
     assert measured == [(torch.bfloat16, "cpu")]

@@ -16,8 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_rl.perf.rates import Rates
-from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s
+from grpo_rl.perf.roofline import ModelSizes, Rates, StepRoofline, floors_s
 from grpo_rl.policies.lora import LoRA, add_adapters
 from grpo_rl.testing import random_group
 from tests.helpers import forked_groups

@@ -12,7 +12,7 @@ from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.planner.batches import equal_micro_batches, plan_batches
 from grpo_rl.planner.drawing import COLUMNS, picture
 from grpo_rl.settings.compose import FOLDER, compose_config
-from grpo_rl.settings.divisibility import IndivisibleBatchError, indivisible_batches
+from grpo_rl.settings.derived import IndivisibleBatchError, indivisible_batches
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 

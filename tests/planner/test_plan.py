@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from grpo_rl.cli import main
-from grpo_rl.planner.advice import best_overlapped, remedies, with_devices
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.memory import (
     Experts,
@@ -37,7 +36,7 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_moments,
 )
-from grpo_rl.planner.plan import make_plan, plan_layout, sample_s
+from grpo_rl.planner.plan import best_overlapped, make_plan, plan_layout, remedies, sample_s, with_devices
 from grpo_rl.planner.scenario import Layout, Scenario
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_pointwise

@@ -34,8 +34,7 @@ from transformers import (
 )
 
 from grpo_rl.data.batching import MicroBatching
-from grpo_rl.data.group import Group
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Group, Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies import compiled
 from grpo_rl.policies.packing import pack

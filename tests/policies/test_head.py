@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Kept
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import random_group

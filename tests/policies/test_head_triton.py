@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Kept
 from grpo_rl.policies import head
 from grpo_rl.policies.head_triton import BLOCK, tile_gradient_, tile_statistics
 

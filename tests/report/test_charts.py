@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from grpo_rl.report.charts import columns_of, curves
-from grpo_rl.report.sample import MAX_POINTS
+from grpo_rl.report.charts import MAX_POINTS, columns_of, curves
 
 
 def test_a_long_run_is_averaged_in_bins():

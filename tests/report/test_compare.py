@@ -10,7 +10,7 @@ import yaml
 from grpo_rl import cli
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import compare, demo, page
+from grpo_rl.report import command, compare, page
 
 
 def run_of(folder: Path, lr: float, rewards: list[float], gain: tuple[float, ...] = (), **env) -> Path:
@@ -120,10 +120,10 @@ def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, 
 
 
 def test_the_recorded_run_is_small_and_has_every_section_of_a_synchronous_run(tmp_path):
-    assert demo.RECORDED.stat().st_size < 300_000
-    found = page.build(page.SECTIONS, demo.unpack(tmp_path))
+    assert command.RECORDED.stat().st_size < 300_000
+    found = page.build(page.SECTIONS, command.unpack(tmp_path))
     for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
-        text = (tmp_path / demo.NAME / name).read_text()
+        text = (tmp_path / command.NAME / name).read_text()
         assert not any(place in text for place in ("/tmp", "/root", "/home"))
     assert {section.id for section in page.SECTIONS} - found.keys() <= {"advisories"}  # nothing went wrong in it
     assert not any("left_out" in json.loads(text) for text in found.values())

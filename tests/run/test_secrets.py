@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from grpo_rl.settings import command_line
+from grpo_rl.settings import compose
 from grpo_rl.settings.config import main
 from grpo_rl.testing import run_script
 from tests.run.test_sft import OF_GRPO
@@ -140,8 +140,8 @@ def test_jobs_of_a_sweep_get_their_secret_and_values_and_multirun_yaml_has_no_se
         text = (tmp_path / "multirun.yaml").read_text()
         assert "planted" not in text and "***" in text
         got.append((settings.logger.settings["Quiet"]["api_key"], settings.sampling.max_new_tokens))
-        assert command_line.typed[:6] == ["python", "/runs/lr=1/grpo.py", *own] and settings.train.seed == 5
-        given = command_line.overrides()
+        assert compose.typed[:6] == ["python", "/runs/lr=1/grpo.py", *own] and settings.train.seed == 5
+        given = compose.overrides()
         assert given[0] == words[0] and given[-1] == f"sampling.max_new_tokens={got[-1][1]}"
 
     main(config_name="grpo_gsm8k")(train)()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.compose import compose_config, settings_of_eval_tasks, settings_of_mixture
 from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.mixture import entries
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.task_settings import settings_of_eval_tasks, settings_of_mixture
 
 pytestmark = pytest.mark.slow
 

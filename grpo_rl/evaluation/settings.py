@@ -6,14 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from grpo_rl.by_name import short_name
 from grpo_rl.section import Section, declared, read_section, setting, unknown
-from grpo_rl.settings.compose import explained
+from grpo_rl.settings.compose import parsed_override, settings_for_task
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.task_settings import settings_for_task
 from grpo_rl.settings.tasks import SINGLE, check_names
 
 URL = re.compile(r"https?://")
@@ -68,10 +64,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     known, rest = declared(EvalSettings), []
     values: dict[str, Any] = {"path": {}}
     for word in words:
-        try:
-            override = OverridesParser.create().parse_overrides([word])[0]
-        except HydraException as error:
-            raise ValueError(explained(error)) from error
+        override = parsed_override(word)
         key = override.key_or_group
         if key in OWN_NAMES:
             raise ValueError(f"{word}: an evaluation has its own setting for this, {OWN_NAMES[key]}")
