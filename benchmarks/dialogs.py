@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.engine_policy import EnginePolicy, Rollout, play_all, reset_rows
 from grpo_rl.collectors.groups import Trajectory, verdict_of
-from grpo_rl.collectors.rollouts import Rollout, play_all, reset_rows
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import Messages, Reward

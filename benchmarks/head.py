@@ -155,7 +155,7 @@ def make_inputs(shape: Shape, device: str) -> list[Tensor]:
 def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
     """Forward and backward of one head at one shape; its memory is measured before the first step."""
     if name in (OURS, OURS_FP32, PEERS[1]):
-        from grpo_rl.policies.allocator import keep_freed_memory
+        from grpo_rl.policies.before_loading import keep_freed_memory
 
         keep_freed_memory()
     step = timed(name, make_inputs(shape, device), entropy_counts)
@@ -298,7 +298,7 @@ def main() -> None:
         ],
         "steps": args.steps,
         "device": args.device,
-        "code": harness.code("grpo_rl/policies/allocator.py", "grpo_rl/policies/head.py"),
+        "code": harness.code("grpo_rl/policies/before_loading.py", "grpo_rl/policies/head.py"),
         "machine": harness.machine(),
         **load,
     }

@@ -91,7 +91,7 @@ def our_step(model, folder: Path) -> Step:
     """Score, loss, backward."""
     from grpo_rl.data.batching import MicroBatching
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.policies.allocator import keep_freed_memory
+    from grpo_rl.policies.before_loading import keep_freed_memory
     from grpo_rl.policies.policy import TrainPolicy
     from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.training.optimizer import PolicyOptimizer
@@ -109,9 +109,9 @@ def our_step(model, folder: Path) -> Step:
 
 def trunk_step(model, folder: Path) -> Step:
     """The layers, and a gradient from nowhere."""
-    from grpo_rl.policies.allocator import keep_freed_memory
     from grpo_rl.policies.attention import forward_hidden
-    from grpo_rl.policies.embedding import Lookups
+    from grpo_rl.policies.before_loading import keep_freed_memory
+    from grpo_rl.policies.head import Lookups
     from grpo_rl.policies.packing import pack
     from grpo_rl.policies.policy import TrainPolicy
     from grpo_rl.training.optimizer import PolicyOptimizer

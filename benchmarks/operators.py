@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies import attention
-from grpo_rl.policies.compiled import compile_pointwise
+from grpo_rl.policies.attention import compile_pointwise
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer

@@ -30,7 +30,7 @@ import harness
 import torch
 from lengths import dealt_lengths
 
-from grpo_rl.policies.allocator import keep_freed_memory
+from grpo_rl.policies.before_loading import keep_freed_memory
 
 NAME = "ragged"
 OURS = "grpo_rl"

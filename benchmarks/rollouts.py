@@ -17,9 +17,8 @@ from transformers import AutoTokenizer
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import ScriptedEngine, save_tiny_model
 
 GROUP, STEPS = 4, 5
 

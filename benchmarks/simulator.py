@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.collectors.rollout_scheduler import RolloutScheduler
-from grpo_rl.collectors.staleness import StalenessManager
+from grpo_rl.collectors.rollout_scheduler import RolloutScheduler, StalenessManager
 from grpo_rl.engines.base import EngineDeadError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -14,7 +14,7 @@ into 24 GiB. Where it does not fit next to ours, the next one does, and the figu
 rounds and the one by its time alone. All times are recorded.
 
 Two of TRL's settings are recorded next to it, and are not the headline's peer, as TRL has no setting for them:
-- `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.policies.allocator`).
+- `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.policies.before_loading`).
 - `--trl-generation vllm` on CPU. As it ships that fails: vLLM's CPU layers repack their weights after loading and drop
   the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls `model.load_weights`, ends with
   "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it works.
@@ -42,7 +42,7 @@ from pathlib import Path
 import harness
 import torch
 
-from grpo_rl.policies.allocator import keep_freed_memory
+from grpo_rl.policies.before_loading import keep_freed_memory
 from grpo_rl.settings.machine import default_dtype
 
 NAME = "step_vs_trl"

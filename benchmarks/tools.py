@@ -35,17 +35,15 @@ import harness
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.cluster.fleet import Fleet, FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Messages, Reward
 from grpo_rl.envs.tools.functions import FunctionTask
-from grpo_rl.testing import hermes_parser
+from grpo_rl.testing import ScriptedEngine, hermes_parser
 
 NAME = "tools"
 BAR = 0.9

@@ -7,7 +7,7 @@ import json
 import runpy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,16 +17,18 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typing_extensions import override
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.engines.base import Engine, Samples, Sampling, StepByGenerate
+from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
@@ -251,3 +253,51 @@ def _check_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
     differ = any((group.rewards != group.rewards[0]).any() for group in groups)
     assert not differ or any(gradient.any() for gradient in gradients), "rewards differ and the gradient is zero"
+
+
+class ScriptedEngine(StepByGenerate, Engine):
+    """Gives the responses that ``script(prompt_ids, g)`` returns, log-probability 0 each; holds weights as others do.
+
+    >>> engine = ScriptedEngine(lambda prompt, g: [g] * g)
+    >>> engine.generate([[7]], n=3, sampling=Sampling(max_new_tokens=2))[0].offsets.tolist()
+    [0, 0, 1, 3]
+    """
+
+    in_rounds = False  # a script does not know the batch
+
+    def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]], max_model_len: int = 1 << 20) -> None:
+        super().__init__()
+        self.version, self.max_model_len, self.dtype = 0, max_model_len, torch.bfloat16
+        self.takes_adapters = self.proves_bytes = False
+        self.weights: dict[str, Tensor] = {}
+        self._script = script
+
+    @override
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        samples = []
+        for prompt in prompts:
+            responses = [list(self._script(prompt, g)) for g in range(n)]
+            cut = [response[: sampling.max_new_tokens] for response in responses]
+            log_probs = [[0.0] * len(response) for response in cut]
+            truncated = [len(response) > sampling.max_new_tokens for response in responses]
+            samples.append(Samples.from_lists(cut, log_probs, truncated, self.version))
+        return samples
+
+    @override
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weights |= {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights}
+        self.version = version
+
+    @override
+    def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
+        return {name: fingerprint(self.weights[name]) for name in shapes}
+
+    def sleep(self) -> None:
+        """Does nothing: there is nothing to free."""
+
+    def wake(self) -> None:
+        """Does nothing: the engine never sleeps."""
+
+    def close(self) -> None:
+        """Drops the weights."""
+        self.weights = {}

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from grpo_rl.engines.base import AsyncEngine
 from grpo_rl.engines.fingerprint import fingerprint
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.loop_thread import AsyncEngine, LoopThread
 from grpo_rl.weights.remote import EngineControl
 
 

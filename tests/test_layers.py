@@ -25,7 +25,7 @@ LAYERS = [
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Folders that may import less than their layer would allow, by the beginnings of modules.
 ONLY_MODULES = {
-    "envs": ("data", "by_name", "section", "storage.cache", "storage.hub", "storage.masking", "waits.registry"),
+    "envs": ("data", "by_name", "section", "storage.cache", "storage.hub", "storage.masking", "waits"),
     "losses": ("data.keys", "by_name", "section"),
     "waits": ("storage.whole_file",),
 }

@@ -18,7 +18,7 @@ from grpo_rl.by_name import one_line
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.task import Messages, Reward, Spent, Task, Unjudgeable, last_said, plays_turns
 from grpo_rl.storage.masking import shown
-from grpo_rl.waits.registry import Wait, waiting
+from grpo_rl.waits import Wait, waiting
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
 LARGEST = 3.4e38

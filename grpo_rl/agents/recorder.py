@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.agents.messages import MakeParser, Message, ToolParser, digests, for_template, response_message
-from grpo_rl.agents.requests import RequestError
+from grpo_rl.agents.requests import (
+    MakeParser,
+    Message,
+    RequestError,
+    ToolParser,
+    digests,
+    for_template,
+    response_message,
+)
 from grpo_rl.data.group import Kept
 from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.loop_thread import side_by_side
 from grpo_rl.envs.chat import encode_prompts, encode_reply, harmless
 from grpo_rl.envs.tools.schemas import tool_schemas
 
@@ -90,7 +98,6 @@ class Recorded:
     """
 
     prompt_ids: list[int]
-    messages: list[Message]
     truncated: bool
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -175,7 +182,7 @@ class Session:
         sampling = await self._within(sampling or Sampling(), len(prompt), n)
         self._reserved += n * sampling.max_new_tokens
         try:
-            sampled = await _side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
+            sampled = await side_by_side([self._sample(prompt, self._seeded(sampling, i)) for i in range(n)])
         finally:
             self._reserved -= n * sampling.max_new_tokens
             self._given_back.set()  # waiting calls go on once this call's tokens are counted: nothing is awaited before
@@ -211,7 +218,7 @@ class Session:
         found = []
         for last in lasts:
             chain = last.chain
-            recorded = Recorded(chain[0].prompt_ids, last.messages, bool(last.samples.truncated[0]))
+            recorded = Recorded(chain[0].prompt_ids, bool(last.samples.truncated[0]))
             for response in chain:
                 samples, read, versions = response.samples, response.new_ids, response.samples.versions.tolist()
                 if response.parent is not None:
@@ -302,13 +309,3 @@ class Session:
         self.counts["branches"] += n - 1 + again
         self._parents.add(id(parent))
         self._asked.add(asked)
-
-
-async def _side_by_side(calls: Sequence[Awaitable[Samples]]) -> list[Samples]:
-    """The results of all calls, which run side by side; where one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

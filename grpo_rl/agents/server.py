@@ -308,7 +308,6 @@ async def _in_openais_form(request: web.Request, handler: Any) -> web.StreamResp
 
 
 def _error_reply(error: Exception) -> tuple[dict[str, Any], int]:
-    """The error in OpenAI's form, and its status."""
     if isinstance(error, RequestError):
         message, param, code, status = error.message, error.param, error.code, error.status
     elif isinstance(error, web.HTTPRequestEntityTooLarge):

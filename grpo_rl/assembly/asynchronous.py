@@ -18,24 +18,21 @@ from grpo_rl.assembly.run import build_run
 from grpo_rl.assembly.site import Site, check_transfer
 from grpo_rl.assembly.sync import make_has_no_signal, vllm_options
 from grpo_rl.cluster.engine_actors import launch
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
+from grpo_rl.cluster.fleet import Fleet, FleetEngine, FleetMember
 from grpo_rl.cluster.nodes import this_address
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
-from grpo_rl.engines.base import AsyncEngine, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.loop_thread import AsyncEngine, LoopThread
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.loading import CheckpointNames, skeleton
 from grpo_rl.policies.lora import saved_buffers
 from grpo_rl.run.run import Run
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
-from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.remote import RemoteTransport
+from grpo_rl.weights.remote import NativeTransport, RemoteTransport
 from grpo_rl.weights.shared_memory import GPU_BYTES, SharedMemoryTransport
 
 if TYPE_CHECKING:

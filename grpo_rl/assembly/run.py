@@ -39,10 +39,8 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
-from grpo_rl.waits.registry import waiting
-from grpo_rl.waits.watcher import watching
-from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.transport import NullTransport
+from grpo_rl.waits import waiting, watching
+from grpo_rl.weights.push import NullTransport, WeightSync
 
 if TYPE_CHECKING:
     from grpo_rl.assembly.agents import Agents

@@ -21,8 +21,7 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.monitor.phases import start_phase
-from grpo_rl.policies.generation import end_ids
-from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.policies.hub import end_ids, load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_written
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
@@ -34,8 +33,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
-from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.transport import NullTransport
+from grpo_rl.weights.push import NullTransport, WeightSync
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
-from grpo_rl.waits.watcher import watching
+from grpo_rl.waits import watching
 
 
 @dataclass(frozen=True)

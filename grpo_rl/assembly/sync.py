@@ -19,8 +19,8 @@ from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
-from grpo_rl.engines import capacity
 from grpo_rl.engines.base import Engine, Sampler, Sampling
+from grpo_rl.engines.sampling import sequences
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.loading import target_names
 from grpo_rl.settings.derived import adapters, dtype, pushes_adapters, responses_at_once
@@ -77,7 +77,7 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
     if devices.inference[0].type == "cuda" and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(devices.train[0]).total_memory
         memory = settings.inference_model.gpu_memory_utilization * total
-    return capacity.sequences(responses_at_once(settings, devices.replicas), vocab, memory)
+    return sequences(responses_at_once(settings, devices.replicas), vocab, memory)
 
 
 def make_agents(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Agents | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_rl.checks.check import OF_MACHINE, OF_RUN, Case, Finding, all_findings, child_process, shown
-from grpo_rl.policies.adapters import need
+from grpo_rl.policies.before_loading import need
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.derived import total_steps
 from grpo_rl.settings.schema import Settings

@@ -14,8 +14,9 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import override
 
-from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
-from grpo_rl.waits.registry import waiting
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.loop_thread import AsyncEngine, EngineStartError
+from grpo_rl.waits import waiting
 from grpo_rl.weights.remote import EngineControl
 
 MOST_CALLS = 100_000

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,6 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
     Args:
         address: address for ``ray.init``; ``auto`` joins the cluster that this machine is in.
         gpus: indices of this machine's GPUs that a local cluster may use; others are for this process.
-        settings: further arguments of ``ray.init``.
 
     Raises:
         ValueError: there is no cluster at that address; or what Ray has started here would listen on other interfaces.
@@ -212,11 +211,7 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 def on_nodes(
     alive: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple], deadline_s: float
 ) -> list:
-    """The results of a function on each node, all at the same time; an error stands in the place of a missing one.
-
-    Args:
-        arguments: of the function, for each node.
-    """
+    """The results of a function on each node, with arguments of its own, all at the same time; errors are results."""
     asked = [
         _call.options(scheduling_strategy=on_node(node.id)).remote(function, own)
         for node, own in zip(alive, arguments, strict=True)

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_rl.cluster.nodes import on_node, this_address
 from grpo_rl.distributed.liveness import LAST_LOST, RankLostError
 from grpo_rl.storage.masking import shown
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 60.0
@@ -54,8 +54,6 @@ class Rendezvous:
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class _Trainer:
-    """A process that trains, perhaps on another machine."""
-
     def place(self) -> _At:
         """The actor's node address and id, and its process id."""
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.agents.messages import MakeParser
 from grpo_rl.agents.programs import Agent, AgentError, Client
-from grpo_rl.agents.recorder import Limits, Session
-from grpo_rl.agents.requests import finite
+from grpo_rl.agents.recorder import Limits, Sample, Session
+from grpo_rl.agents.requests import MakeParser, finite
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.agent import TOLD
@@ -18,10 +17,7 @@ from grpo_rl.envs.base import Failure, LLMEnv, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import ScoreGuard
 from grpo_rl.envs.task import Messages, last_said, plays_turns
-from grpo_rl.waits.registry import waiting
-
-Sample = Callable[[Sequence[int], Sampling], Awaitable[Samples]]
-"""Samples one response to a prompt. What it raises, but for a ValueError, ends the sessions that asked for it."""
+from grpo_rl.waits import waiting
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +95,7 @@ class AgentSessions:
         Args:
             where: names the row in messages.
             seeds: mixed into those of the sessions' requests.
+            sample: what it raises, but for a ValueError, ends the sessions that asked for it.
         """
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._server.start())

@@ -14,13 +14,12 @@ from dataclasses import replace
 import torch
 
 from grpo_rl.agents.recorder import Recorded
-from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played, Sample
 from grpo_rl.collectors.groups import Trajectory, group_of_trajectories, rewarded
 from grpo_rl.data.batching import common_length
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.envs.base import LLMEnv, Prompt, Reward
 
 
@@ -29,10 +28,7 @@ class AgentGroups:
 
     A session whose agent fails, is late or is killed is left out of its group, as a response whose scorer failed.
 
-    Args:
-        env: environment whose rows the sessions are about, and whose task scores them.
-        sampling: of each response, for all that requests leave open.
-        max_model_len: most tokens of a prompt and its response.
+    The arguments are those of :class:`AgentSessions`.
     """
 
     def __init__(self, env: LLMEnv, settings: AgentSettings, sampling: Sampling, max_model_len: int) -> None:
@@ -97,7 +93,7 @@ def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
     The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
     is not trained on.
 
-    >>> short, long = (Recorded([1, 2, *rest], [], False) for rest in ([], [3]))
+    >>> short, long = (Recorded([1, 2, *rest], False) for rest in ([], [3]))
     >>> for one in (short, long):
     ...     one.add([5], [-0.5], [3], True)
     >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])

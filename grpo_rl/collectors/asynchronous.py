@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,29 +17,36 @@ from torchrl.envs import EnvBase
 from typing_extensions import override
 
 from grpo_rl.collectors.base import Collector, Sampled, env_state, restore_env
-from grpo_rl.collectors.engine_policy import act
-from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
-from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.rollouts import (
-    Respond,
+from grpo_rl.collectors.engine_policy import (
+    Rollout,
     Row,
+    append_steps,
     at_own_pace,
-    gathered,
+    by_prompt,
     note,
-    play,
     reset_rows,
     step,
     step_in_thread,
+    turn_sampling,
+    write,
 )
-from grpo_rl.collectors.staleness import StalenessManager
+from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
+from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler, StalenessManager
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
+from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.loop_thread import AsyncEngine, side_by_side
 from grpo_rl.envs.base import LLMEnv, Prompt
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 if TYPE_CHECKING:
+    from grpo_rl.cluster.fleet import FleetEngine
     from grpo_rl.collectors.agents import AgentGroups
     from grpo_rl.weights.push import WeightSync
+
+Respond = Callable[[Sequence[Row]], Awaitable[None]]
+Step = Callable[[EnvBase, Sequence[Row]], Awaitable[list[Row]]]
+Sample = Callable[[Sequence[int], int, Sampling], Awaitable[Samples]]
+"""Samples so many responses to a prompt, on an engine that is awaited."""
 
 
 class AsyncCollector(Collector):
@@ -62,7 +69,7 @@ class AsyncCollector(Collector):
     def __init__(
         self,
         env: LLMEnv,
-        engines: EngineFleet,
+        engines: FleetEngine,
         sampling: Sampling,
         total_dialog_turns: int,
         weights: WeightSync,
@@ -89,12 +96,8 @@ class AsyncCollector(Collector):
         self._sampled: list[Sampled] = []
         weights.subscribe(self._on_push)
 
+    @override
     def collect(self) -> list[Group]:
-        """The groups of the next training step; fewer at the end, and then none.
-
-        Raises:
-            Exception: what ended the sampling: too many engines died, too many scorers failed.
-        """
 
         async def batch() -> list[Group]:  # on the loop, so the counters cannot change
             self._begun = True
@@ -116,7 +119,7 @@ class AsyncCollector(Collector):
             "groups/trained": staleness.trained,
             "groups/open": len(staleness.open),
             "groups/resampled": self._scheduler.resampled,
-            "engines/replaced": self._engines.replaced,
+            "engines/replaced": self._engines.fleet.restarts,
             **{f"groups/dropped_{reason}": count for reason, count in staleness.dropped.items()},
             **(self._agents.metrics() if self._agents else {}),
         }
@@ -128,7 +131,7 @@ class AsyncCollector(Collector):
             else:  # nothing was asked for yet
                 self.staleness.advance(version)
 
-        self._engines.run(advance())
+        self._engines.loop.run(advance())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run's collection, for a checkpoint: complete groups that wait are kept."""
@@ -143,13 +146,13 @@ class AsyncCollector(Collector):
                 "trained": self.staleness.trained,
                 "dropped": dict(self.staleness.dropped),
                 "resampled": self._scheduler.resampled,
-                "replaced": self._engines.replaced,
+                "replaced": self._engines.fleet.restarts,
                 "open": groups,
                 "zero_variance": [dict(vars(group)) for group in self._zero_variance],
                 "agents": self._agents.state() if self._agents else {},
             }
 
-        return self._engines.run(state())
+        return self._engines.loop.run(state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state_dict`: groups that were in flight are sampled again."""
@@ -159,7 +162,7 @@ class AsyncCollector(Collector):
             self.staleness.trained, self.staleness.dropped = state["trained"], Counter(state["dropped"])
             self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
             self._scheduler.resampled = state["resampled"]
-            self._engines.replaced += state["replaced"]
+            self._engines.fleet.restarts += state["replaced"]
             if self._agents:
                 self._agents.restore(state["agents"])
             self._scheduler.reopen(
@@ -168,7 +171,7 @@ class AsyncCollector(Collector):
             )
             self._zero_variance = [Group(**saved) for saved in state["zero_variance"]]
 
-        self._engines.run(restore())
+        self._engines.loop.run(restore())
 
     def metrics(self) -> dict[str, float]:
         """Counts at the last collection: every group that was started is trained on, dropped or open."""
@@ -185,13 +188,13 @@ class AsyncCollector(Collector):
             sampled, self._sampled = self._sampled, []
             return sampled
 
-        return self._engines.run(take())
+        return self._engines.loop.run(take())
 
     def shutdown(self) -> None:
         """Cancels the groups in flight; the engines stay alive."""
-        self._engines.run(self._scheduler.close())
+        self._engines.loop.run(self._scheduler.close())
         if self._agents:
-            self._engines.run(self._agents.close())
+            self._engines.loop.run(self._agents.close())
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
     def _next_prompt(self) -> Prompt | None:
@@ -201,7 +204,7 @@ class AsyncCollector(Collector):
 
     async def _sample(self, prompt: Prompt) -> Group:
         work = self._sessions if self._agents else self._rollouts
-        group = await self._engines.call(lambda engine: work(engine, prompt), self._group_size)
+        group = await self._engines.fleet.call(lambda engine: work(engine, prompt), self._group_size)
         if group is None:
             raise Dropped("unrewarded")
         if self._drops_zero_variance and self._has_no_signal(group):
@@ -267,3 +270,37 @@ class AsyncCollector(Collector):
     async def _step_in_turn(self, env: EnvBase, rows: Sequence[Row]) -> list[Row]:
         with waiting("its group's turn at the scorer, and rewards", deadline_s=math.inf):
             return await asyncio.get_running_loop().run_in_executor(self._scorers, step, env, rows)
+
+
+async def act(rows: Sequence[Row], sample: Sample, sampling: Sampling, max_model_len: int) -> None:
+    """Writes a response into each row, as :class:`EnginePolicy` does, for an engine that is awaited."""
+
+    async def of_prompt(prompt: tuple[int, ...], members: Sequence[Row]) -> None:
+        settings = turn_sampling(len(prompt), sampling, max_model_len)
+        write(members, await sample(prompt, len(members), settings), max_model_len)
+
+    first, *others = [of_prompt(prompt, members) for (_, prompt), members in by_prompt(rows).items()]
+    await (asyncio.gather(first, *others) if others else first)  # a single one at once
+
+
+async def play(env: EnvBase, rows: Sequence[Row], respond: Respond, step: Step) -> list[Rollout]:
+    """The rollouts of rows that go on together: those of one group, or a single one.
+
+    Args:
+        respond: writes the policy's responses into the rows.
+        step: see :func:`step`; awaited, as scorers and tools take their time.
+    """
+    rollouts: list[Rollout] = [[] for _ in rows]
+    ready = dict(enumerate(rows))
+    while ready:
+        await respond(list(ready.values()))
+        append_steps(ready, rollouts, await step(env, list(ready.values())))
+    return rollouts
+
+
+async def gathered(work: Iterable[Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:
+    """All rollouts, in their order; where one raises, the others are cancelled."""
+    first, *others = work
+    if not others:  # at once: in a turn of the loop its engine could be lost
+        return await first
+    return [rollout for found in await side_by_side([first, *others]) for rollout in found]

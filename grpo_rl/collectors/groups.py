@@ -134,7 +134,6 @@ def verdict_of(end: Row) -> Any:
 
 
 def _parts(end: Row, verdict: Reward | None) -> dict[str, float]:
-    """The parts of the reward that apply to the response."""
     parts = end.get(keys.REWARD_PARTS[0], None)
     if parts is None:
         return {}

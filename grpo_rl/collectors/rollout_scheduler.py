@@ -2,19 +2,141 @@
 
 It knows neither engines nor tasks: its caller gives the next prompts and samples their groups.
 So the same code runs over real engines and in simulated time (`benchmarks/simulator.py`).
+Letters: B groups of a training step, S the bound on staleness, in policy versions.
+
+A group that was started under version v is due no later than in the step that trains version v + S: no token of it is
+older than S versions then. Two rules of :class:`StalenessManager` keep that true without ever throwing a response away
+for being late:
+
+- No more than (S + 1) B groups are open at a time, as in AReaL, https://arxiv.org/abs/2505.24298, section 5.1, eq. 3.
+- A step takes the groups that are due first among those that are finished, and waits while it would leave more
+  groups for some later step than that step has room for (the feasibility of earliest deadline first).
+
+So sampling waits only at the bound, and training only for a batch, or for a response that is S steps late.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from grpo_rl.collectors.staleness import InFlightGroup, StalenessManager
-from grpo_rl.engines.base import EngineLostError
-from grpo_rl.waits.registry import waiting
+from grpo_rl.engines.loop_thread import EngineLostError
+from grpo_rl.waits import waiting
+
+
+@dataclass(eq=False)
+class InFlightGroup:
+    """A group as the manager counts it, from its start until it is trained on or dropped.
+
+    Args:
+        number: in the order of starting.
+        version: of the weights that it was started under.
+    """
+
+    number: int
+    version: int
+    finished: bool = False
+
+
+@dataclass
+class StalenessManager:
+    """Counts the groups under the bound; it holds numbers, not groups, and never waits.
+
+    Args:
+        groups_per_step: B.
+        max_staleness: S; with 0 no group is sampled while another is trained on.
+        version: of the weights that the next step trains.
+
+    With room for two steps, the first batch is trained while the second is sampled:
+
+    >>> staleness = StalenessManager(groups_per_step=2, max_staleness=1)
+    >>> groups = [staleness.start() for _ in range(staleness.room())]
+    >>> for group in groups[1:]:
+    ...     staleness.finish(group)
+    >>> [group.number for group in staleness.take()], staleness.room()
+    ([1, 2], 0)
+    >>> staleness.advance(version=1); staleness.room(), staleness.take()
+    (2, None)
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    version: int = 0
+    started: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    open: list[InFlightGroup] = field(default_factory=list)
+    """Started, and neither trained on nor dropped, in the order of starting."""
+    _in_training: int = 0
+
+    def room(self) -> int:
+        """The number of groups that may be started now."""
+        held = len(self.open) + self._in_training
+        return (self.max_staleness + 1) * self.groups_per_step - held
+
+    def start(self) -> InFlightGroup:
+        """Registers and returns a new group, which is about to be sampled under the present version."""
+        assert self.room() > 0, "no group may be started now"
+        group = InFlightGroup(self.started, self.version)
+        self.started += 1
+        self.open.append(group)
+        return group
+
+    def restart(self, group: InFlightGroup) -> None:
+        """Registers that the group's responses are lost and it is sampled again; it still counts as started once."""
+        self.open.remove(group)
+        group.version, group.finished = self.version, False
+        self.open.append(group)
+
+    def finish(self, group: InFlightGroup) -> None:
+        """Registers that the group is complete and waits to be trained on."""
+        group.finished = True
+
+    def drop(self, group: InFlightGroup, reason: str) -> None:
+        """Registers that the group will not be trained on."""
+        self.open.remove(group)
+        self.dropped[reason] += 1
+
+    def take(self, last: bool = False) -> list[InFlightGroup] | None:
+        """The groups of the next step, in the order in which they are due; None while the step has to wait.
+
+        Args:
+            last: no group will be started any more, so that fewer than B are a batch once all are finished.
+        """
+        finished = [group for group in self.open if group.finished]
+        everything = last and len(finished) == len(self.open) > 0
+        if len(finished) < self.groups_per_step and not everything:
+            return None
+        finished.sort(key=lambda group: (group.version, group.number))
+        chosen = finished[: self.groups_per_step]
+        if any(self._left(chosen, later) > later * self.groups_per_step for later in range(self.max_staleness + 1)):
+            return None
+        for group in chosen:
+            self.open.remove(group)
+        self._in_training += len(chosen)
+        self.trained += len(chosen)
+        return chosen
+
+    def _left(self, chosen: list[InFlightGroup], later: int) -> int:
+        """Groups that would still be open, and that are due within so many steps after the next."""
+        taken = set(map(id, chosen))
+        due = self.version + later - self.max_staleness
+        return sum(group.version <= due and id(group) not in taken for group in self.open)
+
+    def advance(self, version: int) -> None:
+        """Ends the step: engines hold this version, and the groups that were trained on no longer count as open."""
+        self.version = version
+        self._in_training = 0
+
+    def check(self) -> None:
+        """Asserts that every group that was started is exactly one of open, trained on and dropped."""
+        accounted = len(self.open) + self.trained + self.dropped.total()
+        assert accounted == self.started, f"{self.started} groups were started, and {accounted} are accounted for"
+
 
 Prompt = TypeVar("Prompt")
 Rollout = TypeVar("Rollout")

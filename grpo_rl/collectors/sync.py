@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from grpo_rl.collectors.base import Collector, env_state, restore_env
+from grpo_rl.collectors.engine_policy import Policy, note, play_all, reset_rows
 from grpo_rl.collectors.groups import group_of_rollouts, has_zero_variance
-from grpo_rl.collectors.rollouts import Policy, note, play_all, reset_rows
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv, ScoreError
 
@@ -22,6 +24,8 @@ class SyncCollector(Collector):
 
     A response whose scorer failed is left out of its group, and a group of fewer than two responses out of the
     collection: nothing could be compared. Both are counted.
+
+    A collection of which no group is left up to ``total_dialog_turns`` is a ScoreError.
 
     With ``max_resamples``, zero-variance groups, which teach nothing, are left out as well, and others are sampled in
     their place: dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476, section 3.2.
@@ -59,14 +63,8 @@ class SyncCollector(Collector):
         """Zero-variance groups left out so far."""
         self.sampled: list[Group] = []
 
+    @override
     def collect(self) -> list[Group]:
-        """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
-
-        No group once ``total_dialog_turns`` responses are sampled.
-
-        Raises:
-            ScoreError: no group was left up to ``total_dialog_turns``.
-        """
         if self.collected >= self._total:
             return []
         wanted, resamples = self._env.num_envs, 0

@@ -14,15 +14,15 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-
-from grpo_rl.distributed.meeting import Member
 
 LONGEST_INTERVAL_S = 1.0
 FAILED_S = 30.0
@@ -38,6 +38,28 @@ LOST_CODE = 75
 
 LAST_LOST = "grpo_rl/lost"
 """Key of a launcher's store under which ranks record which of them was lost."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank's process; ``machine`` is the same for processes that see each other's ids."""
+
+    rank: int
+    host: str
+    pid: int
+    machine: str
+
+    @classmethod
+    def here(cls, rank: int) -> Member:
+        """This process."""
+        try:
+            space = os.readlink("/proc/self/ns/pid")
+        except OSError:
+            space = ""
+        return cls(rank, socket.gethostname(), os.getpid(), f"{socket.gethostname()} {space}")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, process {self.pid})"
 
 
 class RankLostError(SystemExit):
@@ -60,13 +82,6 @@ class Stopped(SystemExit):
             if os.environ.get("RANK", "0") == "0":
                 print(message, file=sys.stderr, flush=True)
             self.code = 0
-
-
-def is_of_exchange(error: BaseException) -> bool:
-    """True if an exchange of ranks failed with this error."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
-    )
 
 
 def exit_message(error: BaseException | None) -> str:
@@ -156,7 +171,8 @@ class Watch:
         Raises:
             RankLostError: it is that of an exchange; names the rank that caused it.
         """
-        if not is_of_exchange(error):
+        names_exchange = any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
+        if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and names_exchange):
             return
         self._unwinding.set()
         if not self._lost.wait(2 * self._interval_s + 1):
@@ -168,11 +184,7 @@ class Watch:
         raise RankLostError(self.message) from None
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Ends the watch, and notifies the others whether this rank ends in order.
-
-        Raises:
-            RankLostError: as :meth:`explain`.
-        """
+        """Ends the watch, and notifies the others whether this rank ends in order; may raise as :meth:`explain`."""
         if self._left.is_set():
             return
         try:
@@ -220,7 +232,6 @@ class Watch:
                 os.close(descriptor)
 
     def _write_beat(self) -> None:
-        """Writes this rank's sign of life."""
         if (doing := self.doing()) != self._phase:
             self._phase, self._since = doing, time.time()
         self._beat += 1
@@ -280,7 +291,6 @@ class Watch:
         return None
 
     def _statuses(self, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
-        """The last status of some ranks."""
         found = self.store.multi_get([self._key(rank) for rank in ranks])
         return dict(zip(ranks, map(json.loads, found), strict=True))
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import os
 import socket
+import time
 import types
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -37,15 +40,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.distributed.liveness import Watch
-from grpo_rl.distributed.meeting import Member, meet
+from grpo_rl.distributed.liveness import Member, Watch
+from grpo_rl.policies.loading import whole
 from grpo_rl.policies.policy import CALL_WHOLE
-from grpo_rl.policies.shards import whole
-from grpo_rl.waits.registry import Wait, waiting
+from grpo_rl.waits import Wait, waiting
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
 P = ParamSpec("P")
+POLL_S = 0.1
+"""Seconds between two looks for ranks that have not come yet."""
 
 
 def _exchange(method: Callable[Concatenate[Ranks, P], X]) -> Callable[Concatenate[Ranks, P], X]:
@@ -297,3 +301,41 @@ def gathered(weights: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tens
         if rank == 0:
             state[name] = tensor.cpu()
     return state
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+    """A name that the ranks of this start alone have, once all of them are there: the prefix of their keys.
+
+    torchrun's store keeps what ranks wrote before they were started again, such as addresses at which no one answers.
+    So rank zero calls by a new name until all have answered with a name of their own, and then lists those: who
+    finds its own among them has been called by the rank zero of its own start.
+
+    Raises:
+        ValueError: not all ranks came within ``timeout_s``.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank == 0:
+        store.set("grpo_rl/call", own)
+        keys = [f"grpo_rl/answer {own} {other}" for other in range(1, size)]
+        while missing := [key for key in keys if not store.check([key])]:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: "
+                    + ", ".join(f"rank {key.split()[-1]}" for key in missing[:8])
+                )
+            time.sleep(POLL_S)
+        store.set(f"grpo_rl/met {own}", json.dumps([own, *(store.get(key).decode() for key in keys)]))
+        return own
+    answered = None
+    while time.monotonic() < deadline:
+        if store.check(["grpo_rl/call"]):
+            call = store.get("grpo_rl/call").decode()
+            if call != answered:
+                store.set(f"grpo_rl/answer {call} {rank}", own)
+                answered = call
+            if store.check([f"grpo_rl/met {call}"]):
+                met = json.loads(store.get(f"grpo_rl/met {call}"))
+                if len(met) == size and met[rank] == own:
+                    return call
+        time.sleep(POLL_S)
+    raise ValueError(f"rank 0 did not call rank {rank} within {timeout_s:g} s")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -87,14 +87,6 @@ def seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
-
-
-class EngineStartError(EngineDeadError):
-    """An engine's process has ended before it was ready; with its name and the reason."""
-
-
-class EngineLostError(RuntimeError):
-    """An engine died while it sampled a group, whose responses are lost; another engine can sample it again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +191,7 @@ class Sampler(Protocol):
         """
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Queues one prompt, for one response, under a number that :meth:`step` gives back.
-
-        Raises:
-            ValueError: as :meth:`generate`.
-        """
+        """Queues one prompt, for one response, under a number that :meth:`step` returns; raises as :meth:`generate`."""
 
     def step(self) -> list[tuple[int, Samples]]:
         """Samples on for all queued prompts, and returns those that are finished now, each a group of one.
@@ -279,59 +267,6 @@ class Engine(Sampler, Protocol):
 
     def close(self) -> None:
         """Frees everything; the engine cannot be used afterwards."""
-
-
-class AsyncEngine(Protocol):
-    """An engine in a process of its own, called from one event loop; requests under way survive weight updates.
-
-    Every call but :meth:`generate` has a deadline, and a death is noticed in each; both raise EngineDeadError.
-    """
-
-    name: str
-    """The engine's name in messages; the others are as in :class:`Engine`."""
-    version: int
-    dtype: torch.dtype
-    max_model_len: int
-    takes_adapters: bool
-    proves_bytes: bool
-
-    async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """``n`` responses to a prompt; tokens from before and after an update carry their own versions.
-
-        Raises:
-            ValueError: as :meth:`Engine.generate`.
-            RuntimeError: vLLM aborted it.
-            EngineDeadError: the engine died, or hangs.
-        """
-
-    async def check_health(self) -> None:
-        """Returns once the engine has responded to a call."""
-
-    async def close(self) -> None:
-        """Ends the process, within the deadline; may be called on a dead engine, and twice."""
-
-
-class EngineFleet(Protocol):
-    """Engines on an event loop in another thread; dead ones are replaced. EngineDeadError: they died too often."""
-
-    replaced: int
-    """Engines that were or are to be replaced, so far."""
-
-    async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
-        """The result of ``work``, which samples so many responses, on the engine with the least to do.
-
-        Raises:
-            EngineLostError: the engine died; a new call goes to another.
-        """
-
-    def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Runs a short piece of work on the fleet's loop and returns its result."""
-
-    def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """Like :meth:`run`, for work that samples: new engines are given weights in the meantime."""
-
-    def events(self) -> list[str]:
-        """Messages about engines that were lost or replaced since the last call."""
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:

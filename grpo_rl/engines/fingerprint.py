@@ -10,7 +10,6 @@ holds.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,18 +98,6 @@ def digest(tensor: Tensor) -> int:
 def add(*fingerprints: int) -> int:
     """Fingerprint of the whole from those of its shards."""
     return sum(fingerprints) & _MASK
-
-
-def same_or_none(*fingerprints: int) -> int:
-    """Fingerprint of a tensor that is held in several forms; a number that none of them has, where they differ.
-
-    A correct form must not hide a wrong one.
-
-    >>> same_or_none(7, 7), same_or_none(7, 0)
-    (7, 1)
-    """
-    found = set(fingerprints)
-    return found.pop() if len(found) == 1 else next(number for number in count() if number not in found)
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,15 @@
-"""Sampling: the settings by which an engine samples."""
+"""Sampling: the settings by which an engine samples, and the sizes of its batches by requests and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+LARGE_GPU = 70 << 30
+"""Bytes of memory from which on a GPU computes 16,384 tokens in a batch, and not 8,192."""
+MOST_SEQUENCES = 1024
+LEAST_SEQUENCES = 16
+LOGITS_SHARE = 1 / 16
+"""Share of an engine's memory that its logits may take."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +66,31 @@ class Sampling:
         (True, False, False)
         """
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def batch_tokens(memory: float) -> int:
+    """Tokens that vLLM computes at most in one batch, prompts in parts if need be, on a GPU of so many bytes.
+
+    They are vLLM's own numbers for batches without a waiting user; its engines in processes of their own take fewer.
+    """
+    return 16384 if memory >= LARGE_GPU else 8192
+
+
+def logits_bytes(vocab: int) -> int:
+    """Bytes of one response's logits: four fp32 numbers for each word, through temperature, softmax and sampling."""
+    return 4 * 4 * vocab
+
+
+def sequences(responses: int, vocab: int, memory: float | None = None) -> int:
+    """Responses that an engine computes at a time, where it is sent so many.
+
+    The KV cache sets no limit here: vLLM starts as many as have room in it, and goes on with others when some end.
+
+    Args:
+        memory: bytes of the engine's share of its GPU; None on a CPU.
+
+    >>> sequences(96, 50_000), sequences(5_000, 150_000, 40 << 30), sequences(5_000, 150_000, 12 << 30)
+    (96, 1024, 335)
+    """
+    most = MOST_SEQUENCES if memory is None else min(MOST_SEQUENCES, int(LOGITS_SHARE * memory) // logits_bytes(vocab))
+    return max(LEAST_SEQUENCES, min(responses, most))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.evaluation.settings import URL, read_eval, task_settings
-from grpo_rl.policies.model_folder import check_name, local_path
+from grpo_rl.policies.before_loading import check_name, local_path
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_rl.policies.before_loading import local_path
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.model_folder import local_path
 from grpo_rl.run.export import export_checkpoint
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.training.checkpoint import CHECKPOINTS, checkpoints

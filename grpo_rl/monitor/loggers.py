@@ -14,7 +14,7 @@ from grpo_rl.loggers.base import MetricsLogger, logger_class, logger_names
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts
 from grpo_rl.storage.masking import masked, masked_text
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 REMEDY = (
     "end the run and resume it without this logger in logger.backend, or with logger.mode=offline if it takes a mode; "

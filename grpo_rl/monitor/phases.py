@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 
 @contextmanager

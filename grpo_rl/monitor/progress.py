@@ -23,7 +23,7 @@ from rich.text import Text
 from grpo_rl.monitor.metrics import finite_mean, is_reward_statistic
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.storage.masking import printable, shown
-from grpo_rl.waits.registry import Wait, waiting
+from grpo_rl.waits import Wait, waiting
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5

@@ -2,7 +2,7 @@
 
 The trainer's are counted at the moments that can be the highest: the backward pass of the head, of a layer, and, where
 the model is sharded, the reduction of what FSDP2 keeps together with the embedding and the head. Activations are those
-of the layers' eager code, or of the kernels that `grpo_rl.policies.compiled` makes of it.
+of the layers' eager code, or of the kernels that `grpo_rl.policies.attention` makes of it.
 `tests/planner/test_tracker.py` holds all this against PyTorch's own tracker.
 
 Of a mixture all experts are held, and a token's activations are those of the experts that it visits, computed together
@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
+from grpo_rl.engines.sampling import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes, experts_of_a_token
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted

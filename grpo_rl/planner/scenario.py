@@ -23,9 +23,9 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_footprint,
 )
+from grpo_rl.policies.before_loading import local_folder
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
-from grpo_rl.policies.model_folder import local_folder
 from grpo_rl.settings.derived import adapters, dtype, responses_at_once
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.hub import why_no_hub

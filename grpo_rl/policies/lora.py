@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_rl.policies.adapters import ALL_LINEAR, LoRA
+from grpo_rl.policies.before_loading import ALL_LINEAR, LoRA
 
 _ADAPTER = "default"
 """peft's name of the adapter."""

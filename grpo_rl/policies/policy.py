@@ -17,15 +17,12 @@ from typing_extensions import override
 
 from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group, Kept
-from grpo_rl.policies.allocator import keep_freed_memory
-from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import compile_model
-from grpo_rl.policies.embedding import lookups_in
-from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling
-from grpo_rl.policies.loading import Quantization, check_model, load_quantized, load_whole
+from grpo_rl.policies.attention import compile_model, forward_hidden, use_shared_prefix
+from grpo_rl.policies.before_loading import keep_freed_memory
+from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling, lookups_in
+from grpo_rl.policies.loading import Quantization, assign, check_model, load_quantized, load_whole, placed_like
 from grpo_rl.policies.lora import LoRA, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
-from grpo_rl.policies.shards import assign, placed_like
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
 X = TypeVar("X")
@@ -103,7 +100,7 @@ class TrainPolicy:
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
-        On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
+        On CPU the whole process keeps freed memory from then on (`grpo_rl.policies.before_loading.keep_freed_memory`).
 
         Args:
             compile: compile to fused kernels: layers on one GPU; norms and MLPs elsewhere, in hybrids and mixtures of

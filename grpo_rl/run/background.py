@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent import futures
 
-from grpo_rl.waits.registry import waiting
+from grpo_rl.waits import waiting
 
 
 class Background:

@@ -11,11 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.distributed.ranks import Ranks, gathered
 from grpo_rl.distributed.sharded_checkpoint import export_model
-from grpo_rl.policies.generation import generation_config, leave_out_ignored
-from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
-from grpo_rl.policies.loading import load_whole, skeleton
+from grpo_rl.policies.hub import generation_config, leave_out_ignored, load_tokenizer, resolve_model, writing_model
+from grpo_rl.policies.loading import load_whole, model_config, skeleton
 from grpo_rl.policies.lora import has_adapters, saved_buffers
-from grpo_rl.policies.text_part import model_config
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
 from grpo_rl.weights.push import export_merged, merged_weights

@@ -13,7 +13,7 @@ import psutil
 from grpo_rl.run.lock import LOCK, holder_of, json_object
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage.masking import shown
-from grpo_rl.waits.watcher import FILE, STACKS, shown_duration
+from grpo_rl.waits import FILE, STACKS, shown_duration
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 """Files of a run that modules which import torch name, too."""

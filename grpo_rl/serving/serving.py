@@ -8,14 +8,13 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_rl.agents.messages import MakeParser
 from grpo_rl.agents.recorder import Limits, Session
+from grpo_rl.agents.requests import MakeParser
 from grpo_rl.agents.server import ChatServer
-from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.assembly.environment import tool_parser_of
 from grpo_rl.assembly.sync import make_engine
 from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 from typing_extensions import override
 
-from grpo_rl.policies.allocator import give_back
+from grpo_rl.policies.before_loading import give_back
 from grpo_rl.settings import compose
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.help import help_text, topic
@@ -37,7 +37,7 @@ from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.masking import masked, masked_override, replace_unwritable, shown
 from grpo_rl.storage.whole_file import write_whole
-from grpo_rl.waits.watcher import watching
+from grpo_rl.waits import watching
 
 
 def fixed_folder() -> str | None:

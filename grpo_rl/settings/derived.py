@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
 from grpo_rl.losses.factors import AGGREGATE
-from grpo_rl.policies.adapters import LoRA, check_adapters
+from grpo_rl.policies.before_loading import LoRA, check_adapters
 from grpo_rl.settings.sections import Sections
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from grpo_rl.envs.sources import Source, repository_of
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.policies.adapters import need
-from grpo_rl.policies.model_folder import check_name
+from grpo_rl.policies.before_loading import check_name, need
 from grpo_rl.settings.derived import adapters, eval_source, train_source
 from grpo_rl.settings.sections import Sections
 from grpo_rl.storage.cache import cache_folder

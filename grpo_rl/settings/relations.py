@@ -6,7 +6,7 @@ from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.loggers.base import logger_names
 from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, check_advantage, check_loss
-from grpo_rl.policies.adapters import LoRA, check_quantization
+from grpo_rl.policies.before_loading import LoRA, check_quantization
 from grpo_rl.section import plain, select
 from grpo_rl.settings.derived import adapters, kl_in_loss, kl_in_reward
 from grpo_rl.settings.mixture import read_tasks

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from grpo_rl.loggers.base import BUILT_IN
 from grpo_rl.losses.factors import Loss, loss_section
-from grpo_rl.policies.adapters import LoRA, Quantization
+from grpo_rl.policies.before_loading import LoRA, Quantization
 from grpo_rl.section import REQUIRED, Section, declared, setting
 from grpo_rl.settings.tasks import TASKS, Env, task_section
 from grpo_rl.training.schedules import Refresh

@@ -14,8 +14,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_rl.collectors.base import unchanged
-from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.rollouts import play_all, reset_rows
+from grpo_rl.collectors.engine_policy import EnginePolicy, play_all, reset_rows
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampler, Sampling, seeded
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task

@@ -9,10 +9,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played
 from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
+from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward
 from grpo_rl.training.evaluate import Evaluation, Sessions, judged
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_rl.policies.shards import assign, local, placed_like, whole
+from grpo_rl.policies.loading import assign, local, placed_like, whole
 from grpo_rl.training.gradients import GradientQueue, move_grad_to
 
 if TYPE_CHECKING:

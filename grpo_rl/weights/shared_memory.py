@@ -19,8 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from grpo_rl.engines.shared_memory import MEMORY_NAME, handle_of, one_thread_less
+from grpo_rl.weights.push import Held
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
-from grpo_rl.weights.transport import Held
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes: a cache line."""
@@ -108,7 +108,6 @@ class SharedMemoryTransport(RemoteTransport):
         self._drain()
 
     def _grow(self, half: int) -> None:
-        """Takes larger memory, of which a half holds ``half`` bytes."""
         self._drain()
         self._memory.close()
         self._memory = self._new_memory(2 * _aligned(half + ALIGNMENT))

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_rl.agents.recorder import Session
-from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.testing import ScriptedEngine
 
 MAX_MODEL_LEN = 400
 

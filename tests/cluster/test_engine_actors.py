@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError, Samples, Sampling
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.loop_thread import EngineLostError, EngineStartError
 
 ray = pytest.importorskip("ray")
 

@@ -9,7 +9,8 @@ import pytest
 from simulation import virtual_time
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
+from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.loop_thread import EngineLostError, EngineStartError
 
 
 class Engine:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from loop_control import Reads
 
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.cluster.fleet import Fleet, FleetEngine
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync

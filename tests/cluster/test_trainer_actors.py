@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 from grpo_rl.cluster.nodes import places  # noqa: E402
 from grpo_rl.cluster.trainer_actors import run_trainers  # noqa: E402
-from grpo_rl.waits.registry import PROCESS  # noqa: E402
+from grpo_rl.waits import PROCESS  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,6 @@ import torch
 from grpo_rl.agents.client import Client
 from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
-from grpo_rl.agents.stepping import SteppedEngine
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
@@ -31,8 +30,7 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
-from grpo_rl.engines.loop_thread import LoopThread
-from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
@@ -40,6 +38,7 @@ from grpo_rl.envs.search_qa import SearchQA
 from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.settings.sections import Evaluate
+from grpo_rl.testing import ScriptedEngine
 from grpo_rl.training.evaluate import evaluate
 from grpo_rl.training.held_out_sessions import HeldOutSessions
 from tests.collectors import test_asynchronous

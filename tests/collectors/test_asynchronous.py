@@ -11,8 +11,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.cluster.fleet import Fleet, FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.loop_thread import LoopThread

@@ -15,8 +15,8 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import NO_ROUTE
 from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.testing import ScriptedEngine
 from tests.engines.test_contract import engine_of
 
 SAMPLING = Sampling(max_new_tokens=8)

@@ -8,9 +8,8 @@ from itertools import chain
 import pytest
 from simulation import virtual_time
 
-from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.staleness import StalenessManager
-from grpo_rl.engines.base import EngineLostError
+from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler, StalenessManager
+from grpo_rl.engines.loop_thread import EngineLostError
 
 
 def scheduler_of(answer, groups, bound=1, per_step=2):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.collectors.staleness import StalenessManager
+from grpo_rl.collectors.rollout_scheduler import StalenessManager
 
 
 def test_without_staleness_nothing_is_started_while_a_step_is_trained():

@@ -15,9 +15,8 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.testing import random_group
+from grpo_rl.testing import ScriptedEngine, random_group
 
 
 class CountA(Task):

@@ -10,17 +10,16 @@ import torch
 
 pytest.importorskip("vllm")
 
-from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.engine_policy import EnginePolicy, play_all
 from grpo_rl.collectors.groups import Trajectory
-from grpo_rl.collectors.rollouts import play_all
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.vllm.tool_parsers import tool_parser
 from grpo_rl.envs.base import LLMEnv, Reward
 from grpo_rl.envs.chat import templated
 from grpo_rl.envs.tools.functions import FunctionTask, Limits
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_tools_in_text
+from grpo_rl.testing import ScriptedEngine
 from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
 

@@ -18,10 +18,9 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script
+from grpo_rl.testing import ScriptedEngine, run_script
 
 SAMPLING = Sampling(max_new_tokens=8)
 SOTA = Path(__file__).parents[2] / "sota"

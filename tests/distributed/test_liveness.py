@@ -21,9 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_rl.distributed.liveness import LOST_CODE, RankLostError, Stopped, Watch
-from grpo_rl.distributed.meeting import Member, meet
-from grpo_rl.distributed.ranks import Ranks
+from grpo_rl.distributed.liveness import LOST_CODE, Member, RankLostError, Stopped, Watch
+from grpo_rl.distributed.ranks import Ranks, meet
 
 DEADLINE_S, TIMEOUT_S, AT = 2.0, 6.0, 5
 FAULTS = ("killed", "stopped", "stopped zero", "late", "broken", "in order", "killed zero")

@@ -11,9 +11,9 @@ from grpo_rl.collectors.engine_policy import EnginePolicy
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.prompts import Prompt
+from grpo_rl.testing import ScriptedEngine
 
 
 def policy_of(tokenizer, says: Callable[[str, int], str], in_rounds: bool = False) -> EnginePolicy:

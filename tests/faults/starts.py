@@ -209,8 +209,7 @@ def _sample_in_this_process() -> None:
     from transformers import AutoConfig
 
     from grpo_rl.assembly import asynchronous, site
-    from grpo_rl.cluster.fleet import Fleet
-    from grpo_rl.cluster.fleet_engine import FleetEngine
+    from grpo_rl.cluster.fleet import Fleet, FleetEngine
     from grpo_rl.engines.base import Samples
     from grpo_rl.engines.loop_thread import LoopThread
     from grpo_rl.settings.devices import allocate

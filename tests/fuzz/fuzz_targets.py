@@ -439,8 +439,7 @@ def _action(text: str) -> Any:
 
 
 def _agents_request(body: bytes) -> Any:
-    from grpo_rl.agents.messages import digests, for_template
-    from grpo_rl.agents.requests import read_json, read_request
+    from grpo_rl.agents.requests import digests, for_template, read_json, read_request
     from grpo_rl.engines.sampling import Sampling
 
     request = read_request(read_json(body), Sampling(), "policy", is_trained=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from grpo_rl.policies.compiled import compile_layers
+from grpo_rl.policies.attention import compile_layers
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 from tests.helpers import to_fp64

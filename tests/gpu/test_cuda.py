@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from grpo_rl.policies.attention import compile_layers
 from grpo_rl.policies.attention_flex import flex_shared_prefix
-from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model

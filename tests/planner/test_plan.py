@@ -38,8 +38,7 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.planner.plan import best_overlapped, make_plan, plan_layout, remedies, sample_s, with_devices
 from grpo_rl.planner.scenario import Layout, Scenario
-from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import compile_pointwise
+from grpo_rl.policies.attention import compile_pointwise, forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import LoRA

@@ -36,7 +36,7 @@ from transformers import (
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group, Kept
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies import compiled
+from grpo_rl.policies import attention
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
@@ -261,7 +261,7 @@ def traced(monkeypatch):
     # FlexAttention refuses gradients on a CPU, for which it has no kernels; its operators have them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
-    monkeypatch.setattr(compiled, "why_uncompiled", lambda _: None)
+    monkeypatch.setattr(attention, "why_uncompiled", lambda _: None)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(specialize_float=True):
         yield
@@ -279,7 +279,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
         fp64_model.__wrapped__(family),
         groups_of(RAGGED, seed=3) + [replace(g, group_id=g.group_id + len(RAGGED)) for g in forked_groups(VOCAB)],
         checkpointing=checkpointing,
-        prepare=compiled.compile_layers,
+        prepare=attention.compile_layers,
         # In a graph, PyTorch takes FlexAttention's log-sum-exp for fp32, whatever it is.
         gradient_tolerance=1e-5 if "sinks" in family else 1e-9,
     )
@@ -290,7 +290,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
 def test_a_layer_that_is_compiled_too_often_or_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
     policy, groups = TrainPolicy(model), groups_of([(5, [3, 2])])
-    compiled.compile_layers(model)
+    attention.compile_layers(model)
     policy.score(groups)
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():  # without gradients it is another graph
         with pytest.raises(FailOnRecompileLimitHit):

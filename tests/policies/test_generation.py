@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_rl.policies.generation import end_ids, leave_out_ignored
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.hub import end_ids, leave_out_ignored, load_tokenizer
 from grpo_rl.policies.loading import check_written, load_whole
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
 
-from grpo_rl.policies.adapters import LoRA
+from grpo_rl.policies.before_loading import LoRA
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, check_readable, targeted
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy

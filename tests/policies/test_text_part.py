@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.hub import weight_names
-from grpo_rl.policies.loading import check_model, load_whole, skeleton
+from grpo_rl.policies.loading import check_model, load_whole, model_config, skeleton
 from grpo_rl.policies.lora import LoRA, adapted_layers, add_adapters
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.policies.text_part import model_config
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync

@@ -17,7 +17,7 @@ from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import checkpoints, load, save
 from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.waits.registry import PROCESS
+from grpo_rl.waits import PROCESS
 from tests.helpers import of_two_ranks
 
 BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": [], "ranks": 1, "totals": {}, "within_memory": {}}

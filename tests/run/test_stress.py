@@ -20,12 +20,11 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group
+from grpo_rl.testing import ScriptedEngine, random_group
 from grpo_rl.training.micro_batches import WithinMemory, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 

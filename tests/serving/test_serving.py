@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.serving import serving
+from grpo_rl.testing import ScriptedEngine
 
 
 @contextlib.contextmanager

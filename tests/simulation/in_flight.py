@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.asynchronous import AsyncCollector
-from grpo_rl.collectors.staleness import InFlightGroup
+from grpo_rl.collectors.rollout_scheduler import InFlightGroup
 from simulation.engines import SimulatedActor
 from simulation.stand_ins import Environment
 from simulation.stored import metrics_of, sampled_in

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from grpo_rl.cluster import engine_actors
-from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
+from grpo_rl.cluster.fleet import Fleet, FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer

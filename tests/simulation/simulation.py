@@ -21,7 +21,7 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.run import Run, RunOptions
 from grpo_rl.settings.sections import Evaluate, Train
-from grpo_rl.weights.transport import WeightDeliveryError
+from grpo_rl.weights.push import WeightDeliveryError
 from simulation.clock import Killed, Process, lived_by
 from simulation.invariants import Invariants
 from simulation.parts import simulated_parts, simulated_ray

@@ -15,10 +15,10 @@ import pytest
 from grpo_rl.cluster.engine_actors import RayEngine
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.asynchronous import AsyncCollector
-from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
-from grpo_rl.collectors.staleness import StalenessManager
+from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler, StalenessManager
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.engines.base import EngineDeadError, EngineLostError
+from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.loop_thread import EngineLostError
 from grpo_rl.monitor import token_log
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts

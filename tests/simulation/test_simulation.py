@@ -51,7 +51,7 @@ def test_a_seed_replays_event_by_event():
 
 
 def test_the_command_prints_a_failing_seed_with_its_last_events_and_how_to_replay_it(capsys, monkeypatch):
-    monkeypatch.setattr("grpo_rl.collectors.staleness.StalenessManager.check", lambda self: 1 / 0)
+    monkeypatch.setattr("grpo_rl.collectors.rollout_scheduler.StalenessManager.check", lambda self: 1 / 0)
     assert main(["--seeds", "1", "--first", "5"]) == 1
     printed = capsys.readouterr().out
     assert "seed 5: FAILED: ZeroDivisionError" in printed and "the trainer starts" in printed

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_rl.engines.base import Samples, Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
 from grpo_rl.intervals import paired_gain
+from grpo_rl.testing import ScriptedEngine
 from grpo_rl.training.evaluate import evaluate, majority, pass_at_k, row_scores, score_names
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=2)

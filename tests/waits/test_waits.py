@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_rl.waits.registry import Waits, waiting
-from grpo_rl.waits.watcher import Watcher
+from grpo_rl.waits import Waits, Watcher, waiting
 
 
 @pytest.fixture
@@ -76,8 +75,7 @@ def test_each_rank_writes_a_file_of_its_own_and_a_start_removes_that_of_the_star
 BLOCKED = """
 import ctypes, signal, subprocess, sys
 from pathlib import Path
-from grpo_rl.waits.registry import waiting
-from grpo_rl.waits.watcher import watching
+from grpo_rl.waits import waiting, watching
 with watching(0.0, poll_s=0.05) as watcher, watcher.telling(Path(sys.argv[1])), waiting("a frozen thing"):
     ctypes.CDLL(None).fgetc(ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdin"))  # does not return to Python
 signal.raise_signal(signal.SIGUSR1)  # one that comes after the run

@@ -8,9 +8,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.weights.push import WeightDeliveryError, WeightSync
-from grpo_rl.weights.transport import InProcess, NullTransport
+from grpo_rl.testing import ScriptedEngine
+from grpo_rl.weights.push import InProcess, NullTransport, WeightDeliveryError, WeightSync
 
 
 @pytest.fixture

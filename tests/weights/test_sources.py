@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.loading import target_names
 from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export
+from grpo_rl.testing import ScriptedEngine
 from grpo_rl.weights import push
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync, merged_weights
 from tests.engines.test_contract import as_groups, engine_of

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.fingerprint import digest, fingerprint
-from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.weights import remote, transport
+from grpo_rl.testing import ScriptedEngine
+from grpo_rl.weights import push, remote
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
 
@@ -446,14 +446,14 @@ def test_the_bucket_that_failed_is_named_and_not_the_one_behind_it(model, broken
 
 
 def test_engines_that_answer_with_digests_are_compared_by_digests_also_where_fingerprints_come_in_batches(monkeypatch):
-    monkeypatch.setattr(transport, "batch_on", lambda device: SimpleNamespace(add=lambda tensor: 7))
-    tensor, proofs = torch.arange(12.0), transport.PushProofs()
+    monkeypatch.setattr(push, "batch_on", lambda device: SimpleNamespace(add=lambda tensor: 7))
+    tensor, proofs = torch.arange(12.0), push.PushProofs()
     assert proofs.number("weight", tensor, by_bytes=True) == digest(tensor)
     assert proofs.number("weight", tensor, by_bytes=False) == 7
 
 
 def test_a_push_that_fails_leaves_the_engine_new_and_none_of_its_tensors_held():
-    sent = transport.InProcess(ScriptedEngine(lambda prompt, index: []))
+    sent = push.InProcess(ScriptedEngine(lambda prompt, index: []))
     with pytest.raises(RuntimeError), sent.paused():
         during = sent._proofs
         raise RuntimeError

@@ -25,8 +25,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
-from grpo_rl.engines.base import AsyncEngine, EngineDeadError, Samples, Sampling, check_request
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
+from grpo_rl.engines.loop_thread import AsyncEngine
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
 from grpo_rl.engines.vllm.sampling import samples_with_versions, token_counts, version_number, with_routes
@@ -40,7 +41,7 @@ _POLL_S = 0.2
 
 
 class AsyncVLLMEngine(VLLMBase, AsyncEngine):
-    """One vLLM instance, its core in a process of its own; see :class:`grpo_rl.engines.base.AsyncEngine`.
+    """One vLLM instance, its core in a process of its own; see :class:`grpo_rl.engines.loop_thread.AsyncEngine`.
 
     Building one takes until the process is ready, half a minute with a small model; it may be built in another thread
     than the one whose event loop then uses it.
@@ -213,7 +214,6 @@ class AsyncVLLMEngine(VLLMBase, AsyncEngine):
         return self._llm
 
     async def _within(self, what: str, call: Awaitable[T]) -> T:
-        """Waits for the call and returns its result."""
         task = asyncio.ensure_future(call)
         clock = asyncio.get_running_loop().time
         end = clock() + self.deadline_s

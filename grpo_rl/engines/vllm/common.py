@@ -18,14 +18,14 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from grpo_rl.engines.base import Sampling
-from grpo_rl.engines.capacity import batch_tokens, graph_sizes
+from grpo_rl.engines.sampling import batch_tokens
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
-from grpo_rl.policies.generation import end_ids
-from grpo_rl.policies.text_part import model_config
+from grpo_rl.policies.hub import end_ids
+from grpo_rl.policies.loading import model_config
 
 
 class VLLMBase:
@@ -151,3 +151,18 @@ class NamelessExecutor(UniProcExecutor):
             super()._init_executor()
         finally:
             multiprocessing.set_start_method(before, force=True)
+
+
+def graph_sizes(most_sequences: int) -> list[int]:
+    """Numbers of responses for which vLLM captures a CUDA graph of decoding; others are padded to the next one.
+
+    They are vLLM's own up to 512, where it stops, and go on up to the engine's largest number.
+
+    >>> sizes = graph_sizes(1000)
+    >>> len(sizes), sizes[:5], sizes[-3:]
+    (82, [1, 2, 4, 8, 16], [976, 992, 1000])
+    >>> graph_sizes(3)
+    [1, 2, 3]
+    """
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, most_sequences, 16)]
+    return [size for size in steps if size < most_sequences] + [most_sequences]

@@ -1,25 +1,41 @@
-"""vLLM on a CPU: arguments and kernels that it does not choose by itself, and its packed weights. For vLLM 0.32."""
+"""vLLM on a CPU: arguments and kernels that it does not choose by itself, and its packed weights. For vLLM 0.32.
+
+Kept sets, which vLLM's runner for CPUs does not return, and models of text next to models of images, too.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, logging
+from transformers.utils import is_torchvision_available
 from vllm import _custom_ops, ir
 from vllm.kernels import vllm_c
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models import registry
 from vllm.triton_utils import dispatcher
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.sample.logits_processor import MinPLogitsProcessor
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from grpo_rl.engines.fingerprint import digest
 
@@ -240,3 +256,112 @@ def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, d
     Every output of a one-hot input is one weight plus zeros.
     """
     return cast(Any, module).quant_method.apply(module, torch.eye(columns, dtype=dtype), None).T
+
+
+@functools.cache
+def record_kept() -> None:
+    """Has vLLM return the kept sets of this process's samples, in every step in which a request cuts anything off.
+
+    They are read off the log-probabilities that it samples from, behind temperature, min-p, top-k and top-p: what was
+    cut off has -inf. On a GPU vLLM does so by itself (``return_sampling_mask``); here the same fields of its outputs
+    are filled in, so that all behind the runner is vLLM's own.
+    """
+    sampler, runner, scheduler = cast(Any, Sampler), cast(Any, GPUModelRunner), cast(Any, Scheduler)
+    sample, sample_tokens, update = sampler.sample, runner.sample_tokens, scheduler.update_from_output
+
+    def sample_and_record(self: Any, logits: Tensor, sampling_metadata: Any, *more: Any, **settings: Any) -> Any:
+        sampled, log_probs = sample(self, logits, sampling_metadata, *more, **settings)
+        processors = sampling_metadata.logitsprocs.argmax_invariant
+        cuts = sampling_metadata.top_k is not None or sampling_metadata.top_p is not None
+        cuts = cuts or any(isinstance(p, MinPLogitsProcessor) and p.min_p_count for p in processors)
+        self.cut_log_probs = log_probs if cuts else None
+        return sampled, log_probs
+
+    def sample_tokens_and_return(self: Any, *arguments: Any) -> Any:
+        self.sampler.cut_log_probs = None
+        output = sample_tokens(self, *arguments)
+        if self.sampler.cut_log_probs is not None:
+            whole = getattr(output, "_model_runner_output", output)  # of an output that is still on its way
+            whole.sampling_masks = kept_sets(self.sampler.cut_log_probs)
+            self.sampler.cut_log_probs = None
+        return output
+
+    def update_with_kept(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Not by vLLM's own setting, which it refuses for this runner.
+        self.return_sampling_mask = model_runner_output.sampling_masks is not None
+        return update(self, scheduler_output, model_runner_output)
+
+    sampler.sample, runner.sample_tokens = sample_and_record, sample_tokens_and_return
+    scheduler.update_from_output = update_with_kept
+
+
+def kept_sets(log_probs: Float[Tensor, "n V"]) -> SamplingMaskLists:
+    """The ids that are not at -inf, row by row; none in rows where nothing is.
+
+    >>> kept_sets(torch.tensor([[-1.0, -torch.inf, -2.0], [-1.0, -1.0, -1.0]])).slice_request(0, 1).to_nested_list()
+    [[0, 2]]
+    """
+    kept = log_probs > -torch.inf
+    kept &= ~kept.all(-1, keepdim=True)
+    ids = kept.nonzero()[:, 1].to(torch.int32).numpy()
+    return SamplingMaskLists(ids, np.concatenate([[0], kept.sum(-1).numpy()]).cumsum())
+
+
+@functools.cache
+def load_models_without_torchvision() -> None:
+    """Has vLLM load its models' files in this process, and without torchvision if that is not installed.
+
+    Files of text and image models import the image processors of transformers, which import torchvision. With a torch
+    for CPUs the wheels of torchvision can't be imported, and text needs none of it.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    lazy: Any = registry._LazyRegisteredModel
+    load = lazy.load_model_cls
+
+    def load_model_cls(self: Any) -> type:
+        with torchvision_stands_in():
+            return load(self)
+
+    lazy.load_model_cls = load_model_cls
+    # Not in a process of its own, which spares a GPU's memory and here would know nothing of the stand-in.
+    lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+
+@contextmanager
+def torchvision_stands_in() -> Iterator[None]:
+    """A context in which torchvision can be imported, but nothing in it used."""
+    is_torchvision_available()  # transformers keeps the result: it shall stay what it is outside
+    finder, verbosity = _Finder(), logging.get_verbosity()
+    hidden = sys.modules.get("torchvision", finder) is None  # by grpo_rl itself, as it can't be imported
+    if hidden:
+        del sys.modules["torchvision"]
+    sys.meta_path.insert(0, finder)
+    logging.set_verbosity_error()  # transformers would recommend to install it
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[name]
+        if hidden:
+            sys.modules["torchvision"] = None
+
+
+class _StandIn(ModuleType):
+    """A module all of whose names are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Finder:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...

@@ -1,4 +1,4 @@
-"""Proof of delivery inside vLLM: fingerprints of what its layers compute with, by the checkpoint's names.
+"""Weights inside vLLM, by the checkpoint's names: fingerprints of what its layers compute with, and writing over it.
 
 On a CPU vLLM multiplies by packed copies of its weights, which it offers no way to read. There are two proofs: a
 digest, taken of what a weight was packed from when it was packed (`grpo_rl.engines.vllm.cpu.record_packing`); and a
@@ -7,21 +7,27 @@ fingerprint of the weight itself, read exactly by a product with an identity mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any, SupportsInt, cast
 
 import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank as tensor_parallel_rank
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from grpo_rl.engines.fingerprint import digest, fingerprint, same_or_none
+from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.vllm.cpu import packed_from, packed_heads, read_by_product, rows_of
-from grpo_rl.engines.vllm.experts import EXPERT_NAME, expert_place
-from grpo_rl.engines.vllm.hybrids import own_form
 from grpo_rl.engines.vllm.lora import without_adapter
+from grpo_rl.engines.vllm.own_forms import EXPERT_NAME, expert_place, own_form
+
+HELD_BYTES = 1 << 29
+"""Bytes of tensors that are held before they are written: some are temporary."""
+DERIVED = ("MLA", "MoE", "Experts", "LoRA")
+"""Words in the class names of layers that compute with something made from their weights, or hold them elsewhere."""
 
 
 def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
@@ -180,10 +186,69 @@ def _tensor(module: torch.nn.Module, kind: str, name: str) -> Tensor:
 
 
 def _read(module: torch.nn.Module, kind: str, name: str, dtype: torch.dtype) -> Tensor:
-    """The tensor that the module computes with."""
     tensor = _tensor(module, kind, name)
     if tensor.numel() or kind != "weight":
         return tensor.to(dtype)
     # On CPU the weight has gone into a packed form that only a product can read.
     columns = getattr(module, "input_size_per_partition", None) or module.input_size  # a replicated layer has no parts
     return read_by_product(cast(LinearBase, module), cast(int, columns), dtype)
+
+
+def same_or_none(*fingerprints: int) -> int:
+    """Fingerprint of a tensor that is held in several forms; a number that none of them has, where they differ.
+
+    A correct form must not hide a wrong one.
+
+    >>> same_or_none(7, 7), same_or_none(7, 0)
+    (7, 1)
+    """
+    found = set(fingerprints)
+    return found.pop() if len(found) == 1 else next(number for number in count() if number not in found)
+
+
+def is_plain(model: torch.nn.Module) -> bool:
+    """True if every layer, on a GPU and whole, computes with the checkpoint's weights, or rows of them."""
+    if torch.distributed.get_world_size() > 1 or next(model.parameters()).device.type != "cuda":
+        return False
+    for module in model.modules():
+        if isinstance(module, MambaBase) or any(word in type(module).__name__ for word in DERIVED):
+            return False
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, VocabParallelEmbedding):
+            if not isinstance(method, UnquantizedEmbeddingMethod):
+                return False
+        elif isinstance(module, LinearBase) and not isinstance(method, UnquantizedLinearMethod):
+            return False
+    return True
+
+
+def write_in_place(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes the weights where the model's layers hold them.
+
+    Raises:
+        LookupError: there is no place for a name.
+        ValueError: a place has another shape.
+    """
+    places: list[Tensor] = []
+    sources: list[Tensor] = []
+    held = 0
+    for name, tensor in weights:
+        path, _, kind = name.rpartition(".")
+        module, _ = module_of(model, path)
+        place = rows_of(module, getattr(module, kind), parts_in(model, path, module))
+        if place.shape != tensor.shape:
+            raise ValueError(f"{name}: vLLM holds {tuple(place.shape)}, and {tuple(tensor.shape)} came")
+        places.append(place)
+        sources.append(tensor)
+        held += tensor.nbytes
+        del tensor
+        if held > HELD_BYTES:
+            _copy(places, sources)
+            places, sources, held = [], [], 0
+    _copy(places, sources)
+
+
+@torch.inference_mode()  # vLLM's weights may be inference tensors
+def _copy(places: list[Tensor], sources: list[Tensor]) -> None:
+    if places:
+        torch._foreach_copy_(places, sources)

@@ -9,17 +9,16 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 # isort: split
 from grpo_rl.engines.vllm.cpu import (
     attend_without_amx,
+    load_models_without_torchvision,
     offer_norms,
+    record_kept,
     record_packing,
     rotate_heads_in_rows,
     skip_proxies,
 )
-from grpo_rl.engines.vllm.experts import record_expert_packing
-from grpo_rl.engines.vllm.hybrids import record_decays
-from grpo_rl.engines.vllm.kept import record_kept
+from grpo_rl.engines.vllm.own_forms import record_decays, record_expert_packing
 from grpo_rl.engines.vllm.shared_transfer import register
 from grpo_rl.engines.vllm.text_part import TextPartLoader  # noqa: F401, registered with vLLM
-from grpo_rl.engines.vllm.torchvision import load_models_without_torchvision
 
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
 record_packing()

@@ -151,7 +151,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        from grpo_rl.engines.vllm.in_place import write_in_place
+        from grpo_rl.engines.vllm.held import write_in_place
 
         if self._in_place:
             write_in_place(self.model, weights)
@@ -185,7 +185,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         """
         from vllm.model_executor.layers.linear import LinearBase
 
-        from grpo_rl.engines.vllm.in_place import is_plain
+        from grpo_rl.engines.vllm.held import is_plain
 
         if self._names is None:
             self.abandon()
@@ -220,7 +220,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         from grpo_rl.engines.vllm.cpu import refresh_heads
-        from grpo_rl.engines.vllm.hybrids import refresh_convolutions
+        from grpo_rl.engines.vllm.own_forms import refresh_convolutions
 
         if self._is_reloading:
             finalize_layerwise_reload(self.model, self.model_config)

@@ -15,7 +15,7 @@ from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from grpo_rl.policies.text_part import text_name, text_part
+from grpo_rl.policies.loading import text_name, text_part
 
 LOAD_FORMAT = "grpo_rl_text_part"
 """The name under which vLLM finds :class:`TextPartLoader`."""

@@ -65,12 +65,9 @@ class ToolParser:
             return text, []
         if not found.tools_called:
             return text, []
-        return thought + (found.content or ""), [_as_openai(call) for call in found.tool_calls]
-
-
-def _as_openai(call: Any) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        functions = [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
+        calls = zip(found.tool_calls, functions, strict=True)
+        return thought + (found.content or ""), [{"id": c.id, "type": "function", "function": f} for c, f in calls]
 
 
 def tool_parser(

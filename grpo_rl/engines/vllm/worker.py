@@ -17,10 +17,9 @@ import grpo_rl.engines.vllm.registered  # noqa: F401
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import refresh_heads
-from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
-from grpo_rl.engines.vllm.hybrids import refresh_convolutions
-from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
+from grpo_rl.engines.vllm.held import held_digest, is_plain, module_of, shard_fingerprint, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
+from grpo_rl.engines.vllm.own_forms import refresh_convolutions
 from grpo_rl.engines.vllm.routes import RouteRecorder
 
 

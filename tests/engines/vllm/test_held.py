@@ -162,10 +162,10 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
 
 @pytest.mark.nightly
 def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
-    from grpo_rl.engines.vllm import experts
+    from grpo_rl.engines.vllm import own_forms
 
-    reads, unpacked = [], experts.unpacked
-    monkeypatch.setattr(experts, "unpacked", lambda *args: reads.append(args) or unpacked(*args))
+    reads, unpacked = [], own_forms.unpacked
+    monkeypatch.setattr(own_forms, "unpacked", lambda *args: reads.append(args) or unpacked(*args))
     with closing(Here(save("mixture", 0, tmp_path / "model"))) as here:
         model = AutoModelForCausalLM.from_pretrained(save("mixture", 1, tmp_path / "other"), dtype=torch.bfloat16)
         sync = WeightSync(model, here.engine)
@@ -184,7 +184,7 @@ def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
         with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
             sync.verify()
         # What was recorded when it was packed no longer counts: the digest is of what is read back.
-        place = experts.expert_place(here.worker.model_runner.get_model(), name)
+        place = own_forms.expert_place(here.worker.model_runner.get_model(), name)
         assert here.fingerprints({name: [64, 24]}) == {name: digest(place.part_of(place.read()))}
         with monkeypatch.context() as patch:
             patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))

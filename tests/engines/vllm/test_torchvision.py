@@ -12,7 +12,7 @@ import grpo_rl
 
 
 def test_vllms_models_get_the_stand_in_and_not_the_hidden_package(tmp_path, monkeypatch):
-    torchvision = pytest.importorskip("grpo_rl.engines.vllm.torchvision")
+    torchvision = pytest.importorskip("grpo_rl.engines.vllm.cpu")
     for name in [name for name in sys.modules if name.partition(".")[0] in grpo_rl.CUDA_BUILDS]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,7 @@
-"""Proof of delivery for the stacked experts of vLLM's mixtures: what each holds, by the checkpoint's names. For 0.32.
+"""Layers whose weights vLLM holds in forms of its own, for the proof of delivery: experts, and those with a state.
+
+For vLLM 0.32. Next to the checkpoint's tensors, layers that carry a state compute with forms of their own: Mamba with
+the negative exponentials of the logarithms ``A_log``, and convolutions with copies, packed where the CPU can.
 
 On a CPU vLLM packs an expert's weights, as it does a linear layer's (`grpo_rl.engines.vllm.held`), but no product reads
 them back: an expert's output is not linear in them. Packing only moves elements, though, so packing their numbers shows
@@ -9,20 +12,27 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import _custom_ops
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from grpo_rl.engines.fingerprint import digest
 
 EXPERT_NAME = re.compile(r"(?P<path>.+\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.weight")
 """The checkpoint's name of one projection of one expert."""
 GATE, UP, DOWN = range(3)
+DECAY = ("A_log", "A")
+"""The checkpoint's name of Mamba's logarithms, and vLLM's of what it makes of them."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +177,65 @@ def _places(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+@functools.cache
+def record_decays() -> None:
+    """Has each Mamba layer that vLLM builds from now on in this process keep the logarithms that it is given.
+
+    They are also counted once: vLLM 0.32 copies them twice, takes a reloaded layer for complete before its last weight
+    has come, and drops that one.
+    """
+
+    def composed(loader: Callable[..., None], fn: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+        def load_and_keep(param: Tensor, loaded_weight: Tensor) -> None:  # vLLM passes them by name
+            loader(param, fn(loaded_weight))
+            load_and_keep.came = loaded_weight.detach().clone()  # pyrefly: ignore[missing-attribute]
+
+        return load_and_keep
+
+    mamba_mixer2.composed_weight_loader = composed
+
+
+def refresh_convolutions(model: torch.nn.Module) -> None:
+    """Copies the convolutions' new weights to where Mamba computes with them; to be called after weights were reloaded.
+
+    On a CPU that has bfloat16 instructions vLLM packs the weight that it loads, and Mamba goes on with the one that it
+    had at the start.
+    """
+    for mixer in model.modules():
+        if isinstance(mixer, MambaMixer2) and hasattr(mixer.conv1d, "_cpu_unpacked_conv_weight"):
+            mixer.conv_weights.copy_(mixer.conv1d._cpu_unpacked_conv_weight)
+
+
+def own_form(model: torch.nn.Module, path: str, kind: str, dtype: torch.dtype) -> Tensor | None:
+    """The checkpoint's tensor, as the form of it shows that the layer computes with; None where that is the tensor.
+
+    Raises:
+        LookupError: what it was made from was not recorded.
+    """
+    try:
+        module: Any = model.get_submodule(path)
+        parent: Any = model.get_submodule(path.rpartition(".")[0])
+    except AttributeError:  # part of a fused layer, or not there
+        return None
+    if isinstance(module, MambaMixer2) and kind in DECAY:
+        return _decay(module).to(dtype)
+    if kind != "weight":
+        return None
+    if isinstance(parent, MambaMixer2) and module is parent.conv1d:
+        return parent.conv_weights[:, None].to(dtype)
+    unpacked = getattr(module, "_cpu_unpacked_conv_weight", None)
+    if unpacked is None:
+        return None
+    is_packed_from_it = torch.equal(_custom_ops.causal_conv1d_weight_pack(unpacked), module.weight)
+    return (unpacked if is_packed_from_it else module.weight.view(unpacked.shape))[:, None].to(dtype)
+
+
+def _decay(mixer: Any) -> Tensor:
+    """This worker's logarithms: those that came, if they are what the layer's decay rates were made from."""
+    came = getattr(getattr(mixer.A, "weight_loader", None), "came", None)
+    if came is None:
+        raise LookupError(f"{type(mixer).__name__} has kept no {DECAY[0]}: its decay rates can't be traced back")
+    mine = came.to(mixer.A.device).narrow(0, get_tensor_model_parallel_rank() * len(mixer.A), len(mixer.A))
+    return mine if torch.equal(-torch.exp(mine.float()), mixer.A) else torch.log(-mixer.A)
