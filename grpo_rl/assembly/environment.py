@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.by_name import is_name, object_by_name, short_name
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
@@ -58,11 +57,11 @@ def _env_of(settings: Settings, tokenizer: PreTrainedTokenizerBase, **data: Any)
         max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
         seed=settings.train.seed,
         **data,
-        **_own(settings),
+        **task_settings(settings),
     )
 
 
-def _own(settings: Settings) -> dict[str, Any]:
+def task_settings(settings: Settings) -> dict[str, Any]:
     """The settings of the task and of the environment: all but those that say where rows come from."""
     own = {name: settings.env[name] for name in settings.env if name not in ("dataset", *OF_DATA, "transforms")}
     return own | {"tool_parser": tool_parser_of(settings)}
@@ -127,7 +126,7 @@ def make_eval_env(
     """
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
     if tokenizer is None:
-        task = spec.make_task(path, "test", **spec.parted(_own(settings))[0])
+        task = spec.make_task(path, "test", **spec.parted(task_settings(settings))[0])
         if settings.env.mcp:
             raise ValueError("env.mcp gives tools for several turns, which an endpoint is not asked for; give a model")
         if settings.env.rewards:
@@ -180,23 +179,6 @@ def _check_prompts(env: LLMEnv, rows: Sequence[dict], remedy: str) -> None:
             tokens = len(env.encode(row))
             if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
                 raise ValueError(f"a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
-
-
-def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
-    """The rows of ``env.dataset`` with the responses that SFT imitates, checked against the lengths of GRPO."""
-    given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
-    task = spec.make_task(train_source(settings), **spec.parted(_own(settings))[0])
-    if is_name(given.dataset):
-        check_prompts(task, task.rows, given.dataset)
-    return Demonstrations(
-        task,
-        tokenizer,
-        ends,
-        max_prompt_tokens=settings.inference_model.max_model_len - longest,
-        max_response_tokens=longest,
-        long_prompt=given.long_prompt,
-        seed=settings.train.seed,
-    )
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.assembly import devices, training
-from grpo_rl.assembly.environment import held_out_rows, made, make_demonstrations
+from grpo_rl.assembly.environment import held_out_rows, made, task_settings
 from grpo_rl.assembly.run import all_hooks, begin, options
+from grpo_rl.by_name import is_name
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.demonstrations import Demonstrations
+from grpo_rl.envs.own import check_prompts
+from grpo_rl.envs.spec import task_spec
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.monitor.phases import start_phase
@@ -28,7 +32,7 @@ from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.run import Run
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, sft_metrics
-from grpo_rl.settings.derived import dtype
+from grpo_rl.settings.derived import dtype, train_source
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
@@ -89,6 +93,23 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             all_hooks(settings, logs, hooks),
         ) as run:
             yield run
+
+
+def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
+    """The rows of ``env.dataset`` with the responses that SFT imitates, checked against the lengths of GRPO."""
+    given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
+    task = spec.make_task(train_source(settings), **spec.parted(task_settings(settings))[0])
+    if is_name(given.dataset):
+        check_prompts(task, task.rows, given.dataset)
+    return Demonstrations(
+        task,
+        tokenizer,
+        ends,
+        max_prompt_tokens=settings.inference_model.max_model_len - longest,
+        max_response_tokens=longest,
+        long_prompt=given.long_prompt,
+        seed=settings.train.seed,
+    )
 
 
 def steps_of(train: Train, folder: RunFolder) -> int:

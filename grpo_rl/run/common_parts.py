@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.collectors.base import Collector
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training import checkpoint
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import Schedules
 from grpo_rl.weights.push import WeightSync
+
+if TYPE_CHECKING:
+    from grpo_rl.envs.demonstrations import Demonstrations
+    from grpo_rl.losses.sft import SFTLoss
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tensordict import TensorDict
 
@@ -22,9 +22,11 @@ from grpo_rl.run.diagnosis import DIAGNOSED, NAMED_CAUSES, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.sft import AnyHeldOut
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
+
+if TYPE_CHECKING:
+    from grpo_rl.run.sft import AnyHeldOut
 
 P = TypeVar("P", bound=CommonParts)
 
