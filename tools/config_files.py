@@ -32,7 +32,8 @@ def with_comments(text: str, known: Mapping[str, Setting], prefix: str = "") -> 
     Args:
         prefix: of the file's keys in ``known``.
     """
-    column = statistics.mode(line.index(" # ") for line in text.splitlines() if re.match(r" *\w+:.* # ", line)) + 1
+    columns = [line.index(" # ") for line in text.splitlines() if re.match(r" *\w+:.* # ", line)]
+    column = statistics.mode(columns) + 1 if columns else COLUMN
     keys: list[str] = []
 
     def entry(match: re.Match[str]) -> str:

@@ -49,10 +49,8 @@ def logger_names(backend: str | Sequence[str]) -> list[str]:
     Raises:
         ValueError: there is no logger of that name.
 
-    >>> logger_names("tensorbord")
-    Traceback (most recent call last):
-    ...
-    ValueError: logger.backend=tensorbord: choose mlflow, tensorboard, trackio, wandb, package.module:Class, or none
+    >>> logger_names(["tensorboard", "my_module:Log", "none"])
+    ['tensorboard', 'my_module:Log']
     """
     names = dict.fromkeys([backend] if isinstance(backend, str) else backend)
     for name in names:
