@@ -136,4 +136,5 @@ def task_spec(name: str) -> TaskSpec:
             return OwnEnvSpec(own, _no_rows)
         return TaskSpec(partial(make_own_task, own), partial(load_own_rows, own, name), takes_reward=True)
     found = vars(importlib.import_module(f"grpo_rl.envs.{name}")).values()
-    return next(value for value in found if isinstance(value, TaskSpec))
+    (spec,) = (value for value in found if isinstance(value, TaskSpec))
+    return spec

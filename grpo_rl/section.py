@@ -70,7 +70,12 @@ class Section(BaseModel, Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting in a section: limits are of a number, ``mode`` is the only one that reads it."""
+    """The declaration of one setting in a section.
+
+    Args:
+        limits: of a number, by pydantic's names.
+        mode: the only mode that reads the setting; None: both do.
+    """
 
     default: Any
     meaning: str
@@ -202,7 +207,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def read_section(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """A section of settings without others in it, from those that are given, whose place is named, and its defaults.
+    """A section without sections inside it, made of the given values and the defaults of the others.
+
+    Args:
+        where: the place of the values, for messages.
 
     Raises:
         ValueError: an unknown setting, one that is missing, or a wrong value.

@@ -68,6 +68,12 @@ class Noting(Hook):
     def on_groups(self, run, groups):
         seen.append(("groups", len(groups)))
 
+    def on_batch(self, run, groups):
+        seen.append(("batch", all(group.advantages is not None for group in groups)))
+
+    def on_log(self, run, metrics, groups):
+        seen.append(("log", run.step, len(groups), metrics.get("mine/step"), metrics["mine/evaluated"]))
+
     def on_micro_batch(self, run, tokens, losses):
         seen.append(("micro-batch", "loss" in losses.keys() and len(tokens) > 0))
 
@@ -78,8 +84,8 @@ class Noting(Hook):
         metrics["mine/evaluated"] = 1.0
 
     def on_end(self, run, summary):
-        summary["mine"] = "added"
-        seen.append(("end", summary["steps"], (run.folder.path / "model").is_dir()))
+        there = [(run.folder.path / name).exists() for name in ("model", "summary.json", "report.html")]
+        seen.append(("end", summary["steps"], all(there)))
 """
 
 
@@ -91,9 +97,9 @@ def test_each_method_of_a_hook_is_called_and_what_it_adds_is_logged(tiny_run, tm
     words += ["evaluate.rows=2", "evaluate.frequency=1"]
     rows = read_metrics(run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run"))
     seen = sys.modules["noting"].seen
-    assert seen[0] == "start" and seen[-1] == ("end", 1, True) and {("micro-batch", True)} < {*seen}
-    assert sum(each[0] == "groups" for each in seen) == 1
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["mine"] == "added"
+    assert seen[1] == "start" and seen[-1] == ("end", 1, True) and {("micro-batch", True)} < {*seen}
+    assert sum(each[0] == "groups" for each in seen) == 1 and {("batch", True)} < {*seen}
+    assert [each for each in seen if each[0] == "log"] == [("log", 0, 0, None, 1.0), ("log", 1, 4, 1, 1.0)]
     assert rows[0]["mine/evaluated"] == 1.0 and (rows[1]["mine/step"], rows[1]["mine/evaluated"]) == (1, 1.0)
 
 

@@ -36,19 +36,14 @@ def with_comments(text: str, known: Mapping[str, Setting], prefix: str = "") -> 
     column = statistics.mode(columns) + 1 if columns else COLUMN
     keys: list[str] = []
 
-    def entry(match: re.Match[str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
         keys[len(match["indent"]) // 2 :] = [match["key"]]
         setting = known.get(prefix + ".".join(keys))
         if setting is None or re.sub(r"\s*(^|\n| )# ", " ", match["comment"]).strip() == setting.comment:
             return match[0]
-        start, margin = match["start"].ljust(column - 1) + " ", " " * column
-        words = "x" * len(start) + setting.comment
-        first, *rest = textwrap.wrap(
-            words, WIDTH - 2, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False
-        )
-        return "\n".join([f"{start}# {first[len(start) :]}", *(f"{margin}# {line[column:]}" for line in rest)])
+        return "\n".join(entry(match["start"], setting.comment, column))
 
-    return ENTRY.sub(entry, text)
+    return ENTRY.sub(replaced, text)
 
 
 def shared_settings(text: str) -> str:
@@ -85,12 +80,12 @@ def written(default: object) -> str:
     return re.sub(r"e-0(\d)$", r"e-\1", text)
 
 
-def entry(start: str, comment: str) -> list[str]:
+def entry(start: str, comment: str, column: int = COLUMN) -> list[str]:
     """A key and its comment, in as many lines as it takes."""
-    start, margin = start.ljust(COLUMN - 1) + " ", " " * COLUMN
+    start, margin = start.ljust(column - 1) + " ", " " * column
     rest = {"subsequent_indent": margin, "break_on_hyphens": False, "break_long_words": False}
     first, *more = textwrap.wrap("x" * len(start) + " ".join(comment.split()), WIDTH - 2, **rest)
-    return [f"{start}# {first[len(start) :]}", *(f"{margin}# {line[COLUMN:]}" for line in more)]
+    return [f"{start}# {first[len(start) :]}", *(f"{margin}# {line[column:]}" for line in more)]
 
 
 def files() -> dict[Path, str]:

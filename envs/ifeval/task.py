@@ -18,6 +18,7 @@ from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, asking, opening
 
 COLUMNS = {"key": int | str, "prompt": str | list, "instruction_id_list": list, "kwargs": list}
+SPLITS = ("train", "test")
 HUB_NAME = "google/IFEval"
 TEST_SHARE = 0.2
 SPLIT_SEED = 7
@@ -85,6 +86,8 @@ def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Prompts with their instructions, of :func:`grpo_rl.envs.tables.load_rows`; the hub's are parted by
     :func:`split_of`.
     """
+    if split not in SPLITS:
+        raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
     source = Source.of(path)
     # The hub has one split, which is parted here.
     rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)

@@ -50,7 +50,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """Names of environment variables."""
 Count = Annotated[int, Field(ge=1)]
 Price = Annotated[float, Field(ge=0)]
-"""Of a million tokens."""
+"""An amount of money: the price of a million tokens, or the budget of a run."""
 COUNTS = ("calls", "failures", "retries", "prompt_tokens", "completion_tokens", "cost", "unjudged")
 
 
@@ -204,7 +204,8 @@ class Judge:
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{self._url} is no chat endpoint: its response lacks {error}") from None
         if not isinstance(text, str):
-            raise NoVerdict(f"the judge {self._model} replied with no text; a model that reasons needs more max_tokens")
+            why = "replied with no text; a model that reasons needs more max_tokens"
+            raise ValueError(f"the judge {self._model} {why}")
         return (verdict(text, self._low, self._high) - self._low) / (self._high - self._low)
 
     def _connected(self) -> JsonClient:

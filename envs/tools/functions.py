@@ -122,7 +122,8 @@ def run_calls(
     for i, result in finished(begun, allowed_s):
         if isinstance(result, Dropped):
             raise result
-        results[i] = f"Error: no result within {allowed_s[i]:g} s" if isinstance(result, TimeoutError) else result
+        late = f"no result within {allowed_s[i]:g} s" if isinstance(result, TimeoutError) else type(result).__name__
+        results[i] = f"Error: {late}" if isinstance(result, BaseException) else result
     return [
         {
             "role": "tool",

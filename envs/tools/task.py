@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -87,6 +88,10 @@ class ToolTask(Task):
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
         return self.score_dialog(row, [*self.prompt(row), {"role": "assistant", "content": response}])
+
+    @abstractmethod
+    def score_dialog(self, row: dict, messages: Messages) -> Reward:
+        """The reward of a conversation of several turns."""
 
     def _turns(self, messages: Messages) -> tuple[Messages, list[str], str]:
         """The policy's messages, the task's replies, and the policy's final message.

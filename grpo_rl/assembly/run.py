@@ -225,9 +225,9 @@ def begin(
 
 
 def all_hooks(settings: Settings, logs: RunLogs, own: Sequence[Hook]) -> list[Hook]:
-    """The run's hooks: models, those of the user, logs, and result files, which get what the others add."""
+    """The run's hooks: models, logs, result files, and those of the user, who finds all that was written."""
     adapters = settings.train_model.lora.export
-    return [BestModel(adapters), FinalModel(adapters), *own, *logs.hooks, ResultFiles()]
+    return [BestModel(adapters), FinalModel(adapters), *logs.hooks, ResultFiles(), *own]
 
 
 def options(settings: Settings, train: Train, folder: RunFolder, model: Path) -> RunOptions:

@@ -1,4 +1,8 @@
-"""AsyncCollector: samples groups while others are trained on; for the training loop it is like SyncCollector."""
+"""AsyncCollector: samples groups while others are trained on; for the training loop it is like SyncCollector.
+
+`act`, `play` and `gathered` make rollouts with an engine that is awaited, each by itself: a slow tool holds up its own
+conversation alone.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +56,13 @@ Sample = Callable[[Sequence[int], int, Sampling], Awaitable[Samples]]
 class AsyncCollector(Collector):
     """Hands out collections of ``env.num_envs`` groups, and goes on sampling meanwhile, up to the bound on staleness.
 
-    Every group that is started is handed out once, or dropped and counted by its reason.
+    Every group that is started is handed out once, or dropped and counted by its reason. At the end a collection has
+    fewer groups, and then none. :meth:`collect` raises what ended the sampling: too many engines died, or too many
+    scorers failed.
 
     Args:
         env: environment that gives prompts and scores responses.
+        engines: fleet that samples the groups; a group whose engine died is sampled again on another.
         sampling: settings of sampling; if the task replies, they hold for each turn.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         weights: owner of the policy version; a push ends the step and makes room for other groups.
@@ -273,7 +280,7 @@ class AsyncCollector(Collector):
 
 
 async def act(rows: Sequence[Row], sample: Sample, sampling: Sampling, max_model_len: int) -> None:
-    """Writes a response into each row, as :class:`EnginePolicy` does, for an engine that is awaited."""
+    """Writes a response into each row, as `grpo_rl.collectors.engine_policy.EnginePolicy` does, awaiting the engine."""
 
     async def of_prompt(prompt: tuple[int, ...], members: Sequence[Row]) -> None:
         settings = turn_sampling(len(prompt), sampling, max_model_len)

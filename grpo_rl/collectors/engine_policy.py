@@ -1,7 +1,6 @@
 """EnginePolicy: an engine as a TorchRL policy; and rollouts: rows of an environment, each stepped until it is done.
 
 A rollout is the list of a row's steps, each with what the step led to under ``next``, as in TorchRL's ``env.rollout``.
-With an engine that is awaited, each goes on by itself: a slow tool holds up its own conversation alone.
 """
 
 from __future__ import annotations

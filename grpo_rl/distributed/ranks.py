@@ -9,6 +9,9 @@ whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is 
 - ``fsdp``: every rank holds a part of each weight, of its gradient and of its optimizer state (FSDP2). Weights of a
   layer are gathered when it is computed, so ranks have to compute in step: one with nothing left goes on with tokens of
   weight zero.
+
+Before they exchange anything, `meet` gives the ranks of one start a name of their own: torchrun's store still has what
+ranks wrote before they were started again.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from grpo_rl.data.group import Kept
 from grpo_rl.engines.sampling import Sampling
+
+if TYPE_CHECKING:
+    from grpo_rl.data.group import Kept
 
 R = TypeVar("R")
 ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -123,7 +125,11 @@ class Samples:
     @property
     def kept(self) -> Kept | None:
         """The kept sets of the tokens; None where nothing was cut off."""
-        return None if self.kept_ids is None or self.kept_counts is None else Kept(self.kept_ids, self.kept_counts)
+        if self.kept_ids is None or self.kept_counts is None:
+            return None
+        from grpo_rl.data.group import Kept  # here, not above: it imports tensordict
+
+        return Kept(self.kept_ids, self.kept_counts)
 
     @property
     def versions(self) -> Int[Tensor, " R"]:
@@ -154,7 +160,11 @@ class Samples:
         >>> Samples.from_lists([[5], [6, 7]], [[-0.5], [-0.1, -0.2]], [False, True], 3).offsets.tolist()
         [0, 1, 3]
         """
-        sets = None if kept is None else Kept.from_lists([*chain.from_iterable(kept)])
+        sets = None
+        if kept is not None:
+            from grpo_rl.data.group import Kept
+
+            sets = Kept.from_lists([*chain.from_iterable(kept)])
         # Not `torch.tensor`, which takes three times as long to read a list.
         return cls(
             response_ids=torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64)),

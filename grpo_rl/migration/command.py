@@ -1,4 +1,8 @@
-"""``grpo-rl from-trl``: writes the config that trains as a GRPO config of TRL does, and names every difference."""
+"""``grpo-rl from-trl``: reads a GRPO config of TRL, writes one that trains as it does, and names every difference.
+
+TRL's file is YAML, JSON or a Python script. A script is parsed and never run: values that are no literals are named and
+left out.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ reads at least as many. What adapters add to products and reads is left out, bei
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
+The machine's rates are measured once, and remembered in the cache folder.
+
 Letters: N parameters of the trunk, H hidden size, V vocabulary, A query heads times their size; P prompt tokens of a
 group, R its response tokens, of all responses together; K keys that tokens see, summed over tokens and layers.
 """

@@ -60,12 +60,13 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft(cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    from rich.console import Console
-
     from grpo_rl.planner.batches import plan_batches
-    from grpo_rl.planner.drawing import picture
 
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
+    from rich.console import Console
+
+    from grpo_rl.planner.drawing import picture
+
     Console(highlight=False).print(picture(plan, _title("batches", options, overrides)))
     return int(bool(plan.errors))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
@@ -13,8 +14,11 @@ from rich.text import Text
 
 from grpo_rl.planner.batches import BatchPlan
 from grpo_rl.planner.hardware import GIB
-from grpo_rl.planner.plan import USABLE, Plan
 from grpo_rl.settings.derived import Where, needs_old_log_probs
+from grpo_rl.settings.devices import USABLE
+
+if TYPE_CHECKING:
+    from grpo_rl.planner.plan import Plan
 
 COLUMNS = 79
 """Width of the drawing: one less than the narrowest terminal that is still common."""

@@ -3,6 +3,9 @@
 Seconds are those of `grpo_rl.perf.roofline` at the rates that a device reaches. What travels between devices is
 counted in addition: a sharded model's weights and gradients in each micro-batch, and the weights that are pushed. What
 the ranks of one engine exchange is taken to be in the share.
+
+This module also divides the devices among the roles, and finds remedies for what does not fit, each of which was
+planned itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Before a model is loaded: checks of its name, folder and adapters, and the allocator of the CPU's memory.
 
-Neither torch nor transformers nor peft are imported here: settings are checked first.
+Neither torch nor transformers nor peft is imported with this module: settings are checked first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Resolves a model's name to a local folder with weights, config and tokenizer: a path, or a download."""
+"""Resolves a model's name to a local folder with weights, config and tokenizer: a path, or a download.
+
+The model's generation config is read here, too: where a response ends.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,13 @@ def state_of(runs: Sequence[Path]) -> object:
 
 
 class LivePage:
-    """The page of data by section, built anew when the ``state`` of what they are of has changed, for all readers."""
+    """The data of a page, built anew when something has changed, and shared by all readers.
+
+    Args:
+        build: the data of each section as JSON, by id.
+        assemble: the page of such data.
+        state: a value that changes with what the data are built from.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from grpo_rl.report.files import (
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
 from grpo_rl.run.summary import try_write_report, write_overrides
-from grpo_rl.settings.config import RunIsOver
+from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, sync, write_whole
 from grpo_rl.training import checkpoint, logged
@@ -141,12 +141,7 @@ class RunFolder:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         """Closes; a start that was refused takes with it what it has written into the folder of a new run."""
-        if (
-            kind
-            and issubclass(kind, (ValueError, SystemExit, KeyboardInterrupt))
-            and self._is_new
-            and not trained(self.path)
-        ):
+        if kind and issubclass(kind, REFUSED) and self._is_new and not trained(self.path):
             metrics = self.path / METRICS_FILE
             if not (metrics.exists() and metrics.stat().st_size):  # no evaluation either
                 for name in (CONFIG, OVERRIDES, BEGAN_FROM, METRICS_FILE):
@@ -256,7 +251,9 @@ class RunFolder:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
             longer = checkpoint.length_setting({**self.config, "train.steps": self._train.steps})
-            done = self.step if longer == "train.steps" else self.collected
+            done = self.collected
+            if longer == "train.steps":
+                done = -(-done // (self.config["env"]["num_envs"] * self.config["env"]["repeats"]))
             if longer == "train.epochs":
                 done = -(-done * self._train.epochs // self._train.total_dialog_turns)
             remedy = f"raise {longer} above {done} (with optimizer.schedule=constant)"

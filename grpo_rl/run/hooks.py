@@ -13,8 +13,8 @@ from grpo_rl.data.group import Group
 class Hook:
     """Methods that a run (`grpo_rl.run.run.Run`) calls; those that a subclass leaves out do nothing.
 
-    The run's own come before and after those of the user: the model is written before his ``on_end``, numbers and
-    summary are stored after his methods could add to them. With several ranks each rank has hooks of its own.
+    The run's own logs and results are written by hooks that come before the user's. With several ranks each rank has
+    hooks of its own.
     An error in a method ends the run, as one in its own code would.
     """
 
@@ -46,4 +46,4 @@ class Hook:
         """Called where the numbers of the step after ``run.step`` are so wrong that the run ends."""
 
     def on_end(self, run: Any, summary: dict[str, object]) -> None:
-        """Called with the run's summary once its model is written; not where an error ends the run."""
+        """Called with the run's summary once model, summary and report are written; not where an error ends the run."""

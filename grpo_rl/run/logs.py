@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
@@ -60,7 +61,7 @@ class RunLogs:
         advice = Advice(config, self.note, read_metrics(folder) if resumes else ())
         self._loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
         self.hooks: list[Hook] = [metrics, advice, Trackers(self._loggers)]
-        """Those that write the logs, in the order in which they do."""
+        """The hooks that write the logs, in the order in which they do."""
         if tokenizer and rank_zero:
             if logger.completions or self._loggers:
                 self.hooks.append(Responses(CompletionsLog(folder) if logger.completions else None, self._loggers))
@@ -96,6 +97,7 @@ class MetricsFile(Hook):
     def __init__(self, folder: Path) -> None:
         self._log = MetricsLog(folder)
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self._log.log(run.step, {"time": time.time(), **metrics})
 
@@ -112,10 +114,12 @@ class Advice(Hook):
         for row in rows:
             self._new(row)
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         for advisory in self._new({"step": run.step, **metrics}):
             self._say(f"Advisory. {advisory}")
 
+    @override
     def on_end(self, run: Any, summary: dict[str, object]) -> None:
         summary["advisories"] = [asdict(advisory) for advisory in self._advisories.raised.values()]
 
@@ -136,6 +140,7 @@ class Trackers(Hook):
     def __init__(self, loggers: Loggers) -> None:
         self._loggers = loggers
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self._loggers.log(run.step, metrics)
 
@@ -146,6 +151,7 @@ class Responses(Hook):
     def __init__(self, log: CompletionsLog | None, loggers: Loggers) -> None:
         self._log, self._loggers = log, loggers
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
             env = run.parts.env
@@ -161,6 +167,7 @@ class SamplingTimes(Hook):
     def __init__(self, log: SamplingLog) -> None:
         self._log = log
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
             self._log.write(run.step, run.parts.collector.take_sampled(), run.seconds - time.perf_counter())
@@ -172,16 +179,20 @@ class Tokens(Hook):
     def __init__(self, log: TokenLog) -> None:
         self._log = log
 
+    @override
     def on_batch(self, run: Any, groups: Sequence[Group]) -> None:
         self._log.begin(groups)
 
+    @override
     def on_micro_batch(self, run: Any, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         self._log.add(tokens, losses)
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
             self._log.write(run.step, groups, metrics.get("kl/coef", 0.0))
 
+    @override
     def on_error(self, run: Any, error: BaseException) -> None:
         self._log.write(run.step + 1, None, run.parts.schedules.kl_coef)
 
@@ -192,6 +203,7 @@ class Terminal(Hook):
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
+    @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         env = run.parts.env
         sample = f"{env.query(groups[0].row)}\n{env.decode(groups[0].responses[0])}" if groups else ""

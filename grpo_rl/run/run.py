@@ -131,11 +131,14 @@ class Run(Generic[P]):
                 raise SystemExit(f"Stopped before the first step: {error}") from error
             return
         if isinstance(error, DIAGNOSED):
-            try:  # the failed step's lineage is what the user needs most
-                self._call("on_error", error)
-            except OSError as failed:
-                failed.add_note(self.folder.how_to_go_on)
-                raise
+            for hook in self.hooks:
+                try:  # the failed step's lineage is what the user needs most
+                    hook.on_error(self, error)
+                except OSError as failed:
+                    failed.add_note(self.folder.how_to_go_on)
+                    raise
+                except Exception as failed:  # the error that ends the run is the one to see
+                    error.add_note(f"{type(hook).__name__}.on_error failed: {type(failed).__name__}: {failed}")
         if isinstance(error, OSError):
             error.add_note(self.folder.how_to_go_on)
         if isinstance(error, ValueError):
@@ -307,6 +310,7 @@ class Run(Generic[P]):
             self.logs.note(f"Stopped early: {reason}")
         metrics = evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
         self._call("on_evaluate", metrics)
+        metrics["time/evaluate_s"] = time.perf_counter() - start  # a model that is kept included
         return metrics
 
     @property
@@ -346,6 +350,8 @@ class Run(Generic[P]):
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
             if not self.folder.has_logged(self.step, known):
                 self._call("on_log", metrics, ())
+            else:
+                self.logs.progress.update(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
         kept = self.options.train.keep_final_checkpoint
         summary = self._summary(path if kept else None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import duration
@@ -38,6 +39,7 @@ class BestModel(Hook):
     def __init__(self, adapters: str) -> None:
         self._adapters = adapters
 
+    @override
     def on_evaluate(self, run: Any, metrics: dict[str, float]) -> None:
         if run.is_best:
             policy, beside = run.parts.policy, {BEST: json.dumps({"step": run.step}) + "\n"}
@@ -51,6 +53,7 @@ class FinalModel(Hook):
     def __init__(self, adapters: str) -> None:
         self._adapters = adapters
 
+    @override
     def on_end(self, run: Any, summary: dict[str, object]) -> None:
         policy, model = run.parts.policy, run.folder.path / MODEL
         export(policy.model, run.parts.tokenizer, model, self._adapters, policy.peers)
@@ -58,6 +61,7 @@ class FinalModel(Hook):
         if model.is_dir():  # rank zero's
             write_whole(model / CARD, model_card(run.folder.config, summary))
 
+    @override
     def on_stop(self, run: Any, summary: dict[str, object]) -> None:
         summary["versions"] = versions()
         rewards = [row["reward/mean"] for row in read_rows(run.folder.path) if "reward/mean" in row]
@@ -69,9 +73,11 @@ class FinalModel(Hook):
 class ResultFiles(Hook):
     """Writes the summary and the report, and shows where the results of a finished run are."""
 
+    @override
     def on_stop(self, run: Any, summary: dict[str, object]) -> None:
         self._write(run, summary)
 
+    @override
     def on_end(self, run: Any, summary: dict[str, object]) -> None:
         report = self._write(run, summary)
         run.logs.last_words = ["Result:", *(f"  {line}" for line in result_lines(summary))]

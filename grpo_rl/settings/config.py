@@ -109,6 +109,10 @@ def mask_sweep() -> None:
     write_whole(MaskedSweep.file, yaml.safe_dump(masked(values), sort_keys=False, allow_unicode=True))
 
 
+REFUSED = (ValueError, SystemExit, KeyboardInterrupt)
+"""The errors of a start that is refused, or called off."""
+
+
 class RunIsOver(SystemExit):
     """Ends a script without an error: the run to resume has nothing left to do, which was reported."""
 
@@ -136,7 +140,7 @@ def leaving_nothing() -> Iterator[None]:
     """Removes Hydra's log and folder of a start that is refused inside; a folder that the user named stays."""
     try:
         yield
-    except (ValueError, SystemExit, KeyboardInterrupt):
+    except REFUSED:
         folder, log = Path(HydraConfig.get().runtime.output_dir), f"{HydraConfig.get().job.name}.log"
         with suppress(OSError):
             unused = {path.name for path in folder.iterdir()} <= {log, ".lock"}

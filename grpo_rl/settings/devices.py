@@ -134,7 +134,8 @@ def allocate(
 def asked_devices(cfg: Sections, name: str) -> int | None:
     """The number of devices that ``train``, ``ref`` or ``inference`` asks for, by a list or as a number; None: neither.
 
-    A list that names a GPU twice or none, or goes with another number, is a ``ValueError``.
+    Raises:
+        ValueError: the list is empty or names a GPU twice, or the number is not its length.
     """
     section = getattr(cfg, f"{name}_model")
     count, indices = section.num_devices, section.devices

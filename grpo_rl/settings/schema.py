@@ -84,7 +84,7 @@ class Settings(Sections):
         settings = cls.restored(values)
         if settings.train_model.dtype is None:
             settings = settings.with_values({"train_model.dtype": default_dtype(settings.ray.address)})
-        if steps := settings.train.steps:
+        if (steps := settings.train.steps) and settings.mode != "sft":
             responses = steps * settings.env.num_envs * settings.env.repeats
             settings = settings.with_values({"train.total_dialog_turns": responses})
         check_relations(settings)

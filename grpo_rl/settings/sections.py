@@ -147,7 +147,7 @@ class Train(Section):
     total_dialog_turns: int = setting(100_000, "responses sampled in the whole run", ge=1)
     steps: int | None = setting(
         None,
-        "instead of total_dialog_turns: so many steps, each of a collection of env.num_envs x env.repeats responses",
+        "instead of total_dialog_turns: the responses of so many collections of env.num_envs x env.repeats",
         ge=1,
     )
     optim_batch_size: int = setting(

@@ -1,6 +1,7 @@
 """WeightSync: weights from the trainer to the engines, the proof that they arrived, and the policy version.
 
-A :class:`Transport` takes them there: here to an engine in this process, or of a rank without one.
+A :class:`Transport` brings them there. The two in this file are for an engine in this process, and for a rank without
+an engine.
 """
 
 from __future__ import annotations

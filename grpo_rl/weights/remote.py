@@ -1,4 +1,7 @@
-"""RemoteTransport: calls to engines in other processes, all at once, under one deadline; what failed is named."""
+"""RemoteTransport: calls to engines in other processes, all at once, under one deadline; what failed is named.
+
+NativeTransport, one of them, is vLLM's transfer between GPUs by NCCL; it has not been run yet.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import pytest
 
 from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories, History
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.run.logs import Advice
-from grpo_rl.settings.sections import declarations
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.settings.sections import Logger, declarations
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
@@ -220,17 +220,18 @@ def test_the_table_has_causes_first_settings_that_exist_sections_of_the_docs_and
     assert {a.page for a in advisories_of(SICK["cut_off"][0], facts())} == {f"{PAGE}#responses-are-cut-off"}
 
 
-def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch):
+def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise KeyError("entropy")
 
     monkeypatch.setitem(RULES, "unstable", replace(RULES["unstable"], holds=broken))
     MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-    told = []
-    advice = Advice({}, told.append, read_metrics(tmp_path))
-    for step in (2, 3):
-        advice.on_log(SimpleNamespace(step=step), {"reward/mean": 0.5}, ())
-    told = " ".join(told)
+    with RunLogs(tmp_path, Logger(), {}, 9, resumes=True) as logs:
+        for step in (2, 3):
+            for hook in logs.hooks:
+                hook.on_log(SimpleNamespace(step=step, parts=SimpleNamespace(env=None)), {"reward/mean": 0.5}, ())
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    told = " ".join(capsys.readouterr().out.split())
     assert told.count("There are no advisories from step") == 1 and "KeyError: 'entropy'" in told
 
 

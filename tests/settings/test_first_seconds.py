@@ -85,6 +85,7 @@ TABLE = [
 """Wrong input, and what its one line says; torch is imported for none of the first nine."""
 OF_COMMANDS = [
     (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["batches", "--prompt-tokens", "0"], "each needs one token or more"),
     (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it should be a valid number"),  # whatever the mode
     (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
     (["plan", "cluster=8xH10"], "cluster=8xH10: known devices are A100-40GB, "),
@@ -129,7 +130,7 @@ def told(script, lines, folder):
 @pytest.mark.parametrize(
     ("words", "message"), TABLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_wrong_input_is_reported_in_one_line_and_wrong_settings_before_torch_is_imported(results, words, message):
+def test_wrong_input_is_reported_in_one_line_and_wrong_values_before_torch_is_imported(results, words, message):
     result = results[tuple(words)]
     assert isinstance(result["code"], str), result["out"]  # what Python prints to stderr, with exit code 1
     assert result["code"].startswith("error: ") and message in result["code"] and "\n" not in result["code"]

@@ -1,6 +1,7 @@
 """vLLM on a CPU: arguments and kernels that it does not choose by itself, and its packed weights. For vLLM 0.32.
 
-Kept sets, which vLLM's runner for CPUs does not return, and models of text next to models of images, too.
+This module also has vLLM return kept sets, which its runner for CPUs leaves out, and load models without torchvision,
+which the files of text and image models import.
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ class ToolParser:
             return text, []
         if not found.tools_called:
             return text, []
-        functions = [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
-        calls = zip(found.tool_calls, functions, strict=True)
-        return thought + (found.content or ""), [{"id": c.id, "type": "function", "function": f} for c, f in calls]
+        return thought + (found.content or ""), [
+            {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
+            for c in found.tool_calls
+        ]
 
 
 def tool_parser(
