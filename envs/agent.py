@@ -1,7 +1,5 @@
 """Rows for agents: sessions of a program of one's own, scored by another task or by the program itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

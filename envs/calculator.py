@@ -1,7 +1,5 @@
 """Word problems with a calculator: the policy calls it in its text, reads the result, and states the answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Code: tasks to write a program, judged by tests that run in a sandbox, where the program can't reach them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Countdown: a target is to be reached from given numbers with + - * /; generated, endless, and judged exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Curriculum: rows whose pass rate in this run is between bounds are drawn; the others rest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Declarations of a task's settings: what the config says of a parameter, in the ``Annotated`` of its type."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

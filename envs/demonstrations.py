@@ -1,7 +1,5 @@
 """Demonstrations: the rows of a task as prompts with the response that SFT imitates, each a group of one response."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

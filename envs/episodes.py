@@ -1,7 +1,5 @@
 """Episodes: tasks as environments that have ``reset`` and ``step``, in the form of Gym, with texts."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from abc import abstractmethod

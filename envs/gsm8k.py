@@ -1,7 +1,5 @@
 """GSM8K: grade-school mathematics in words, judged on the final number of the response."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """MATH: competition problems, judged on the boxed answer by math-verify, in processes that can be killed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

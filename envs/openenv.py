@@ -1,7 +1,5 @@
 """OpenEnv: environments behind a server with OpenEnv's protocol, each conversation with a session of its own."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ and a group that was in flight when it stopped begins with ``query`` and prompt 
 ``get_extra_state``, as JSON, is in checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

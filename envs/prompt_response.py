@@ -1,7 +1,5 @@
 """Prompts of any data set, judged by reward functions of one's own."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """PromptSource: a task's rows as tokenised prompts, in shuffled epochs, with a position that can be stored."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Iterator, Sequence

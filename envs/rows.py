@@ -4,8 +4,6 @@ Between an `LLMEnv` and an `EnginePolicy` a row is a dict with Python's numbers 
 take longer than the step itself; elsewhere it is a TensorDict. ``row[key]`` reads both, :func:`next_of` their ``next``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Questions with a search tool over a corpus of one's own: several searches, then an answer, judged by EM and F1."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows of any data set, under the names that a task uses: from files, folders or the hub (`grpo_rl.envs.sources`)."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence

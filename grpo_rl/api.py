@@ -1,7 +1,5 @@
 """Training from Python: `grpo_rl.train`, the run of `sota/grpo.py` with a script's or notebook's rows and rewards."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """An object of the user's own code, found by ``package.module:name``: a task, a reward or loss function, a logger."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The command `grpo-rl`: training, and tools around it. A command's code is imported only when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

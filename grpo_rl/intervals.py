@@ -1,7 +1,5 @@
 """95 % intervals of means over rows, and of paired gains: the one source of every interval that the project states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

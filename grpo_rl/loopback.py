@@ -1,7 +1,5 @@
 """Endpoints that serve this machine alone: where they listen, and by which names they may be called."""
 
-from __future__ import annotations
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -1,7 +1,5 @@
 """Small real objects for tests, doctests and users who test their own parts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import runpy

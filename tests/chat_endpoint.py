@@ -1,7 +1,5 @@
 """An OpenAI-compatible endpoint on loopback, whose behaviour a test sets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

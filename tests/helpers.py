@@ -1,7 +1,5 @@
 """Helpers of tests of several folders: forked groups, responses, fp64 models, ranks in threads, what a kill leaves."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Engines of this process, as a trainer calls engines of others: real ones, and one that only loads weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Training from Python: the page's script is the run of sota/grpo.py; hooks are called; wrong input is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

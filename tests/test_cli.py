@@ -1,7 +1,5 @@
 """The command line: exit codes, errors of one line, and what it prints."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The docs: what they print and name is right, their scripts run, and the site is built without a warning."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

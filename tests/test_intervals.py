@@ -1,7 +1,5 @@
 """Intervals: of paired gains and of means over rows. benchmarks/intervals.py measures their coverage."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

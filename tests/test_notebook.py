@@ -1,7 +1,5 @@
 """The notebook of the quickstart: all its cells run, with a tiny model; it is committed without outputs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The installed files: every source and data file once, and a wheel that trains."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """check_task finds what breaks a task's promises, and lets every task of ours pass."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Chains of operations on numbers too large for the head, each with its solution."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

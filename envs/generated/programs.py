@@ -1,7 +1,5 @@
 """Small programming tasks with tests: what a program should print for an input, and a program that prints it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Countdown's puzzles, each with a solution: endless, and held out by their numbers."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from random import Random

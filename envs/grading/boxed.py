@@ -1,7 +1,5 @@
 """Equality of boxed answers, by math-verify. Without torch, as workers load it."""
 
-from __future__ import annotations
-
 import logging
 import re
 from functools import lru_cache

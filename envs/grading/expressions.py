@@ -1,7 +1,5 @@
 """Checks whether an expression of given numbers reaches a target, in exact fractions; it is never run as code."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The number that a response gives as its answer, whatever its format."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence

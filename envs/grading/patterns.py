@@ -3,8 +3,6 @@
 Without torch, as workers load it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

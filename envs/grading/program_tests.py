@@ -1,7 +1,5 @@
 """Tests of programs as published data sets have them, the program in a response, and the comparison of outputs."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -1,7 +1,5 @@
 """The text between the tags of an answer: `<answer>…</answer>`, and LaTeX's boxes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import deque

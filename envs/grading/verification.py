@@ -1,7 +1,5 @@
 """Compares responses with gold answers as mathematics, by math-verify in killable processes. Without torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Agreement of a short answer with the gold answer, word by word, as SQuAD and HotpotQA measure it."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

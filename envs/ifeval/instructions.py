@@ -9,8 +9,6 @@ a check takes time about linear in it: where a hostile response would make them 
 `.*` in one are left out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """IFEval: instructions whose following can be checked, paid by how many of them a response follows."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Judges which of its instructions a response follows, strictly and loosely."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence

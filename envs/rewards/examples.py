@@ -1,7 +1,5 @@
 """Two reward functions of the tutorials, to try ``env.reward=`` with: they need no gold answer and no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 LENGTH = 20

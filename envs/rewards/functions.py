@@ -1,7 +1,5 @@
 """Reward functions of one's own: named ``package.module:function``, called with a batch, sync or async."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

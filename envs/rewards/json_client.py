@@ -1,7 +1,5 @@
 """JsonClient: requests to a JSON HTTP server, repeated where they fail for now."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,7 +1,5 @@
 """Rewards for a response's length, in characters or tokens: what matters is that all lengths have the same unit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated

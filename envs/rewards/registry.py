@@ -1,7 +1,5 @@
 """Rewards by the names of Open-R1, and the reading of ``env.rewards``: which, with what weight and settings."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

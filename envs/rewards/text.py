@@ -4,8 +4,6 @@ They follow Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r
 time linear in the text.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

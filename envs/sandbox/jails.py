@@ -1,7 +1,5 @@
 """Command lines that put a Python interpreter into bubblewrap, with the standard library and nothing else."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,7 +1,5 @@
 """The seccomp filter of a sandbox: system calls that a program which computes has no use for, as BPF."""
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

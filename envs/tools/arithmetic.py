@@ -1,7 +1,5 @@
 """The value of an arithmetic expression that a model wrote: exact, bounded in time and length, never run as code."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -9,8 +9,6 @@ A call can be written in two forms, and both are read whichever the prompt shows
   templates of Qwen and Hermes teach, https://qwen.readthedocs.io/en/latest/framework/function_call.html.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -4,8 +4,6 @@ Arguments come from a model and are never evaluated as code. Whatever a function
 cut to a size, an error, or that there was none in time.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

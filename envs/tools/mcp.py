@@ -4,8 +4,6 @@ A server is a command, which talks over its own stdin and stdout, or a URL of th
 same time, and what it keeps in memory they share.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import copy

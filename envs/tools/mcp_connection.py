@@ -1,7 +1,5 @@
 """Connection: one connection to an MCP server, on an event loop in another thread; with a command, one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A corpus to search in: documents from files or the hub, found by BM25, with the index kept on disk."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

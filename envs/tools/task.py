@@ -1,7 +1,5 @@
 """ToolTask: a task whose policy calls a tool in its text, reads the result, goes on, and states the answer."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

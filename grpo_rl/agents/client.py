@@ -1,7 +1,5 @@
 """The client's settings and the function that an agent's process calls: with few imports, for many processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents as programs and as functions: each plays one session in a process of its own, which may be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

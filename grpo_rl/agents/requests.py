@@ -3,8 +3,6 @@
 Their messages are compared with earlier ones, and rendered for chat templates.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

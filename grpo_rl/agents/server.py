@@ -1,7 +1,5 @@
 """ChatServer: OpenAI's chat endpoint over sessions, on loopback by default."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Agents: the agent of ``env.dataset=agent`` and the parts that play its sessions; only its runs import it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Builds the environment of ``env.dataset``, and reads its held-out rows."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """``grpo-rl send``: the metrics and responses of a run, sent to loggers again."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

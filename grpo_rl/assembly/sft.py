@@ -1,7 +1,5 @@
 """Builds a run of SFT from its settings: that of sota/sft.py, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

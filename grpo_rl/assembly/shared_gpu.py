@@ -1,7 +1,5 @@
 """Divides the memory of a GPU that trains and samples at the same time: the engine's share, and the trainer's limit."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

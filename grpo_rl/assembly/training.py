@@ -1,7 +1,5 @@
 """Builds policy, reference, optimizer, loss, advantages, buffer and schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands `grpo-rl check-model` and `grpo-rl doctor`."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import time

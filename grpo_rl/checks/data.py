@@ -1,7 +1,5 @@
 """Checks of the data and the reward: rows and prompts, and what gold and garbage earn within the scorer's deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Checks of the devices: the plan of who uses which, and whether trainers can sum a tensor."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

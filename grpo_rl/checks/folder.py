@@ -1,7 +1,5 @@
 """The check of the run's folder: whether it can be written and locked, and who still holds it."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of the machine and its accounts: versions of packages, limits of processes, loggers and memory."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

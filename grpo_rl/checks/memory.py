@@ -1,7 +1,5 @@
 """The check of a run's memory, by the planner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

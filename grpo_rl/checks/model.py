@@ -1,7 +1,5 @@
 """Checks of a model without its weights: whether it is scored exactly, tokenizer, chat template, context, disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator

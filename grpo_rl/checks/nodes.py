@@ -1,7 +1,5 @@
 """Checks of a Ray cluster's nodes: of each one's packages, machine and clock, and whether all can sum a tensor."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterator, Sequence

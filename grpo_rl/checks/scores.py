@@ -1,7 +1,5 @@
 """Checks of a model with its weights: sampler against trainer, a gradient, a push of changed weights."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A trial: a model's trainer and engine, as a run would build them, and a few responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ there is no token, one is made for this process and for the cluster that it star
 https://docs.ray.io/en/latest/ray-security/token-auth.html.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """Engines as Ray actors: placed by a placement group, and called like engines of this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

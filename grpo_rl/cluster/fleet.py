@@ -4,8 +4,6 @@ It lives in a thread of its own, on an event loop. :class:`FleetEngine` is the f
 trains: it responds to prompts and takes weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """A Ray cluster to run on: joined or started here, every node checked, places taken for what a device plan asks."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

@@ -1,7 +1,5 @@
 """Trainers as Ray actors: one for each device that trains, each of which runs the whole script."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """AgentSessions: sessions of agents about a row, played side by side and judged."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

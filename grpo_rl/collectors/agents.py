@@ -3,8 +3,6 @@
 For collections in turns the engine is one that the calling thread steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence

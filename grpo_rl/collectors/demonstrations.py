@@ -1,7 +1,5 @@
 """DemonstrationCollector: hands out demonstrations instead of sampled responses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

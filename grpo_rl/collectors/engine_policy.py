@@ -3,8 +3,6 @@
 A rollout is the list of a row's steps, each with what the step led to under ``next``, as in TorchRL's ``env.rollout``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

@@ -15,8 +15,6 @@ for being late:
 So sampling waits only at the bound, and training only for a batch, or for a response that is S steps late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """The step from a collection's groups to their advantages. Letters: G responses of a group, N groups of one size."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """GroupBuffer: a TorchRL replay buffer whose items are complete groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

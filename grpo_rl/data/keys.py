@@ -5,8 +5,6 @@ The names are TorchRL's, so that its own modules accept our TensorDicts. In a ro
 the numbers and flags that ``LLMEnv`` writes are Python's.
 """
 
-from __future__ import annotations
-
 QUERY = "query"
 """str: the dataset row's question, for logs only. Written by ``LLMEnv.reset``."""
 

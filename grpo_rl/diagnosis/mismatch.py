@@ -4,8 +4,6 @@ On fresh weights the two compute the same model, so what differs is rounding, un
 optimizer step the policy has moved, which is staleness. The mean importance ratio sets truncated sampling apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence

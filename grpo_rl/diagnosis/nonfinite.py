@@ -4,8 +4,6 @@ A healthy step pays nothing for it: only after a step whose loss or gradient was
 pass repeated, on the weights of that step, one group at a time and with every module watched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -5,8 +5,6 @@ checkpoint's own file is written when they are safe, and lists them with their d
 tensors are whole, and any other is found out.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Mapping, Sequence

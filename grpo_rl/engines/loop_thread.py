@@ -1,7 +1,5 @@
 """Engines that are called from an event loop: their interface, the thread of it, and an engine that another steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Sampling: the settings by which an engine samples, and the sizes of its batches by requests and memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 LARGE_GPU = 70 << 30

@@ -1,7 +1,5 @@
 """The format of a transfer through shared memory; the trainer's end is `grpo_rl.weights.shared_memory`."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import warnings

@@ -1,7 +1,5 @@
 """The command `grpo-rl eval`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

@@ -1,7 +1,5 @@
 """Evaluations of a model on several tasks, stored task by task, and the comparison of two."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

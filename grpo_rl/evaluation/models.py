@@ -1,7 +1,5 @@
 """The folder of the model that `grpo-rl eval` is given by name."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

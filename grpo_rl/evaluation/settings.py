@@ -1,7 +1,5 @@
 """The settings of `grpo-rl eval`: its own, and those of training that it passes on to each task."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

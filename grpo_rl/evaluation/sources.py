@@ -1,7 +1,5 @@
 """Sources of responses: an engine with a model's folder, or an endpoint."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

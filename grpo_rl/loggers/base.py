@@ -1,7 +1,5 @@
 """MetricsLogger, the protocol of loggers; their names, found without their libraries; and their classes."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence

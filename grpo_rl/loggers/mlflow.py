@@ -1,7 +1,5 @@
 """Metrics and responses in MLflow; mlflow is imported only where it is used."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

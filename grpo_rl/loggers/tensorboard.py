@@ -1,7 +1,5 @@
 """Metrics and responses for TensorBoard, in the run folder; tensorboard is imported only where it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics and responses in trackio's local store; trackio is imported only where it is used."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Mapping, Sequence

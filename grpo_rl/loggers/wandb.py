@@ -1,7 +1,5 @@
 """Metrics and responses in Weights & Biases, online or offline; wandb is imported only where it is used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

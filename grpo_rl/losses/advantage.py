@@ -1,7 +1,5 @@
 """Advantages from tables of rewards. Letters: G responses of a group, N groups of one size."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated

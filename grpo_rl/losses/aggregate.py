@@ -3,8 +3,6 @@
 Letters: N response tokens of a micro-batch, B responses of a micro-batch, P prompts (groups) of a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Importance weights that correct for the mismatch between sampler and trainer. Letter: N tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

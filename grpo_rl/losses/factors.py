@@ -3,8 +3,6 @@
 Nothing here imports torch, so that help does without the seconds that its import takes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

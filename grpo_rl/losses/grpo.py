@@ -3,8 +3,6 @@
 Letters: N response tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimators of the KL divergence from a frozen reference, one value per sampled token. Letter: N tokens."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

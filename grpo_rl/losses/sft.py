@@ -1,7 +1,5 @@
 """The loss of supervised fine-tuning (SFT) as a TorchRL loss module. Letter: N response tokens of a micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

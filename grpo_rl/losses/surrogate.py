@@ -1,7 +1,5 @@
 """Surrogate losses of a token's probability ratio and advantage. Letter: N tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Annotated

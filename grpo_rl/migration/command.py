@@ -4,8 +4,6 @@ TRL's file is YAML, JSON or a Python script. A script is parsed and never run: v
 left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

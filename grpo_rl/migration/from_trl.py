@@ -1,7 +1,5 @@
 """The conversion of a GRPO config of TRL: the config that trains as it does, and every difference by name."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ transformers 5.19. docs/from_trl.md has what becomes of each field. `grpo_rl.set
 value is taken over as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

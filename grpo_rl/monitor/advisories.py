@@ -4,8 +4,6 @@
 `docs/troubleshooting.md`, which has the reasons. A value with a heavy tail is judged by its median, others by the mean.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every response of a run, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

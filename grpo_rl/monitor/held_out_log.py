@@ -1,7 +1,5 @@
 """Held-out responses of each evaluation, step 0: before training; a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

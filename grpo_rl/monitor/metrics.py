@@ -4,8 +4,6 @@ Every mean is over responses or over response tokens that the policy chose, neve
 there is none. Letters: G responses of a group, R response tokens of a group.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Phases of a run's start: what goes on, and the seconds that it took."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

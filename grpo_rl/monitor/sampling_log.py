@@ -1,7 +1,5 @@
 """Times at which engines sampled while the trainer trained, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 complete, so a run that is killed loses at most the step it was in, and resuming deletes whole parts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """StepRecord: what one step adds up, from sampling to the push."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The reader of a lineage, `grpo_rl.monitor.token_log`: groups of a step as they were."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

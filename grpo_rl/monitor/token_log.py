@@ -4,8 +4,6 @@ Of each step there are a few groups, for the report; with ``train.lineage=true``
 for each token and epoch with what the loss made of it, and a step can be read back and replayed.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Nothing is loaded: lengths are assumed, everything else is counted by the functi
 not divide is an `IndivisibleBatchError`, which the checks of a config raise and which `grpo-rl batches` draws.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The commands `grpo-rl batches` and `grpo-rl plan`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ This module also divides the devices among the roles, and finds remedies for wha
 planned itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right

@@ -6,8 +6,6 @@ Letters: T tokens of the micro-batch, M response tokens that differ, H query hea
 queries and keys, E that of values.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, no_type_check
 

@@ -3,8 +3,6 @@
 Neither torch nor transformers nor peft is imported with this module: settings are checked first.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """torch.compile on this machine: whether it works, and where compiled code is kept."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -5,8 +5,6 @@ With a tied head, the embedding's lookups (:class:`Lookups`) share the gradient 
 Letters: N tokens, E hidden size, V vocabulary, K ids of all kept sets; n tokens and v words of a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ tensors if ``TRITON_INTERPRET=1`` is set before Triton is imported.
 Letters: n tokens of the tile, V vocabulary; z the logits that softmax sees.
 """
 
-from __future__ import annotations
-
 from typing import Any, no_type_check
 
 import torch

@@ -3,8 +3,6 @@
 The model's generation config is read here, too: where a response ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ Parameters in memory have other names and forms than in files: transformers stac
 (DTensors, split along their first dimension).
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import tempfile

@@ -3,8 +3,6 @@
 Letters: r rank, E inputs and F outputs of a linear layer.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The policy that learns: a transformers model that scores groups without padding and without [N, V] logits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Demands of a model's layers on attention and state, and its logits, by running a copy without weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager

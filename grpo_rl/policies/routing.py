@@ -9,8 +9,6 @@ In the record every token that is computed counts once, prompts included: what s
 computed once. Letters: T tokens of the micro-batch, L decoder layers, K chosen experts, E experts.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

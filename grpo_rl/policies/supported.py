@@ -1,7 +1,5 @@
 """Refuses models that shared prompts would score incorrectly, before their weights are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

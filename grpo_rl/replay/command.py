@@ -1,7 +1,5 @@
 """The command `grpo-rl replay`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

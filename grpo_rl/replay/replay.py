@@ -5,8 +5,6 @@ of a collection that is what the other loss would have seen; before later ones i
 elsewhere, and what is compared are two losses at the same weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The curves of one or several runs: which metrics are drawn together, and their values in columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``grpo-rl report``: the page of a run written again or live, the comparison of several, and the demo."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

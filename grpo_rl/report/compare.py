@@ -1,7 +1,5 @@
 """The comparison of several runs, or of the runs of a sweep: what differs, what each gained, their curves together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 One that can't be read, or holds something else, is a ``ValueError`` that names it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The head of the page: what the run gained, as one sentence that claims no more than its interval, and its tiles."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

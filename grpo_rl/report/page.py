@@ -5,8 +5,6 @@ content security policy allows the one script and the one style by their hashes,
 through all the same would stay dead.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A file that can't be read is a ``ValueError`` that names it, which leaves the section out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A run's page, served while the run goes on: on loopback, read-only, with what changed since a reader last asked."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Background: one piece of work at a time in a thread of its own, while the run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent import futures
 

@@ -1,7 +1,5 @@
 """Claims a run's folder, locked against other processes, and finds the checkpoint that the run resumes from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """RunDiagnosis: compares sampler and trainer in each step, and diagnoses steps whose numbers are wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

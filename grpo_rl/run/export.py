@@ -1,7 +1,5 @@
 """Exports a run's final model, or a checkpoint's, in the format that ``from_pretrained`` reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

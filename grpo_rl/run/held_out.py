@@ -1,7 +1,5 @@
 """HeldOut: held-out rewards before, during and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Hook: a callback of a run: of the run's own logs and results, and as `hooks=[package.module:Class]` adds it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

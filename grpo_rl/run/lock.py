@@ -4,8 +4,6 @@ The lock is the kernel's, on a file that the writer holds open, so the kernel re
 file's content is for error messages.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

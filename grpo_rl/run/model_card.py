@@ -1,7 +1,5 @@
 """The model card: ``README.md`` of an exported model, with the front matter that the Hugging Face hub reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a finished run's model: what it writes into its folder, and what of that may be uploaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Origin of a run: its command, the version of the code, a hash of its settings, and the hub's commits that it read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Parts: what a run of GRPO trains with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grpo_rl.data.advantages import AdvantageEstimator

@@ -1,7 +1,5 @@
 """Held-out loss, metrics and checks of a run of SFT, in the place of those that need an engine and rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

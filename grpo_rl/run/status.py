@@ -1,7 +1,5 @@
 """``grpo-rl status``: whether a run's process is alive, how far it is, and which waits were late; without torch."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 import time

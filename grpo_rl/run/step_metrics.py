@@ -1,7 +1,5 @@
 """The numbers of a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

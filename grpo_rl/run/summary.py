@@ -1,7 +1,5 @@
 """A run's results: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

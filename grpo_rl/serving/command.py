@@ -1,7 +1,5 @@
 """The command `grpo-rl serve-policy`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

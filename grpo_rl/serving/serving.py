@@ -1,7 +1,5 @@
 """A model's engine and the endpoint over it, until it is interrupted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Composes configs with Hydra: a run's, from the project's files and overrides, and that of one task among several."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -3,8 +3,6 @@
 What takes seconds to import, torch first of all, is imported by the function itself, after the check.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import gc

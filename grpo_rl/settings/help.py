@@ -1,7 +1,5 @@
 """Help: what `--help` prints, from the declarations of settings and the first comment lines of config files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import textwrap

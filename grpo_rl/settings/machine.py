@@ -1,7 +1,5 @@
 """This machine, as far as it is known without importing torch: its hardware, and settings that need what it lacks."""
 
-from __future__ import annotations
-
 import glob
 import importlib.metadata
 import importlib.util

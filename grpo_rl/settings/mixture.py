@@ -1,7 +1,5 @@
 """The tasks of ``env.mixture``, ``evaluate.tasks`` and agents: their entries, and what is wrong with one by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

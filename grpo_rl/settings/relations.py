@@ -1,7 +1,5 @@
 """Constraints between settings; constraints on a single setting are in its declaration."""
 
-from __future__ import annotations
-
 from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.loggers.base import logger_names

@@ -1,7 +1,5 @@
 """Every setting that all tasks share, declared once; its meaning is the comment next to it in ``config/``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The tasks that a config can name, and settings: those of all, and parameters of each one's class and rows' loader."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -1,7 +1,5 @@
 """The folder where converted models and measured rates are kept between runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ They are archives of torch's, which are ZIP files; the digest is the archive's c
 kill leaves it without its digest, and it can be copied anywhere. Anything that reads such archives reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks within seconds that the Hugging Face hub can be reached: its client takes a minute without a network."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

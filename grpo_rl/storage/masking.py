@@ -1,7 +1,5 @@
 """Settings and texts without their secrets, and without what a terminal would obey, for logs, files and terminals."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

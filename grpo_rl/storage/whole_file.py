@@ -1,7 +1,5 @@
 """Files and folders that readers see whole or not at all, and errors of a disk that name the file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """YAML texts, whose errors are of one kind, and values by their dotted names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

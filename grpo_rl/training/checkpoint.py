@@ -1,7 +1,5 @@
 """Checkpoints: written atomically, loaded without running code, continued exactly."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Gradients of bf16 parameters on CUDA, added to their fp32 masters' many at a time: few kernels, same sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

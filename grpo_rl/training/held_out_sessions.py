@@ -1,7 +1,5 @@
 """HeldOutSessions: sessions of an agent about held-out rows, judged."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

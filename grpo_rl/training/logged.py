@@ -4,8 +4,6 @@ A checkpoint lists ``metrics.jsonl`` as far as it goes, and the files of the ste
 files are listed by older checkpoints.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 NativeTransport, one of them, is vLLM's transfer between GPUs by NCCL; it has not been run yet.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import socket

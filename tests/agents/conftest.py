@@ -1,7 +1,5 @@
 """Sessions over an engine that plays given responses."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 

@@ -1,7 +1,5 @@
 """The ids that an agent's calls sampled, those that its next call reads and those that are trained on are the same."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from unittest import mock

@@ -1,7 +1,5 @@
 """Both scripts train an agent that uses OpenAI's own client, two tools and a retry."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

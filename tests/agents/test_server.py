@@ -1,7 +1,5 @@
 """The endpoint, called by the unmodified `openai` client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

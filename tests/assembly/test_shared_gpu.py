@@ -1,7 +1,5 @@
 """One GPU for training and sampling at the same time: what is refused, how weights travel, what each side may hold."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from types import SimpleNamespace

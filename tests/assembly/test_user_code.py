@@ -1,7 +1,5 @@
 """Reward functions and tasks of the user's own are tried before a model is loaded, and what fails is one line."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

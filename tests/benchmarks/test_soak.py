@@ -1,7 +1,5 @@
 """The soak: a planted leak of each kind is found, a steady process is not, and nothing is left unseen."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every script of benchmarks/ runs, with all of its arms, at sizes of seconds; the figures mean nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """`grpo-rl check-model`: each line on tiny models that are in order, and on models with one thing wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

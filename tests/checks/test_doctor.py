@@ -1,7 +1,5 @@
 """`grpo-rl doctor`: a tiny run that is in order has nothing to fix, and each planted defect is told by its own line."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """`grpo-rl doctor` on two nodes of this machine: who is missing, blind or different is named."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Engines in Ray actors answer as in this process, and a death is noticed, named and outlived."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import ipaddress

@@ -1,7 +1,5 @@
 """Several engines as one: routed by load, replaced when they die, and holding the same weights."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

@@ -1,7 +1,5 @@
 """A fleet as one engine: engines die in the middle of a push or of a response, and the thread that trains goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

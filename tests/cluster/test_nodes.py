@@ -1,7 +1,5 @@
 """Two nodes on this machine: a cluster's nodes are counted and asked, and room is taken or refused with numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

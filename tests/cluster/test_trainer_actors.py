@@ -1,7 +1,5 @@
 """Trainers in actors: they meet, what they return and how they end comes back, and a dead one is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Groups of agents' sessions: what the engine sampled is what is trained on; an agent that fails is left out alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The async collector hands out what the sync one would, while it samples on, and counts what it leaves out."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

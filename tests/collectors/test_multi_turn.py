@@ -1,7 +1,5 @@
 """Conversations advance one by one; what was sampled is trained on as it was; a failing one is dropped alone."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

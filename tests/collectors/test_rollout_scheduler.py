@@ -1,7 +1,5 @@
 """Groups in flight: nothing is lost or twice, errors arrive, and the end is clean."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The staleness manager keeps the bound on staleness in whatever order groups end, loses none and can't lock up."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

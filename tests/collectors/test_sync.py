@@ -1,7 +1,5 @@
 """The collector makes complete groups out of prompts, responses and rewards, and loses nothing on the way."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Function calls over four chat templates: the ids that are sampled, shown to the next turn and trained on are one."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

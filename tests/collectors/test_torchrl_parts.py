@@ -1,7 +1,5 @@
 """TorchRL's own parts and ours meet in TensorDicts: transforms, collectors, rollouts and buffers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

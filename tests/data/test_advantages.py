@@ -1,7 +1,5 @@
 """Advantages: tables worked out by hand, and what must hold for every group and every collection."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The buffer hands every group out exactly once an epoch."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups: the way to TorchRL's layout and back, and how they are split into micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

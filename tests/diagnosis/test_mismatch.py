@@ -1,7 +1,5 @@
 """Sampler against trainer, with a real engine on a tiny random model: faults are planted, and have to be named."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NaN and infinity are planted in a tiny model's step, and have to be found: tensor, layer, group and prompt."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

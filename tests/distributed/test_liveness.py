@@ -3,8 +3,6 @@
 `python tests/distributed/test_liveness.py FOLDER` has two ranks, in processes that talk over gloo, for each of these.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

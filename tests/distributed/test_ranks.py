@@ -3,8 +3,6 @@
 `python tests/distributed/test_ranks.py FOLDER 4` is that training by 4 processes that talk over gloo.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """One contract, every engine: the same tests run over vLLM and transformers with a tiny random model."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing, contextmanager
 

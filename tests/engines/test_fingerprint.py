@@ -1,7 +1,5 @@
 """Fingerprints: every single change shows, shards add up, only bits count; Triton's kernel gives the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The sampler's log-probabilities against the trainer's, on the same weights of a real model, and their diagnosis."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple

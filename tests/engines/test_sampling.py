@@ -1,7 +1,5 @@
 """Cuts and ends of sampling, the same in every engine: kept sets, stop strings, end-of-sequence ids."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

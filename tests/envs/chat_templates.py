@@ -4,8 +4,6 @@ Each has its peculiarities: SmolLM2's knows no tools, Qwen3's rewrites thoughts 
 call a message and writes results as JSON, Mistral's asks for ids of 9 characters and refuses roles out of turn.
 """
 
-from __future__ import annotations
-
 import json
 
 from tokenizers import Tokenizer

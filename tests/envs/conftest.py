@@ -1,7 +1,5 @@
 """Fixtures of the tasks' tests: a tokenizer that needs no file, modules and a search index of their own."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Responses of a given policy: collected in groups, or judged as by an environment's step; calls read from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 

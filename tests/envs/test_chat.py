@@ -1,7 +1,5 @@
 """Ids of a reply: nothing sampled is written again, nothing that the template writes is lost."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Code: programs are judged by tests that they can't reach, in the forms that data sets have."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

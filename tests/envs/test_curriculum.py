@@ -1,7 +1,5 @@
 """Rows that this run finds too easy or too hard rest, come back, and never leave a run without prompts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

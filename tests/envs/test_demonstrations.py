@@ -1,7 +1,5 @@
 """Demonstrations: the prompt's ids as GRPO has them, the response's as it would be sampled, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Episodes: environments with reset and step keep what tasks promise, and end once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor

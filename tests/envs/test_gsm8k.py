@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from grpo_rl.envs.base import ScoreGuard, Unjudgeable

@@ -1,7 +1,5 @@
 """Tasks of a mixture are drawn by weight, resume where they were, and are each scored, counted and logged by itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

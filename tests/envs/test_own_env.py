@@ -1,7 +1,5 @@
 """An environment of one's own, which derives from TorchRL's and not from ours, trains in both scripts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

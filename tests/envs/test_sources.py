@@ -1,7 +1,5 @@
 """Data of every form comes out as the same rows, under the task's names; what is wrong is named with its place."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """`grpo-rl eval`: scores of an endpoint and of a model, what is written, how it goes on, and comparisons."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

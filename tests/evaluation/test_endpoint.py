@@ -1,7 +1,5 @@
 """The endpoint against a loopback server: what it sends, what it repeats, what it gives up, and where the key goes."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The scripts of this folder, which is no package: each imports its neighbours by their file names."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

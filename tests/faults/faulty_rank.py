@@ -4,8 +4,6 @@ The fault is JSON in $GRPO_RL_FAULT: the ``rank``, the ``step`` before whose gra
 file ``witness`` that tells who was hit and when, and whether torchrun's own process on that node dies, too (``node``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Kill points: compiles kill_points.c, has a process begin anew with it, and arms a fork of that process."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """The outcome of a run that was killed and went on, beside that of one that no one disturbed."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

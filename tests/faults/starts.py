@@ -4,8 +4,6 @@ A mode is a script with a tiny model, and the number of processes that train. Th
 process, whose responses follow from the prompt alone; all between them and the training loop is as in any run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Runs that are killed and started again by one fixed command: a short form of `make test-faults`, and its parts."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,8 +1,6 @@
 """Runs of four ranks go on by themselves when one is killed or frozen: on four, equal to a run that was resumed by
 hand, and on three, with the same groups and losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

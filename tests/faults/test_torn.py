@@ -1,7 +1,5 @@
 """Damaged files of a run are not taken for good: a short form of `make test-faults`, and tests of its parts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ to go on from the newest checkpoint that is untouched, with all that was logged 
 can't. Some of the damaged runs are also finished, and compared with the one that no one disturbed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

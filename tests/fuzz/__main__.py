@@ -3,8 +3,6 @@
 Each input follows from the seed, the target's name and its number alone, so a failure is seen again by its number.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import itertools

@@ -1,7 +1,5 @@
 """Canaries: what a run of code out of a text would touch, and a hook of the interpreter that names the attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

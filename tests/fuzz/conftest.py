@@ -1,7 +1,5 @@
 """Makes the fuzzer's modules importable, and its canaries known to this process."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs made to break readers of text and files: hostile fragments, and mutations of a corpus from a seed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """The targets: each reader of foreign text or files, the error that it documents, and what holds of its result."""
 
-from __future__ import annotations
-
 import copy
 import dis
 import importlib

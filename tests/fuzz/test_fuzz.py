@@ -1,7 +1,5 @@
 """Every reader of foreign text and files against hostile inputs; `make fuzz` runs the same targets by the million."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from random import Random

@@ -1,7 +1,5 @@
 """Layers compiled as one on a GPU: exact at any length, gradients too, and compiled for all lengths at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

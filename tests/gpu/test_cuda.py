@@ -1,7 +1,5 @@
 """Tests that need a GPU: compiled kernels equal fp64 definitions, in value and gradient, and hold nothing large."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

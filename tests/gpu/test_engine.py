@@ -1,7 +1,5 @@
 """vLLM on a GPU: what is pushed is held bit for bit, also after a sleep, and the proof is the host's."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

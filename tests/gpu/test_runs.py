@@ -1,7 +1,5 @@
 """The scripts with vLLM on a GPU, and a tiny model: adapters, a quantised base, an engine that sleeps, resuming."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Weights of tokens, worked out by hand, and their sum over a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Weights of sampler against trainer: tables worked out by hand, and the edges of floating point."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Distillation: the KL to a teacher on the policy's own tokens is the whole loss."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 

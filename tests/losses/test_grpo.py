@@ -1,7 +1,5 @@
 """GRPOLoss: its factors in every pair of choices, what it must do for any batch, and the edges of floating point."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import get_args

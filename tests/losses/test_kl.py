@@ -1,7 +1,5 @@
 """The estimators against the true divergence, values and gradients, and k3 at the edges of floating point."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

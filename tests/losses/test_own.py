@@ -1,7 +1,5 @@
 """A surrogate or KL estimate of the user's own: it computes what ours would; others are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The losses of config/loss: complete, explained, buildable, and with the classes' own defaults."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

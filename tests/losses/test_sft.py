@@ -1,7 +1,5 @@
 """The loss of SFT against transformers' own on padded sequences, and TorchRL's; and that splits don't change it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

@@ -1,7 +1,5 @@
 """A whole optimizer step: the same gradient however it is split, ordered or shared out; and what masks leave out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Surrogates: tables worked out by hand, and what must hold for every ratio and advantage."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

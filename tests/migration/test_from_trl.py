@@ -1,7 +1,5 @@
 """grpo-rl from-trl: six published configs train the same way here, and each field of TRL has a line."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

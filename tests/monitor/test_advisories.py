@@ -1,7 +1,5 @@
 """Advisories: each planted trouble is told once, with step and setting; healthy runs, real and noisy, hear nothing."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Loggers: the built-in ones, read back from what their libraries wrote, and loggers of one's own."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

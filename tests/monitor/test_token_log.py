@@ -1,7 +1,5 @@
 """The log of tokens: what is written of them, why they have no gradient, and that all of it can be read back."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 

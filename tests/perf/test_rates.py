@@ -1,7 +1,5 @@
 """The machine's rates: measured once, kept, and never in the way of a run."""
 
-from __future__ import annotations
-
 import torch
 
 from grpo_rl.perf import roofline

@@ -1,7 +1,5 @@
 """The floor of a step: counted by hand, and by PyTorch's own counter of operations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of batches against what the parts of a run do with the same config, and where a division breaks."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

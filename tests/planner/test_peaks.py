@@ -1,7 +1,5 @@
 """The plan's training peak against what real steps of a small model take on this machine's CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan: bytes and seconds worked out by hand for a 70B Llama, saved tensors of real models, and what it advises."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -6,8 +6,6 @@ or read lengths that fake tensors don't have, and plain functions for the Triton
 of the same sizes.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Attention on CPU where the exactness tests' short sequences can't show it: long micro-batches, many blocks, bf16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention

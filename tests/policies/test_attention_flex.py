@@ -3,8 +3,6 @@
 Without a GPU: PyTorch's reference implementation forward and backward, and its compiled CPU kernel forward.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

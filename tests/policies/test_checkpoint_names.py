@@ -1,7 +1,5 @@
 """The names and parts under which weights are sent are those of the files that transformers writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled norms and MLPs give what the others give, for every length, and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ hidden_size / num_attention_heads wide, biases, scores far from uniform; once wi
 default, and once with 0.3 for every setting that looks like noise.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections import Counter

@@ -4,8 +4,6 @@ The plain road knows nothing of groups: a right-padded batch, each response behi
 attention with the masks that transformers makes, full logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

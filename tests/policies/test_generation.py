@@ -1,7 +1,5 @@
 """Generation configs that transformers reads and would not write again, as of Llama 2 and Vicuna."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The tiled head equals full logits, in value and gradient, and never holds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

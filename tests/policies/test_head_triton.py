@@ -1,7 +1,5 @@
 """The Triton kernels equal plain PyTorch, in value and gradient: compiled where there is a GPU, else interpreted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

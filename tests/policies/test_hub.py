@@ -1,7 +1,5 @@
 """Finding a model: a folder, the hub, the embedded default with its checksums; damaged files, and writing new ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

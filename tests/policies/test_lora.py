@@ -1,7 +1,5 @@
 """Adapters are scored and trained like peft's own on a padded batch, and their reference is the model without them."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Layers with a state: a response goes on from its prompt's, with its gradient, and sees no other response."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

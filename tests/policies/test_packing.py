@@ -1,7 +1,5 @@
 """Packing of groups, the tokens that each may see, and the models that are refused; values are in test_exactness.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

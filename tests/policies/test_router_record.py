@@ -1,7 +1,5 @@
 """A mixture's router metrics against counts by hand: each token's router scores are set through its embedding."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Mixtures score with the experts that a sampler chose as with those experts forced by hand, gradients too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The text inside a checkpoint of text and vision is trained alone, and scored as the whole model scores text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Replays of real runs: under the run's own loss they are what was trained, and under others what a hand computes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

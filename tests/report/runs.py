@@ -1,7 +1,5 @@
 """Runs for the page's tests: a made one, its live page served, and single responses, tokens and held-out responses."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

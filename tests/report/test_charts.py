@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from grpo_rl.report.charts import MAX_POINTS, columns_of, curves
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from grpo_rl.report import responses
 from tests.report.runs import write_tokens
 

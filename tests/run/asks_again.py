@@ -1,7 +1,5 @@
 """A task of two turns, whatever is said in the first; imported by name in a mixture."""
 
-from __future__ import annotations
-
 from grpo_rl.envs.base import Reward, Task
 
 

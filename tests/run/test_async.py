@@ -1,7 +1,5 @@
 """The async script itself with vLLM in Ray actors: on this machine, and on two nodes of which one dies."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

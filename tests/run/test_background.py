@@ -1,7 +1,5 @@
 """A checkpoint is written while the run goes on: from the weights of its step, whole before anything depends on it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The best evaluation and early stopping, also over a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 

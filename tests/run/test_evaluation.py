@@ -1,7 +1,5 @@
 """Evaluation while a run trains: other tasks, sampled responses, the best model, early stopping, and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The lock of a run's folder: who writes there, who comes second, and what outlives whom."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

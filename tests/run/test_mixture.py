@@ -1,7 +1,5 @@
 """A run of a mixture in the main script: metrics and held-out scores of each task, its report, and its resumption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from string import digits

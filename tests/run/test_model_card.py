@@ -1,7 +1,5 @@
 """The model card, and the command that uploads it with the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

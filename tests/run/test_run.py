@@ -1,7 +1,5 @@
 """The main script itself, on CPU with a tiny model: what it writes, how it resumes, what it refuses."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,7 +1,5 @@
 """Secrets in the environment and in settings: no file of a run's folder, and nothing that it prints, holds one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

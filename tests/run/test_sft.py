@@ -1,7 +1,5 @@
 """sota/sft.py on CPU with a tiny model: what it learns and writes, how it resumes, what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

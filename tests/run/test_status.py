@@ -1,7 +1,5 @@
 """`grpo-rl status` says in a line what a run is, and what was late in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Hostile rewards and odd batches through the real policy, loss and optimizer: all that is written is finite."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

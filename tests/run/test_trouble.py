@@ -1,7 +1,5 @@
 """Runs in trouble: memory that runs out, and an advisory in the terminal, summary.json and the report."""
 
-from __future__ import annotations
-
 import json
 from unittest.mock import MagicMock
 

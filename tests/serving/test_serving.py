@@ -1,7 +1,5 @@
 """A model served to an agent without training."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import io

@@ -1,7 +1,5 @@
 """Config: unknown keys and wrong values are refused before anything starts; config/ says what code reads."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pickle

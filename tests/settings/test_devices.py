@@ -1,7 +1,5 @@
 """The device plan, for machines of 0 to 64 GPUs, none of which has to be there."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

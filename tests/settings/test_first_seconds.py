@@ -1,7 +1,5 @@
 """The first seconds of a run: help and errors in a config come before torch is imported, others before more."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Facts about this machine that need no torch, and the dtype that follows from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

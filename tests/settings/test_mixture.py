@@ -1,7 +1,5 @@
 """The settings of several tasks, in a mixture or held out: their own, those that they share, what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_rl.settings.compose import compose_config, settings_of_eval_tasks, settings_of_mixture

@@ -1,7 +1,5 @@
 """A task of the user's own: its class tells its settings, and what can't be used is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Recipes through the main script: what changes in the course of a run does so, is logged, and survives a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

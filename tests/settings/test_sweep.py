@@ -1,7 +1,5 @@
 """Sweeps by Hydra's Optuna sweeper: what a trial's objective is, and that a failed trial ends no sweep."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """The command ``PYTHONPATH=tests python -m simulation``: seeds that are simulated, and what came of them."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ The thread that trains waits by running the event loop of the engines until what
 deadline. So code that is written for two threads runs in one, and always in the same order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import sys

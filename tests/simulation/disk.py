@@ -5,8 +5,6 @@ A kill leaves files as they are. A power cut keeps only what was synced: of a fi
 perhaps a part of what followed, of a folder the names at its own last one and perhaps later ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

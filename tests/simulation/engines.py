@@ -4,8 +4,6 @@ An actor is a process of its own: its answers take time and may come late, it ma
 or hang. The engine in it samples one token after the other, and says of each what weights it had for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence

@@ -5,8 +5,6 @@ loop: a group that no engine samples may wait for one, or for its rewards, or it
 to it yet. So many counts may be off, and no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping

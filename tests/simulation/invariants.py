@@ -1,7 +1,5 @@
 """Invariants: what has to be true of a run at every moment, whatever has failed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

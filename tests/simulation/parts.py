@@ -1,7 +1,5 @@
 """The parts of a simulated run: collector, weight sync, fleet and buffer are the real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Simulation: one seed's run from its start to its end, through as many lives of the trainer as it takes."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

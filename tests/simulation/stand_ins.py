@@ -2,8 +2,6 @@
 it is given, and logs without a terminal.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import deque

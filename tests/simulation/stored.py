@@ -1,7 +1,5 @@
 """Invariants of what a run stores of its steps: metrics, completions, tokens, and who sampled when."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

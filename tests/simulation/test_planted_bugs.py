@@ -1,7 +1,5 @@
 """Planted bugs: each is found by the simulation within 500 seeds, so the invariants have no hole of its kind."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

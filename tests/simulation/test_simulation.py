@@ -1,7 +1,5 @@
 """The simulation of faults: its seeds replay exactly, and the real code holds all invariants in hundreds of them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

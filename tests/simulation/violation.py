@@ -1,7 +1,5 @@
 """Violation: the error of an invariant that does not hold."""
 
-from __future__ import annotations
-
 
 class Violation(AssertionError):
     """Something is not true that has to be."""

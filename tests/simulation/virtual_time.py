@@ -1,7 +1,5 @@
 """An asyncio event loop whose clock jumps to the next thing that happens: hours of waiting take no time."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Coroutine

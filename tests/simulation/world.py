@@ -1,7 +1,5 @@
 """World: the decisions of a seed, how the run is set up, how long everything takes, what fails where; and the trace."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """The RayJob is well formed, asks for what its pods have, and lets no one in without the token."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """grpo.sbatch runs for real: srun and scontrol are played, on this machine, as two nodes; Ray and torchrun are real."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

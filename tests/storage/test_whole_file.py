@@ -1,7 +1,5 @@
 """Files and folders that readers see whole: what a kill leaves is removed by the next process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints survive a kill, refuse another config, and restore every random number."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Evaluations and their metrics; pass@k against the subsets in exact fractions, and the majority against every draw."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A checkpoint lists the lengths of the logs before it: what of them is cut off or gone is found out."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics

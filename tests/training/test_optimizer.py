@@ -1,7 +1,5 @@
 """The optimizer step against torch's own AdamW in fp32, sums of gradients, and gradients that are not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

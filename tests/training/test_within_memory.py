@@ -1,7 +1,5 @@
 """Memory that runs out, injected into scoring and into the backward pass: the step begins again, with its gradient."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

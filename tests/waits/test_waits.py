@@ -1,7 +1,5 @@
 """A late wait is logged once with its name, with a table of all waits, and SIGUSR1 prints the stacks of all threads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The main script with adapters, on CPU with a tiny model: what it leaves, how it resumes, what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Proof of delivery with engines that fail in the ways that engines fail."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 

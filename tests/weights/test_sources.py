@@ -1,7 +1,5 @@
 """Adapters on their way to an engine and to disk: merged a tensor at a time, or beside their base; always proven."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

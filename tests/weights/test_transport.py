@@ -1,7 +1,5 @@
 """Weights on their way to engines in other processes: whatever goes wrong is found on that push, and named."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

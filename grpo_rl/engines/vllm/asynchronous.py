@@ -5,8 +5,6 @@ response where one version ends and the next begins. A version changes only whil
 step's tokens have left the core, so no token is counted to the wrong side.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence

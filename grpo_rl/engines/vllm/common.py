@@ -1,7 +1,5 @@
 """The base of vLLM's engines: settings, the arguments of vLLM that follow from them, and an executor."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ This module also has vLLM return kept sets, which its runner for CPUs leaves out
 which the files of text and image models import.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

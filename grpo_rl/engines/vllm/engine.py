@@ -1,7 +1,5 @@
 """vLLM as an engine, in the training process: the production engine on GPU and on CPU. For vLLM 0.32."""
 
-from __future__ import annotations
-
 import gc
 import re
 import traceback

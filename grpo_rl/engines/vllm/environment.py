@@ -1,7 +1,5 @@
 """Environment variables that vLLM reads when it is imported; whatever runs an engine imports this module first."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -5,8 +5,6 @@ digest, taken of what a weight was packed from when it was packed (`grpo_rl.engi
 fingerprint of the weight itself, read exactly by a product with an identity matrix, which takes far longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count

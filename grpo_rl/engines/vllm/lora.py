@@ -3,8 +3,6 @@
 vLLM multiplies by an adapter's two factors next to each layer's own weight, on CPU by PyTorch, on GPU by kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """The trainer's end of vLLM's own transfer between GPUs, NCCL. For vLLM 0.32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

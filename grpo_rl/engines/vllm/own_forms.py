@@ -8,8 +8,6 @@ them back: an expert's output is not linear in them. Packing only moves elements
 where each one went; and packing again what was read has to give what is held.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

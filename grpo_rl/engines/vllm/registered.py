@@ -1,7 +1,5 @@
 """Everything of ours that vLLM's processes have to know before a model is built there; importing it registers it."""
 
-from __future__ import annotations
-
 import torch
 
 import grpo_rl.engines.vllm.environment  # noqa: F401

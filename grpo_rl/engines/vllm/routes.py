@@ -4,8 +4,6 @@ vLLM records them itself with its second model runner alone, which a CPU does no
 cache, a row for each of its slots: a prompt that several requests share has its rows once, as its keys and values.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

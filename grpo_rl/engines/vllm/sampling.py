@@ -1,7 +1,5 @@
 """Sampling in vLLM's terms: what a request asks for, and what its output becomes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast

@@ -4,8 +4,6 @@ vLLM has transfers between GPUs and a registry for more. This is one for CPUs, a
 GPU, registered as a plugin: the entry point `vllm.general_plugins` calls :func:`register` in every process of vLLM's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

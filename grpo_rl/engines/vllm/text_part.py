@@ -1,7 +1,5 @@
 """vLLM as the engine of the text part of several models in one: its class, its config, its weights. For vLLM 0.32."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator
 from dataclasses import replace

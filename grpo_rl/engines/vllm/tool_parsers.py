@@ -3,8 +3,6 @@
 No engine is started: the parsers read text, and serve responses of the transformers engine as well.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 vLLM mixes the class into its worker by its name, in each of its processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, SupportsInt
 

@@ -1,7 +1,5 @@
 """vLLM in a process of its own: responses live through updates, tokens know their weights, deaths are named."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The properties that only vLLM can get wrong."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import closing
 from types import SimpleNamespace

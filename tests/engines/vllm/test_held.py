@@ -1,7 +1,5 @@
 """vLLM's layers on a CPU compute with the weights that were sent, whichever way they came; reading back shows them."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM on a CPU samples from hybrids, and from the text inside several models, as they are trained and after a push."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

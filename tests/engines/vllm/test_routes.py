@@ -1,7 +1,5 @@
 """The experts that vLLM chooses are recorded, and replaying them takes away what they add to rounding."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace as Namespace

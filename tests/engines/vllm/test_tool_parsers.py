@@ -1,7 +1,5 @@
 """Calls in responses, by vLLM's parsers: the format of a model's family, several calls, and what is no call."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A torchvision that can't be imported beside torch: hidden from transformers, replaced for vLLM's models."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

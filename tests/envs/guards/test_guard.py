@@ -1,7 +1,5 @@
 """One scorer's accident costs one response, is counted by kind and named, and too many stop the run."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import threading

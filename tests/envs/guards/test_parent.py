@@ -1,7 +1,5 @@
 """A command that runs with a group of its own: at SIGTERM it has a moment to end, and then all of it is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

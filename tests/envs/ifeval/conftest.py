@@ -1,7 +1,5 @@
 """Fixtures that the tests of IFEval share."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

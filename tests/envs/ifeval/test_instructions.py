@@ -1,7 +1,5 @@
 """Responses to each of the 25 instruction types, their verdicts derived by hand from the published definition."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

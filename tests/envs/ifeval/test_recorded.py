@@ -1,7 +1,5 @@
 """2,690 answers of five models, with the verdicts that the reference scorer gave on another machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Modules beside these tests can be imported by them; those that need verifiers are left out where it is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenEnv: a server's episodes, by its protocol."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

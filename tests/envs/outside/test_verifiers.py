@@ -1,7 +1,5 @@
 """Verifiers: its tasksets and environments are played as they are, with the policy as their one agent."""
 
-from __future__ import annotations
-
 import importlib.util
 import pickle
 

@@ -1,7 +1,5 @@
 """The classifier's reward is what the model gives by itself, on the device of the plan."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

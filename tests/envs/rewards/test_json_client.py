@@ -1,7 +1,5 @@
 """Requests against a server on loopback that sends its responses in pieces, too late, cut off, or without an end."""
 
-from __future__ import annotations
-
 import contextlib
 import socketserver
 import threading

@@ -1,7 +1,5 @@
 """The judge: what it is asked, what is taken for a verdict, and that no response moves its score but by its worth."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501  a program stays in its line
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest

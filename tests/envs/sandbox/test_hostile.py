@@ -1,7 +1,5 @@
 """Hostile programs in the sandbox: none gets out, none stays, none passes a test that it does not solve."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The sandbox: programs run under their limits, and nothing starts where they could not be kept in."""
 
-from __future__ import annotations
-
 import platform
 import time
 

@@ -1,7 +1,5 @@
 """A real MCP server over stdio, or over HTTP on loopback where a port is given; its tools misbehave on purpose."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tools of MCP servers: real processes over stdio and HTTP, which hang, die, and return what no model should read."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
