@@ -19,13 +19,13 @@ import harness
 import torch
 
 from grpo_rl.collectors.engine_policy import EnginePolicy, Rollout, play_all, reset_rows
-from grpo_rl.collectors.groups import Trajectory, verdict_of
+from grpo_rl.collectors.groups import trajectory_of, verdict_of
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import Messages, Reward
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 NAME = "dialogs"
 BAR, OTHERS_BAR = 1.2, 1.5
@@ -91,7 +91,7 @@ def check_ids(rollouts: list[Rollout], watched: Watched) -> tuple[int, list[floa
     """
     turns, ended_s = 0, []
     for i, rollout in enumerate(rollouts):
-        whole = torch.cat([rollout[0][keys.TOKENS_PROMPT], *Trajectory.of_rollout(rollout).ids]).tolist()
+        whole = torch.cat([rollout[0][keys.TOKENS_PROMPT], *trajectory_of(rollout).ids]).tolist()
         for turn in rollout:
             prompt = tuple(turn[keys.TOKENS_PROMPT].tolist())
             response, end_s = watched.sampled.get(prompt, ([], 0.0))

@@ -49,7 +49,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.policies.before_loading import give_back
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""

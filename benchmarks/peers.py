@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

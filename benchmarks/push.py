@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from loop_control import served
 
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 NAME = "push"
 PUSH, IN_PROCESS, COPY = "push", "push in one process", "plain copy"

@@ -43,7 +43,7 @@ import harness
 import torch
 
 from grpo_rl.policies.before_loading import keep_freed_memory
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"

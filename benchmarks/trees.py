@@ -32,7 +32,7 @@ from grpo_rl.envs.search_qa import SearchQAEnv
 from grpo_rl.policies import packing
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 
 NAME = "trees"
 BAR = 0.8

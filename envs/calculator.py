@@ -8,11 +8,10 @@ from typing_extensions import override
 
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.declared import means, weight
-from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
-from grpo_rl.envs.tools.arithmetic import calculate, has_operation
+from grpo_rl.envs.tools.arithmetic import calculate, has_operation, problems
 from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.task import Form, ToolRole, ToolTask, form_of
 
@@ -135,7 +134,7 @@ def _numbers(text: str) -> set[str]:
 
 def load_rows(path: AnySource = None, split: str = "train") -> Sequence[dict]:
     """Problems of :func:`grpo_rl.envs.gsm8k.load_rows`, or by the path ``arithmetic`` of
-    :func:`~grpo_rl.envs.generated.chains.problems`, 2,000 to train and 200 held out.
+    :func:`~grpo_rl.envs.tools.arithmetic.problems`, 2,000 to train and 200 held out.
 
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs.tables import EXTRA_FIELDS, is_message
+from grpo_rl.envs.tables import is_message
 from grpo_rl.envs.task import Messages, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
@@ -146,7 +146,7 @@ def encode_prompts(
     Raises:
         ValueError: the chat template refuses the messages, or a function's types or docstring make no schema.
     """
-    conversations, given = _shown(tokenizer, conversations, tools)
+    conversations, given = shown_messages(tokenizer, conversations, tools)
     if not tokenizer.chat_template:
         texts = ["".join(f"{message['content']}\n\n" for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
@@ -184,36 +184,7 @@ def encode_rows(
     return ids
 
 
-def written_turn(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, message: Mapping[str, Any], tools: Sequence[Any], thought: str
-) -> str:
-    """The text that the chat template writes for a message of the policy's behind a prompt, without the turn's end.
-
-    Args:
-        thought: the beginning of one that the generation prompt ends with, which the message's own may replace.
-
-    Raises:
-        ValueError: the template refuses the messages, writes the prompt otherwise before the message, or leaves out its
-            calls or reasoning.
-    """
-    (before, whole), given = _shown(tokenizer, [prompt, [*prompt, dict(message)]], tools)
-    if not tokenizer.chat_template:
-        return whole[-1]["content"]
-    opened = templated(tokenizer, before, add_generation_prompt=True, tokenize=False, **given)
-    text = templated(tokenizer, whole, add_generation_prompt=False, tokenize=False, **given)
-    opened = opened if text.startswith(opened) else opened.removesuffix(thought)
-    if not text.startswith(opened):
-        raise ValueError("the tokenizer's chat template writes the prompt otherwise before a message with calls")
-    said = text[len(opened) :].removesuffix(turn_end(tokenizer))
-    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    thoughts = [message[name].strip() for name in EXTRA_FIELDS[1:] if isinstance(message.get(name), str)]
-    if missing := [part for part in [*names, *thoughts, message["content"].strip()] if part not in said]:
-        raise ValueError(f"the tokenizer's chat template leaves out {missing[0]!r:.80} of the message to imitate")
-    # Qwen3's template writes an empty thought where there is none, which no text of the data has.
-    return said if thoughts else re.sub(r"^<think>\s*</think>\s*", "", said)
-
-
-def _shown(
+def shown_messages(
     tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], tools: Sequence[Any]
 ) -> tuple[list[Messages], dict[str, Any]]:
     """The conversations as the chat template can show them, and what it is given beside them."""

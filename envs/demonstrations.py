@@ -1,5 +1,6 @@
 """Demonstrations: the rows of a task as prompts with the response that SFT imitates, each a group of one response."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
-from grpo_rl.envs.chat import decode_responses, encode_rows, templated, turn_end, written_turn
+from grpo_rl.envs.chat import decode_responses, encode_rows, shown_messages, templated, turn_end
 from grpo_rl.envs.prompts import Prompt, PromptSource
-from grpo_rl.envs.tables import place_of
-from grpo_rl.envs.task import Task
+from grpo_rl.envs.tables import EXTRA_FIELDS, place_of
+from grpo_rl.envs.task import Messages, Task
 
 _THOUGHT = "<think>"
 """The beginning of a thought, which some templates write for the policy."""
@@ -135,7 +136,9 @@ class Demonstrations:
         demonstration = self.task.demonstration(row)
         if not isinstance(demonstration, Mapping):
             return demonstration
-        return written_turn(self.tokenizer, self.task.prompt(row), demonstration, self.task.tools_of(row), self._opened)
+        return _written_turn(
+            self.tokenizer, self.task.prompt(row), demonstration, self.task.tools_of(row), self._opened
+        )
 
     def _check(self) -> None:
         """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
@@ -209,3 +212,27 @@ def _group(prompt: Prompt, response: Sequence[int]) -> Group:
         rewards=torch.zeros(1),
         advantages=torch.ones(1),
     )
+
+
+def _written_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, message: Mapping[str, Any], tools: Sequence[Any], thought: str
+) -> str:
+    """The text that the chat template writes for a message of the policy's behind a prompt, without the turn's end.
+
+    ``thought`` is the beginning of one that the generation prompt ends with, which the message's own may replace.
+    """
+    (before, whole), given = shown_messages(tokenizer, [prompt, [*prompt, dict(message)]], tools)
+    if not tokenizer.chat_template:
+        return whole[-1]["content"]
+    opened = templated(tokenizer, before, add_generation_prompt=True, tokenize=False, **given)
+    text = templated(tokenizer, whole, add_generation_prompt=False, tokenize=False, **given)
+    opened = opened if text.startswith(opened) else opened.removesuffix(thought)
+    if not text.startswith(opened):
+        raise ValueError("the tokenizer's chat template writes the prompt otherwise before a message with calls")
+    said = text[len(opened) :].removesuffix(turn_end(tokenizer))
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    thoughts = [message[name].strip() for name in EXTRA_FIELDS[1:] if isinstance(message.get(name), str)]
+    if missing := [part for part in [*names, *thoughts, message["content"].strip()] if part not in said]:
+        raise ValueError(f"the tokenizer's chat template leaves out {missing[0]!r:.80} of the message to imitate")
+    # Qwen3's template writes an empty thought where there is none, which no text of the data has.
+    return said if thoughts else re.sub(r"^<think>\s*</think>\s*", "", said)

@@ -13,6 +13,7 @@ from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, asking, check_weights, opening, raised
+from grpo_rl.envs.tools.schemas import tool_schemas
 
 RewardName = str | Callable[..., Any]
 _LAST_MESSAGE = "the assistant's last message"
@@ -103,7 +104,7 @@ class PromptResponse(GroupTask):
 
     def tools_of(self, row: dict) -> Sequence[Any]:
         """The task's tools, and those in the row's column ``tools``; calls of these are not run."""
-        return [*self.tools, *tables.read_tools(row.get(tables.TOOLS))]
+        return [*self.tools, *_read_tools(row.get(tables.TOOLS))]
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The rewards of a batch: each function is called once.
@@ -270,3 +271,23 @@ def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
 
 PromptResponseEnv = TaskSpec(PromptResponse, load_rows, takes_reward=True)
 """A data set of prompts as a TorchRL environment."""
+
+
+def _read_tools(value: Any) -> list[dict]:
+    """The JSON schemas of a row's tools, which stand in the column as such or as JSON text; nulls are left out.
+
+    >>> _read_tools('[{"name": "add", "parameters": {"x": null}}]'), _read_tools(None)
+    ([{'name': 'add', 'parameters': {}}], [])
+    """
+    if not value:
+        return []
+    try:
+        tools = tables.without_nulls(json.loads(value) if isinstance(value, str) else value)
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise ValueError("it must be a list of JSON schemas of functions")
+        tool_schemas(tools)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{tables.TOOLS} is {value!r:.80}: {error}; env.columns={{other: {tables.TOOLS}}} renames it"
+        ) from error
+    return tools

@@ -2,6 +2,8 @@
 
 import random
 import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +12,6 @@ from typing_extensions import override
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.declared import means, weight
-from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.sources import AnySource, Source
 from grpo_rl.envs.spec import TaskSpec
@@ -18,6 +19,9 @@ from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.search_index import HUB_NAME, HUB_SPLITS, SearchIndex, load_corpus
 from grpo_rl.envs.tools.task import Form, ToolRole, ToolTask, form_of
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 SYSTEM_PROMPT = (
     "Answer the question from documents. Write only {call} with your own words, and wait for the documents; do so "
@@ -116,12 +120,12 @@ class SearchQA(ToolTask):
     @override
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         gold = row["answer"]
-        if not words.normalize_answer(gold):
+        if not normalize_answer(gold):
             raise Unjudgeable(f"the gold answer {gold!r} has no word but articles; give another, or leave the row out")
         _, replies, final = self._turns(messages)
         inside = last_answer(final)
         answer = final if inside is None else inside
-        earned = {"exact_match": float(words.exact_match(answer, gold)), "f1": words.f1(answer, gold)}
+        earned = {"exact_match": float(exact_match(answer, gold)), "f1": f1(answer, gold)}
         recall = _supporting_recall(row, replies)
         return Reward({name: weight * (earned | recall)[name] for name, weight in self._weights.items()}, recall)
 
@@ -130,7 +134,7 @@ class SearchQA(ToolTask):
         finals = [self._final(response) for response in responses]
         inside = [last_answer(final) for final in finals]
         found = [final if answer is None else answer for final, answer in zip(finals, inside, strict=True)]
-        return [words.normalize_answer(answer) or None for answer in found]
+        return [normalize_answer(answer) or None for answer in found]
 
     def gold(self, row: dict) -> str | None:
         """The gold answer."""
@@ -200,3 +204,37 @@ def _question(row: dict, where: str) -> dict:
 
 SearchQAEnv = TaskSpec(SearchQA, load_rows, row_settings=("held_out",), beside="corpus", hub=HUB_NAME.partition(":")[0])
 """Questions with a search tool as a TorchRL environment, of several turns."""
+
+
+def normalize_answer(text: str) -> str:
+    """The text in lower case, without ASCII punctuation, articles and spare spaces, as SQuAD and HotpotQA compare.
+
+    Source: https://github.com/hotpotqa/hotpot/blob/master/hotpot_evaluate_v1.py
+
+    >>> normalize_answer("The  U.S. Army, an army")
+    'us army army'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, gold: str) -> bool:
+    """True if both are the same once normalised."""
+    return normalize_answer(prediction) == normalize_answer(gold)
+
+
+def f1(prediction: str, gold: str) -> float:
+    """Harmonic mean of precision and recall over normalised words; ``yes`` and ``no`` are right or wrong as a whole.
+
+    Source: as :func:`normalize_answer`.
+
+    One word of two is right, and the gold answer's only one is found: precision 1/2, recall 1.
+
+    >>> round(f1("Barack Obama", "Obama"), 3), f1("yes, it is", "yes")
+    (0.667, 0.0)
+    """
+    predicted, wanted = normalize_answer(prediction), normalize_answer(gold)
+    if predicted != wanted and {predicted, wanted} & {"yes", "no", "noanswer"}:
+        return 0.0
+    predicted_words, wanted_words = predicted.split(), wanted.split()
+    same = (Counter(predicted_words) & Counter(wanted_words)).total()
+    return 2 * same / (len(predicted_words) + len(wanted_words)) if same else 0.0

@@ -1,7 +1,6 @@
 """Rows of any data set, under the names that a task uses: from files, folders or the hub (`grpo_rl.envs.sources`)."""
 
 import difflib
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import UnionType
@@ -9,7 +8,7 @@ from typing import Any
 
 from grpo_rl.envs.sources import AnySource, Row, Source, read
 from grpo_rl.envs.task import Messages
-from grpo_rl.envs.tools.schemas import checked_calls, read_arguments, tool_schemas
+from grpo_rl.envs.tools.schemas import checked_calls, read_arguments
 
 Kind = type | UnionType
 CHAT = ("prompt", "messages")
@@ -112,7 +111,7 @@ def read_messages(value: Any, where: str) -> Messages:
         if isinstance(message, Mapping) and (calls := message.get("tool_calls")):
             _check_calls(calls, where)
             message = {**message, "content": ""} if message.get("content") is None else message
-        messages.append(_without_nulls(message))
+        messages.append(without_nulls(message))
     if not (messages and all(map(is_message, messages))):
         raise ValueError(f"{where} is {value!r:.80}; messages have texts as role and content")
     return messages
@@ -127,34 +126,16 @@ def _check_calls(calls: Any, where: str) -> None:
         raise ValueError(f"{where}: {error}") from error
 
 
-def read_tools(value: Any) -> list[dict]:
-    """The JSON schemas of a row's tools, which stand in the column as such or as JSON text; nulls are left out.
-
-    >>> read_tools('[{"name": "add", "parameters": {"x": null}}]'), read_tools(None)
-    ([{'name': 'add', 'parameters': {}}], [])
-    """
-    if not value:
-        return []
-    try:
-        tools = _without_nulls(json.loads(value) if isinstance(value, str) else value)
-        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise ValueError("it must be a list of JSON schemas of functions")
-        tool_schemas(tools)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{TOOLS} is {value!r:.80}: {error}; env.columns={{other: {TOOLS}}} renames it") from error
-    return tools
-
-
 def message_text(message: dict[str, Any]) -> str | dict[str, Any]:
     """The text of an assistant's message; the message itself where it has more."""
     return message if any(map(message.get, EXTRA_FIELDS)) else message["content"]
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """The value without the nulls in its objects, which tables put where rows differ in their keys."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(own) for name, own in value.items() if own is not None}
-    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
+        return {name: without_nulls(own) for name, own in value.items() if own is not None}
+    return [without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def is_message(message: object) -> bool:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from grpo_rl.losses import factors
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.machine import check_machine
+from grpo_rl.settings.devices import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import TASKS, task_section
 

@@ -104,7 +104,7 @@ def _export_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError(f"export takes no overrides such as {overrides[0]}; the checkpoint has its config")
     if not options.checkpoint.is_file():
         raise ValueError(f"there is no checkpoint {options.checkpoint}; a run's are its checkpoints/checkpoint_*.pt")
-    from grpo_rl.run.export import export_checkpoint
+    from grpo_rl.evaluation.models import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.folder)
     print(f"The model of {options.checkpoint} is in {options.folder}.")

@@ -8,8 +8,8 @@ Two GPUs train and a third samples, with the transformers engine (with vLLM: sot
 Every rank runs this loop; only rank zero samples.
 """
 
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
+from grpo_rl.waits import start_phase
 
 
 @main(config_name="grpo_gsm8k")

@@ -5,8 +5,8 @@ algorithm is that of sota/grpo.py; what differs is that a push reaches engines i
 tokens then come from several policy versions.
 """
 
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
+from grpo_rl.waits import start_phase
 
 
 @main(config_name="grpo_gsm8k", mode="async")

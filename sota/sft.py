@@ -5,8 +5,8 @@ GRPO goes on from what it writes: `python sota/grpo.py model.name=RUN/model`. On
     torchrun --nproc-per-node 2 sota/sft.py train_model.parallel=fsdp train_model.num_devices=2
 """
 
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
+from grpo_rl.waits import start_phase
 
 
 @main(config_name="sft", mode="sft")

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_rl.envs.generated.chains import Numbers, solution
 from grpo_rl.envs.gsm8k import SHIPPED
+from grpo_rl.envs.tools.arithmetic import Numbers, solution
 
 TRAIN, TEST = 500, 200
 TWO_STEP_SHARE = 0.15

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_rl.envs.rewards import length, text
+from grpo_rl.envs.rewards import text
 from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.task import check_weights
@@ -49,10 +49,10 @@ REWARDS: dict[str, Known] = {
     "format": Known(text.answer_format),
     "tag_count": Known(text.tag_count),
     "reasoning_steps": Known(text.reasoning_steps),
-    "length": Known(length.group_length, ("length", "correct"), whole_group=True),
-    "cosine": Known(length.cosine, ("length", "correct")),
+    "length": Known(text.group_length, ("length", "correct"), whole_group=True),
+    "cosine": Known(text.cosine, ("length", "correct")),
     "repetition_penalty": Known(text.repetition_penalty),
-    "soft_overlong_punishment": Known(length.soft_overlong_punishment, ("length",), unit="tokens"),
+    "soft_overlong_punishment": Known(text.soft_overlong_punishment, ("length",), unit="tokens"),
     "code_format": Known(text.code_format),
     "judge": Known(Judge, ("question", "text", "reference"), made=True),
     "model": Known(Classifier, ("question", "text"), made=True),

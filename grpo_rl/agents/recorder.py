@@ -11,7 +11,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from grpo_rl.agents.requests import (
     for_template,
     response_message,
 )
-from grpo_rl.data.group import Kept
+from grpo_rl.data.group import Trajectory
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.loop_thread import side_by_side
 from grpo_rl.envs.chat import encode_prompts, encode_reply, harmless
@@ -83,38 +83,6 @@ class Response:
             chain.append(response)
             response = response.parent
         return chain[::-1]
-
-
-@dataclass(eq=False)
-class Recorded:
-    """One sequence of a session, as it is trained on: a chain of calls, each of which extends the one before.
-
-    Args:
-        ids: all tokens behind it; the other lists have an entry for each.
-        trainable: which tokens the policy sampled, and no earlier sequence of the session holds.
-        kept: kept sets of each piece, and its number of tokens, as in `grpo_rl.collectors.groups.Trajectory`.
-        routes: experts of all tokens, the prompt's too, from the last call, which read them all.
-        truncated: the last response reached a token limit.
-    """
-
-    prompt_ids: list[int]
-    truncated: bool
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    trainable: list[bool] = field(default_factory=list)
-    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
-    routes: torch.Tensor | None = None
-
-    def add(
-        self, ids: list[int], log_probs: list[float], versions: list[int], trainable: bool, kept: Kept | None = None
-    ) -> None:
-        """Appends a piece: tokens that the policy read, or a response of it."""
-        self.ids += ids
-        self.log_probs += log_probs
-        self.versions += versions
-        self.trainable += [trainable] * len(ids)
-        self.kept.append((kept, len(ids)))
 
 
 class Session:
@@ -203,7 +171,7 @@ class Session:
             responses.append(response)
         return responses
 
-    def sequences(self) -> list[Recorded]:
+    def sequences(self) -> list[Trajectory]:
         """The sequences to train on: one for each response that no call goes on from.
 
         Where sequences share responses, the first holds them as trainable tokens, so that each sampled token is
@@ -218,14 +186,14 @@ class Session:
         found = []
         for last in lasts:
             chain = last.chain
-            recorded = Recorded(chain[0].prompt_ids, bool(last.samples.truncated[0]))
+            recorded = Trajectory(prompt_ids=chain[0].prompt_ids, truncated=bool(last.samples.truncated[0]))
             for response in chain:
-                samples, read, versions = response.samples, response.new_ids, response.samples.versions.tolist()
+                samples, versions = response.samples, response.samples.versions
                 if response.parent is not None:
-                    first_version = versions[0] if versions else samples.version
-                    recorded.add(read, [0.0] * len(read), [first_version] * len(read), False)
+                    first_version = int(versions[0]) if len(versions) else samples.version
+                    recorded.read(torch.tensor(response.new_ids, dtype=torch.long), first_version)
                 trainable = holders[id(response)] is last
-                recorded.add(response.ids, samples.log_probs.tolist(), versions, trainable, samples.kept)
+                recorded.sampled(samples.response_ids, samples.log_probs, versions, samples.kept, trainable)
                 if samples.routes is not None and samples.prompt_routes is not None:
                     recorded.routes = torch.cat([samples.prompt_routes, samples.routes])
             found.append(recorded)

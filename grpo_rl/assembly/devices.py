@@ -12,8 +12,7 @@ from transformers import AutoConfig
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.policies.loading import check_model
 from grpo_rl.settings.derived import adapters
-from grpo_rl.settings.devices import Devices, allocate
-from grpo_rl.settings.machine import check_engine
+from grpo_rl.settings.devices import Devices, allocate, check_engine
 from grpo_rl.settings.schema import Settings
 
 if TYPE_CHECKING:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,6 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.loggers.base import check_loggers
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
 from grpo_rl.policies.loading import check_written
@@ -27,9 +28,8 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.origin import origin, revisions
+from grpo_rl.run.origin import config_hash, origin, revisions
 from grpo_rl.run.parts import Parts
-from grpo_rl.run.restarts import Restarts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.run.summary import BestModel, FinalModel, ResultFiles, best_kept
@@ -37,9 +37,10 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
+from grpo_rl.training import checkpoint
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
-from grpo_rl.waits import waiting, watching
+from grpo_rl.waits import start_phase, waiting, watching
 from grpo_rl.weights.push import NullTransport, WeightSync
 
 if TYPE_CHECKING:
@@ -274,3 +275,55 @@ def _make_logs(settings: Settings, env: LLMEnv, loss: Any, folder: RunFolder) ->
     steps, loss = derived.total_steps(settings), loss if settings.train.lineage else None
     resumes, zero = folder.resumes, folder.rank_zero
     return RunLogs(folder.path, settings.logger, folder.config, steps, folder.step, resumes, loss, zero, env.tokenizer)
+
+
+@dataclass
+class Restarts:
+    """The earlier starts of a run by the launcher that started this one.
+
+    torchrun, and the script that started trainers as Ray's actors, hold a store that outlives the ranks. A run writes
+    its folder there; ranks that are started again find it, whatever ``hydra.run.dir`` and ``resume`` say.
+
+    Args:
+        count: how often the run was started again; 0: this is the first start.
+        folder: the folder that the earlier starts wrote to.
+        reason: which rank was lost in the last start, if that was found out.
+    """
+
+    count: int = 0
+    folder: Path | None = None
+    reason: str = ""
+
+    @classmethod
+    def find(cls, ranks: Ranks, config: Mapping[str, Any]) -> Restarts:
+        """The state that earlier starts with the same config left; every rank calls this."""
+        found = cls()
+        if ranks.rank == 0 and ranks.watch and ranks.watch.store.check([_key(config)]):
+            left = json.loads(ranks.watch.store.get(_key(config)))
+            found = cls(left["restarts"] + 1, Path(left["folder"]), ranks.watch.lost_in(left["watch"]))
+        return ranks.broadcast(found)
+
+    def place(self, own: str | Path, resume: str | None) -> tuple[str | Path, str | None]:
+        """The folder of a new run and ``resume``, as the run of the earlier starts needs them to go on.
+
+        A run that went on from a checkpoint of another folder, and has none of its own yet, does so again.
+        """
+        if self.folder is None:
+            return own, resume
+        has_own = bool(checkpoint.checkpoints(self.folder / checkpoint.CHECKPOINTS))
+        return self.folder, str(self.folder) if has_own or resume in (None, "auto") else resume
+
+    def leave(self, ranks: Ranks, config: Mapping[str, Any], folder: Path, before: int) -> None:
+        """Leaves the run's folder to later starts; rank zero does.
+
+        Args:
+            before: restarts that the checkpoint counts, if this is the launcher's first start.
+        """
+        self.count = self.count if self.folder else before
+        if ranks.rank == 0 and ranks.watch:
+            left = {"folder": str(folder), "restarts": self.count, "watch": ranks.watch.name}
+            ranks.watch.store.set(_key(config), json.dumps(left))
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return f"grpo_rl/run {config_hash(config)}"

@@ -1,9 +1,11 @@
 """Builds a run of SFT from its settings: that of sota/sft.py, without an engine."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +14,10 @@ from grpo_rl.assembly import devices, training
 from grpo_rl.assembly.environment import held_out_rows, made, task_settings
 from grpo_rl.assembly.run import all_hooks, begin, options
 from grpo_rl.by_name import is_name
-from grpo_rl.collectors.demonstrations import DemonstrationCollector
+from grpo_rl.collectors.base import Collector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
+from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.demonstrations import Demonstrations
@@ -22,12 +25,11 @@ from grpo_rl.envs.own import check_prompts
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.losses.sft import SFTLoss
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.policies.hub import end_ids, load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_written
-from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.parts import CommonParts
 from grpo_rl.run.run import Run
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, sft_metrics
 from grpo_rl.settings.derived import dtype, train_source
@@ -35,7 +37,45 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
+from grpo_rl.waits import start_phase
 from grpo_rl.weights.push import NullTransport, WeightSync
+
+
+class DemonstrationCollector(Collector):
+    """The `Collector` of SFT: the rows of each optimizer step in turn, every row once an epoch.
+
+    Args:
+        batch: rows of a step; the last step of the run takes those that are left.
+        total: rows of the whole run, those of all epochs.
+        collected: rows that were handed out before a resume.
+    """
+
+    def __init__(self, demonstrations: Demonstrations, batch: int, total: int, collected: int = 0) -> None:
+        self._demonstrations, self._batch, self._total = demonstrations, batch, total
+        self.collected = collected
+        self.sample_s = 0.0
+        self.sampled: list[Group] = []
+        """Empty: nothing is sampled."""
+
+    def collect(self) -> list[Group]:
+        """The rows of the next step, whatever the group size: a group has the one response of its row."""
+        started = time.perf_counter()
+        groups = self._demonstrations.take(min(self._batch, self._total - self.collected))
+        self.collected += len(groups)
+        self.sample_s = time.perf_counter() - started
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self._demonstrations.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self._demonstrations.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        """The passes over the data so far."""
+        return {"train/epoch": self.collected / len(self._demonstrations)}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import grpo_rl.cluster  # noqa: F401, before torchrl, which imports ray
 
 # isort: split
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,17 +19,20 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo_rl.assembly.shared_gpu import divide_memory
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.loading import check_model
+from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.settings.compose import typed
 from grpo_rl.settings.config import RunIsOver
-from grpo_rl.settings.derived import adapters, pushes_adapters
+from grpo_rl.settings.derived import adapters, dtype, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
 from grpo_rl.waits import watching
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,48 @@ def check_transfer(settings: Settings, devices: Devices) -> str:
         remedy = "use inference_model.transfer=shared_memory"
         raise ValueError(f"{what} {asked}, which sends whole merged weights from GPU to GPU by nccl; {remedy}")
     return transfer
+
+
+def divide_memory(settings: Settings, model_folder: Path, devices: Devices) -> None:
+    """Checks that both sides' weights fit into their shares of the GPU, and keeps this process within the trainer's.
+
+    The engine takes its share when it starts, and some of it anew in every step: a trainer that went beyond its own
+    would end the engine, and not itself.
+    """
+    device = devices.train[0]
+    check_shares(settings, model_folder, devices, torch.cuda.get_device_properties(device).total_memory)
+    torch.cuda.set_per_process_memory_fraction(devices.training_share, device)
+    log.info("%s", devices)
+
+
+def check_shares(settings: Settings, model_folder: Path, devices: Devices, memory: float) -> None:
+    """Refuses weights that do not fit into their shares of so many bytes; activations come on top of them."""
+    share, parameters = devices.engine_share, sum(p.numel() for p in skeleton(model_folder).parameters())
+    itemsize = getattr(torch, dtype(settings)).itemsize
+    sides = {
+        "the engine's weights": (itemsize * parameters, share, "raise"),
+        "what training keeps between steps": (kept_bytes(settings, parameters), devices.training_share, "lower"),
+    }
+    for what, (needed, part, remedy) in sides.items():
+        if needed > part * memory:
+            raise ValueError(
+                f"{what} are {needed / GIB:.1f} GiB, and of {devices.train[0]}, which trains and samples at the same "
+                f"time, {part:.0%} are {part * memory / GIB:.1f} GiB; {remedy} inference_model.gpu_memory_utilization="
+                f"{share}, or use mode=sync with inference_model.sleep=true (`grpo-rl plan mode=async` counts the rest)"
+            )
+
+
+def kept_bytes(settings: Settings, parameters: int) -> float:
+    """The least that training keeps between steps: weights, masters, gradients, moments, a reference's weights.
+
+    Adapters and quantised weights are left out; `grpo-rl plan` counts them.
+    """
+    train, itemsize = settings.train_model, getattr(torch, dtype(settings)).itemsize
+    if train.cpu_offload or train.quantization:
+        return 0.0
+    if train.lora.rank:
+        return itemsize * parameters
+    masters = 4 if settings.train.mixed_precision and itemsize < 4 else 0
+    stepped, weights = masters or itemsize, 0 if masters and train.parallel == "fsdp" else itemsize
+    state = weights + masters + stepped + (2 * stepped if settings.optimizer.name == "adamw" else 0)
+    return parameters * (state + (itemsize if settings.policy.kl_coef else 0))

@@ -18,8 +18,7 @@ from grpo_rl.policies.lora import has_adapters
 from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings import derived
-from grpo_rl.settings.devices import Devices
-from grpo_rl.settings.machine import lacks_bfloat16
+from grpo_rl.settings.devices import Devices, lacks_bfloat16
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.optimizer import PolicyOptimizer
 

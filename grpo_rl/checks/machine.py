@@ -13,8 +13,7 @@ from packaging.requirements import Requirement
 from grpo_rl.checks.check import Case, Finding, unfit
 from grpo_rl.loggers.base import check_loggers, logger_names
 from grpo_rl.policies.before_loading import need
-from grpo_rl.settings.devices import asked_devices
-from grpo_rl.settings.machine import check_engine
+from grpo_rl.settings.devices import asked_devices, check_engine
 
 FILES, FILES_OF_RAY = 1024, 4096
 """Open files that a run in one process needs, and one whose engines are Ray's actors."""

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from grpo_rl.agents.recorder import Recorded
 from grpo_rl.collectors.agent_sessions import AgentSessions, AgentSettings, Played, Sample
-from grpo_rl.collectors.groups import Trajectory, group_of_trajectories, rewarded
+from grpo_rl.collectors.groups import group_of_trajectories, rewarded
 from grpo_rl.data.batching import common_length
-from grpo_rl.data.group import Group
+from grpo_rl.data.group import Group, Trajectory
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.envs.base import LLMEnv, Prompt, Reward
@@ -85,15 +84,15 @@ class AgentGroups:
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
 
-def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
+def group_of_sequences(prompt: Prompt, sequences: Sequence[Trajectory]) -> Group:
     """The sequences about one row as a group, not yet rewarded.
 
     The group's prompt is what all of their prompts begin with. The rest of each is the beginning of its response, which
     is not trained on.
 
-    >>> short, long = (Recorded([1, 2, *rest], False) for rest in ([], [3]))
+    >>> short, long = (Trajectory(prompt_ids=[1, 2, *rest]) for rest in ([], [3]))
     >>> for one in (short, long):
-    ...     one.add([5], [-0.5], [3], True)
+    ...     one.sampled(torch.tensor([5]), torch.tensor([-0.5]), torch.tensor([3]))
     >>> group = group_of_sequences(Prompt(0, 0, "?", torch.tensor([9])), [short, long])
     >>> group.prompt_ids.tolist(), group.response_ids.tolist(), group.trainable.tolist(), group.versions.tolist()
     ([1, 2], [5, 3, 5], [True, False, True], [3, 3, 3])
@@ -102,22 +101,18 @@ def group_of_sequences(prompt: Prompt, sequences: Sequence[Recorded]) -> Group:
     shared = min(common_length(prompts[0], other) for other in prompts)
     whole = torch.tensor(sequences[0].prompt_ids[:shared], dtype=torch.long)
     return group_of_trajectories(
-        prompt.group_id, prompt.row, whole, [_trajectory(sequence, shared) for sequence in sequences]
+        prompt.group_id, prompt.row, whole, [_behind(sequence, shared) for sequence in sequences]
     )
 
 
-def _trajectory(sequence: Recorded, shared: int) -> Trajectory:
-    rest = sequence.prompt_ids[shared:]
-    version = sequence.versions[0] if sequence.versions else 0
-    return Trajectory(
-        ids=[torch.tensor([*rest, *sequence.ids], dtype=torch.long)],
-        log_probs=[torch.tensor([*[0.0] * len(rest), *sequence.log_probs])],
-        versions=[torch.tensor([*[version] * len(rest), *sequence.versions], dtype=torch.long)],
-        trainable=[torch.tensor([*[False] * len(rest), *sequence.trainable], dtype=torch.bool)],
-        kept=[(None, len(rest)), *sequence.kept],
-        routes=sequence.routes,
-        truncated=sequence.truncated,
-    )
+def _behind(sequence: Trajectory, shared: int) -> Trajectory:
+    """The sequence with the prompt's ids behind the shared ones as a piece that the policy read."""
+    made = Trajectory(routes=sequence.routes, truncated=sequence.truncated)
+    version = next((int(versions[0]) for versions in sequence.versions if len(versions)), 0)
+    made.read(torch.tensor(sequence.prompt_ids[shared:], dtype=torch.long), version)
+    for name in ("ids", "log_probs", "versions", "trainable", "kept"):
+        getattr(made, name).extend(getattr(sequence, name))
+    return made
 
 
 class SteppedGroups:

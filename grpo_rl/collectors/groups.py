@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from grpo_rl.data import keys
-from grpo_rl.data.group import NO_ROUTE, Group, Kept
+from grpo_rl.data.group import NO_ROUTE, Group, Kept, Trajectory
 from grpo_rl.engines.base import Samples
 from grpo_rl.envs.base import Prompt, Reward
 from grpo_rl.envs.rows import Row, dialog_of, next_of
@@ -41,70 +41,30 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
     )
 
 
-@dataclass(eq=False)
-class Trajectory:
-    """The tokens of one response or conversation behind the prompt, and what training needs to know of them.
+def trajectory_of(rollout: Sequence[Row]) -> Trajectory:
+    """The trajectory of a row's steps.
 
-    Args:
-        ids, log_probs, versions, trainable: pieces, one after the other; the policy chose the trainable ones.
-        kept: the kept sets of each piece, if it has any, and its number of tokens.
-        routes: experts of all tokens, the prompt's too, as far as the sampler has read them.
-        truncated: a limit was met before the policy was done.
+    Raises:
+        ValueError: a step's prompt does not begin with the ids of the step before, as they were sampled.
     """
-
-    ids: list[torch.Tensor] = field(default_factory=list)
-    log_probs: list[torch.Tensor] = field(default_factory=list)
-    versions: list[torch.Tensor] = field(default_factory=list)
-    trainable: list[torch.Tensor] = field(default_factory=list)
-    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
-    routes: torch.Tensor | None = None
-    truncated: bool = False
-
-    def sampled(
-        self, ids: torch.Tensor, log_probs: torch.Tensor, versions: torch.Tensor, kept: Kept | None = None
-    ) -> None:
-        """Appends what the policy sampled."""
-        self._add(ids, log_probs, versions, True, kept)
-
-    def read(self, ids: torch.Tensor) -> None:
-        """Appends what the policy read and did not choose."""
-        version = int(self.versions[-1][-1]) if self.versions and len(self.versions[-1]) else 0
-        self._add(ids, torch.zeros(len(ids)), torch.full_like(ids, version), False, None)
-
-    def _add(
-        self, ids: torch.Tensor, log_probs: torch.Tensor, versions: torch.Tensor, chosen: bool, kept: Kept | None
-    ) -> None:
-        self.ids.append(ids)
-        self.log_probs.append(log_probs)
-        self.versions.append(versions)
-        self.trainable.append(torch.full_like(ids, chosen, dtype=torch.bool))
-        self.kept.append((kept, len(ids)))
-
-    @classmethod
-    def of_rollout(cls, rollout: Sequence[Row]) -> Trajectory:
-        """The trajectory of a row's steps.
-
-        Raises:
-            ValueError: a step's prompt does not begin with the ids of the step before, as they were sampled.
-        """
-        made = cls()
-        for turn, later in zip(rollout, [*rollout[1:], None], strict=True):
-            response = turn[keys.TOKENS_RESPONSE]
-            kept = turn.get(keys.KEPT_IDS, None)
-            kept = kept if kept is None else Kept(kept, turn[keys.KEPT_COUNTS])
-            made.sampled(response, turn[keys.LOG_PROBS_RESPONSE], turn[keys.VERSIONS], kept)
-            made.routes = turn.get(keys.ROUTES_FULL, made.routes)
-            if later is not None:
-                before = torch.cat([turn[keys.TOKENS_PROMPT], response])
-                whole = later[keys.TOKENS_PROMPT]
-                if not torch.equal(whole[: len(before)], before):
-                    raise ValueError(
-                        "the environment's prompt does not begin with the ids of prompt and response; append to them"
-                    )
-                made.read(whole[len(before) :])
-        last = rollout[-1]
-        made.truncated = bool(last.get(keys.TRUNCATED, False)) or bool(next_of(last).get("truncated", False))
-        return made
+    made = Trajectory()
+    for turn, later in zip(rollout, [*rollout[1:], None], strict=True):
+        response = turn[keys.TOKENS_RESPONSE]
+        kept = turn.get(keys.KEPT_IDS, None)
+        kept = kept if kept is None else Kept(kept, turn[keys.KEPT_COUNTS])
+        made.sampled(response, turn[keys.LOG_PROBS_RESPONSE], turn[keys.VERSIONS], kept)
+        made.routes = turn.get(keys.ROUTES_FULL, made.routes)
+        if later is not None:
+            before = torch.cat([turn[keys.TOKENS_PROMPT], response])
+            whole = later[keys.TOKENS_PROMPT]
+            if not torch.equal(whole[: len(before)], before):
+                raise ValueError(
+                    "the environment's prompt does not begin with the ids of prompt and response; append to them"
+                )
+            made.read(whole[len(before) :])
+    last = rollout[-1]
+    made.truncated = bool(last.get(keys.TRUNCATED, False)) or bool(next_of(last).get("truncated", False))
+    return made
 
 
 def group_of_rollouts(rollouts: Sequence[Sequence[Row]]) -> Group | None:
@@ -117,7 +77,7 @@ def group_of_rollouts(rollouts: Sequence[Sequence[Row]]) -> Group | None:
         int(first[keys.GROUP_ID]),
         int(first[keys.ROW]),
         first[keys.TOKENS_PROMPT],
-        [Trajectory.of_rollout(rollout) for rollout in rollouts],
+        [trajectory_of(rollout) for rollout in rollouts],
     )
     verdicts = [verdict_of(end) for end in ends]
     return replace(

@@ -330,3 +330,41 @@ class Group:
             kept_counts=joined(keys.KEPT_COUNTS),
             sessions=joined(keys.SESSION),
         )
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """The tokens of one response or conversation behind the prompt, and what training needs to know of them.
+
+    Args:
+        ids, log_probs, versions, trainable: pieces, one after the other; the policy chose the trainable ones.
+        kept: the kept sets of each piece, if it has any, and its number of tokens.
+        routes: experts of all tokens, the prompt's too, as far as the sampler has read them.
+        truncated: a limit was met before the policy was done.
+        prompt_ids: of an agent's session, whose sequences have prompts of their own.
+    """
+
+    ids: list[Tensor] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+    versions: list[Tensor] = field(default_factory=list)
+    trainable: list[Tensor] = field(default_factory=list)
+    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
+    routes: Tensor | None = None
+    truncated: bool = False
+    prompt_ids: Sequence[int] = ()
+
+    def sampled(
+        self, ids: Tensor, log_probs: Tensor, versions: Tensor, kept: Kept | None = None, trainable: bool = True
+    ) -> None:
+        """Appends what the policy sampled."""
+        self.ids.append(ids)
+        self.log_probs.append(log_probs)
+        self.versions.append(versions)
+        self.trainable.append(torch.full_like(ids, trainable, dtype=torch.bool))
+        self.kept.append((kept, len(ids)))
+
+    def read(self, ids: Tensor, version: int | None = None) -> None:
+        """Appends what the policy read and did not choose; without a version it gets that of the token before."""
+        if version is None:
+            version = int(self.versions[-1][-1]) if self.versions and len(self.versions[-1]) else 0
+        self.sampled(ids, torch.zeros(len(ids)), torch.full_like(ids, version), trainable=False)

@@ -21,9 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.monitor.metrics import finite_mean, is_reward_statistic
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.storage.masking import printable, shown
-from grpo_rl.waits import Wait, waiting
+from grpo_rl.waits import Wait, start_phase, waiting
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
@@ -128,7 +127,7 @@ class Progress:
             self._live.stop()
 
     def start_phase(self, what: str) -> AbstractContextManager[None]:
-        """A context for a phase of the run's start, shown with its seconds; see `grpo_rl.monitor.phases`."""
+        """A context for a phase of the run's start, shown with its seconds; see `grpo_rl.waits`."""
         self._phase = what
         return start_phase(what, self.note, not self.console.quiet, self._live is not None)
 

@@ -1,9 +1,10 @@
-"""StepParts: a log of a run as a Parquet dataset, a folder with one part a step.
+"""StepParts: a log of a run as a Parquet dataset, a folder with one part a step; and two such logs.
 
 ``pandas.read_parquet("completions.parquet")`` reads the whole folder. A part appears under its name only once it is
 complete, so a run that is killed loses at most the step it was in, and resuming deletes whole parts.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,29 @@ COMPLETIONS_FOLDER, TOKENS_FOLDER = "completions.parquet", "tokens.parquet"
 HELD_OUT_FOLDER, SAMPLING_FOLDER = "held_out.parquet", "sampling.parquet"
 STEP_FOLDERS = (COMPLETIONS_FOLDER, TOKENS_FOLDER, HELD_OUT_FOLDER, SAMPLING_FOLDER)
 """Folders of this kind in a run's folder."""
+
+HELD_OUT = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("row", pa.int32()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("answer", pa.string()),
+        ("reward", pa.float32()),
+        ("tokens", pa.int32()),
+        ("truncated", pa.bool_()),
+    ]
+)
+SAMPLING = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("engine", pa.string()),
+        ("group_id", pa.int64()),
+        ("policy_version", pa.int64()),
+        ("begun_s", pa.float64()),
+        ("ended_s", pa.float64()),
+    ]
+)
 
 _PART = re.compile(r"part-(\d+)\.parquet")
 
@@ -84,6 +108,52 @@ class StepParts:
     def _parts(self) -> list[tuple[int, Path]]:
         found = [(match, path) for path in self.folder.glob("part-*.parquet") if (match := _PART.fullmatch(path.name))]
         return sorted((int(match[1]), path) for match, path in found)
+
+
+def write_held_out(run_dir: Path, step: int, evaluation: Any, gold: Sequence[object]) -> None:
+    """Writes ``held_out.parquet/part-<step>.parquet``, a row a held-out row, in the order of ``evaluation.json``.
+
+    Null stands for the reward of a response, or the gold answer of a row, that has none. Step 0 is before training.
+
+    Args:
+        evaluation: a `grpo_rl.training.evaluate.Evaluation`.
+    """
+    columns = {
+        "prompt": evaluation.prompts,
+        "completion": evaluation.completions,
+        "answer": [None if answer is None else str(answer) for answer in gold],
+        "reward": [None if math.isnan(reward) else reward for reward in evaluation.rewards],
+        "tokens": evaluation.lengths,
+        "truncated": evaluation.truncated,
+    }
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows = [{"row": number, **row} for number, row in enumerate(rows)]
+    StepParts(run_dir / HELD_OUT_FOLDER).write_rows(step, rows, HELD_OUT)
+
+
+def write_sampling(run_dir: Path, step: int, sampled: Sequence[Any], zero: float) -> None:
+    """Writes ``sampling.parquet/part-<step>.parquet``, a row a group that an engine was done with by the step's end.
+
+    Nothing is written where nothing was sampled meanwhile, as in synchronous training. Times are in seconds since the
+    run's start, like the metric ``time/at_s``. ``policy_version`` is that of the engine's weights when it began; pushes
+    may have changed it before the group was complete.
+
+    Args:
+        sampled: as `grpo_rl.collectors.base.Sampled`.
+        zero: the run's clock, less ``time.perf_counter()``.
+    """
+    rows = [
+        {
+            "engine": group.engine,
+            "group_id": group.group_id,
+            "policy_version": group.version,
+            "begun_s": zero + group.begun_s,
+            "ended_s": zero + group.ended_s,
+        }
+        for group in sampled
+    ]
+    if rows:
+        StepParts(run_dir / SAMPLING_FOLDER).write_rows(step, rows, SAMPLING)
 
 
 def encodable(text: str) -> str:

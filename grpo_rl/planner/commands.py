@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from grpo_rl.planner.hardware import SAMPLE_SHARE, TRAIN_SHARE, Cluster
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.machine import default_dtype, has_no_gpu
+from grpo_rl.settings.devices import default_dtype, has_no_gpu
 from grpo_rl.settings.schema import Settings
 
 

@@ -27,7 +27,7 @@ from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.routing import stacked_experts
-from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.supported import supported_calls
 
 Kind = Literal["cuda", "cpu"]
 DOWN = ("down_proj", "output_linear")
@@ -131,7 +131,7 @@ class Shape:
         Raises:
             ValueError: the model can't be trained here, or (NotPlannedError) is of a kind that is not planned.
         """
-        refuse_unsupported(model)
+        supported_calls(model)
         config, name = model.config.get_text_config(), type(model).__name__
         if any(mixers(model)):
             raise NotPlannedError(f"{name} has layers that carry a state; plans are of attention alone")

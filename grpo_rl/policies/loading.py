@@ -42,7 +42,7 @@ from grpo_rl.policies.hub import generation_config, leave_out_ignored, weight_na
 from grpo_rl.policies.lora import check_readable, last_names, targeted
 from grpo_rl.policies.probe import measured_logits
 from grpo_rl.policies.routing import check_replay
-from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.supported import supported_calls
 
 HEAD = "lm_head."
 RENAMED = {
@@ -66,7 +66,7 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
             their folder, or its routers can't replay.
     """
     model = skeleton(folder)
-    refuse_unsupported(model)
+    supported_calls(model)
     if lora and lora.rank:
         names = targeted(model, lora.targets)
         if lora.export == "adapter":

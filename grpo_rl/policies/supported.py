@@ -26,24 +26,6 @@ IGNORED = frozenset({"position_ids", "use_cache"})
 """Keywords that it need not read; any other may matter."""
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Checks that a model's scores with shared prompts are those of separate sequences.
-
-    Config and modules are read, and a copy without weights is run: ``model`` itself may have no weights.
-
-    Raises:
-        ValueError: they are not; gives the first reason.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    >>> rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    >>> refuse_unsupported(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)))
-    Traceback (most recent call last):
-    ValueError: LlamaForCausalLM cannot be trained here: rope_type dynamic makes positions depend on other sequences ...
-    """
-    masks_to_apply(model)
-
-
 def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
     """Windows and chunks, by name of attention module, that transformers passes only as part of the mask.
 
@@ -62,7 +44,20 @@ def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
 
 
 def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of a model's layers."""
+    """The attention calls of a model's layers, whose scores with shared prompts are those of separate sequences.
+
+    Config and modules are read, and a copy without weights is run: ``model`` itself may have no weights.
+
+    Raises:
+        ValueError: the scores are others; gives the first reason.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    >>> supported_calls(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)))
+    Traceback (most recent call last):
+    ValueError: LlamaForCausalLM cannot be trained here: rope_type dynamic makes positions depend on other sequences ...
+    """
     for reason in _reasons(model):
         raise _refusal(model, reason)
     if not model._can_set_attn_implementation():

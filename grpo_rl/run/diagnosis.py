@@ -11,7 +11,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
 from grpo_rl.envs.base import ScoreError
-from grpo_rl.run.common_parts import CommonParts
+from grpo_rl.run.parts import CommonParts
 from grpo_rl.storage.masking import printable
 from grpo_rl.training.optimizer import NonFiniteError
 

@@ -26,13 +26,13 @@ from grpo_rl.report.files import (
     read_evaluation,
     read_summary,
 )  # fmt: skip
-from grpo_rl.run.background import Background
 from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
 from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import remove_left, sync, write_whole
 from grpo_rl.training import checkpoint, logged
+from grpo_rl.training.checkpoint import Background
 
 BEFORE_ALL = -1
 """The step to truncate logs to so that even the evaluation at step 0 is removed."""

@@ -11,8 +11,8 @@ import numpy as np
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.intervals import paired_gain
-from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.monitor.metrics import finite_mean
+from grpo_rl.monitor.step_parts import write_held_out
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.training.evaluate import Evaluation, Sessions, evaluate, row_scores
@@ -196,7 +196,7 @@ class HeldOut:
         """Stores the responses of the newest evaluation as text, next to those of earlier evaluations."""
         if self._newest is not None and self.evaluated_at is not None:
             gold = [self._env.task.gold(row) for row in self.rows]
-            HeldOutLog(folder).write(self.evaluated_at, self._newest, gold)
+            write_held_out(folder, self.evaluated_at, self._newest, gold)
 
     def summary(self, step: int) -> dict[str, object]:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""

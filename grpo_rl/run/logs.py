@@ -24,7 +24,7 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
-from grpo_rl.monitor.sampling_log import SamplingLog
+from grpo_rl.monitor.step_parts import write_sampling
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.run.hooks import Hook
 from grpo_rl.settings.sections import Logger
@@ -65,7 +65,7 @@ class RunLogs:
         if tokenizer and rank_zero:
             if logger.completions or self._loggers:
                 self.hooks.append(Responses(CompletionsLog(folder) if logger.completions else None, self._loggers))
-            self.hooks.append(SamplingTimes(SamplingLog(folder)))
+            self.hooks.append(SamplingTimes(folder))
             if logger.token_groups or loss:
                 pieces = partial(token_pieces, tokenizer)
                 self.hooks.append(Tokens(TokenLog(folder, config, logger.token_groups, pieces, loss)))
@@ -164,13 +164,14 @@ class Responses(Hook):
 class SamplingTimes(Hook):
     """Writes when engines sampled while the trainer trained."""
 
-    def __init__(self, log: SamplingLog) -> None:
-        self._log = log
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
-            self._log.write(run.step, run.parts.collector.take_sampled(), run.seconds - time.perf_counter())
+            sampled = run.parts.collector.take_sampled()
+            write_sampling(self._folder, run.step, sampled, run.seconds - time.perf_counter())
 
 
 class Tokens(Hook):

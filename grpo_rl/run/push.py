@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_rl.run.model_files import MODEL, model_files
+from grpo_rl.report.files import CARD, MODEL
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
+"""The endings of a model's files."""
+SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|wandb_v1_\w{20,})\b")
+"""Keys of services, as they look."""
 
 
 def add_push_to_hub(parser: argparse.ArgumentParser) -> None:
@@ -68,3 +74,22 @@ def _is_public(api: HfApi, repo: str) -> bool:
         return not api.repo_info(repo).private
     except RepositoryNotFoundError:
         return False
+
+
+def model_files(run: Path) -> list[Path]:
+    """The files of a run's model.
+
+    Raises:
+        ValueError: the run has no model, or next to it lies a file of another kind, or one with a key.
+    """
+    folder = run / MODEL
+    if not (folder / CARD).is_file():
+        what = "has no model card, as it was made before there was one" if folder.is_dir() else "has no model"
+        raise ValueError(f"{run} {what}; a run writes both when it finishes")
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    for path in files:
+        if path.parent != folder or path.suffix not in KINDS or path.is_symlink():
+            raise ValueError(f"{path} is no file of a model, and is not uploaded; move it away")
+        if path.suffix != ".safetensors" and SECRET.search(path.read_text(errors="replace")):
+            raise ValueError(f"{path} holds what looks like a key; nothing is uploaded")
+    return files

@@ -17,11 +17,11 @@ from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, is_out_of_memory, reason
 from grpo_rl.monitor.step_record import StepRecord
-from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, NAMED_CAUSES, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.parts import CommonParts
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
 

@@ -9,9 +9,9 @@ from grpo_rl.data.group import Group
 from grpo_rl.monitor.metrics import memory_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.held_out import BestTracker, Evaluated, HeldOut
+from grpo_rl.run.parts import CommonParts
 from grpo_rl.training.micro_batches import WithinMemory
 
 

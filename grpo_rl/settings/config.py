@@ -29,8 +29,8 @@ from typing_extensions import override
 from grpo_rl.policies.before_loading import give_back
 from grpo_rl.settings import compose
 from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.devices import check_machine
 from grpo_rl.settings.help import help_text, topic
-from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.masking import masked, masked_override, replace_unwritable, shown

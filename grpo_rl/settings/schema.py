@@ -16,7 +16,7 @@ import grpo_rl.config
 from grpo_rl.losses.factors import Loss, loss_section
 from grpo_rl.section import REQUIRED, Section, Setting, declared, plain, read_section, select, wrong_values
 from grpo_rl.settings.derived import indivisible_batches
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 from grpo_rl.settings.mixture import check_agent, check_mixture
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Sections, declarations

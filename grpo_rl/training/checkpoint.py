@@ -4,7 +4,8 @@ import math
 import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from grpo_rl.storage.whole_file import make_folder
 from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import logged
 from grpo_rl.training.logged import LOGS, step_of
+from grpo_rl.waits import waiting
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
@@ -305,3 +307,34 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine
             different.append(f"(set train_model.dtype={before['train_model.dtype']}, as when the run began)")
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))
+
+
+class Background:
+    """Does one piece of work at a time in a thread.
+
+    >>> done = []
+    >>> background = Background(); background.start(lambda: done.append(1)); background.wait(); done
+    [1]
+    """
+
+    def __init__(self) -> None:
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._work: futures.Future[object] | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begins the work, once the one before has ended, whose failure is raised."""
+        self.wait()
+        self._work = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Returns when nothing is under way; the failure of what was is raised once."""
+        if work := self._work:
+            with waiting("a checkpoint on the disk"):
+                futures.wait([work])  # Ctrl-C may break this off: the work is then still known
+            self._work = None
+            work.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread; the next :meth:`wait` raises a failure."""
+        with waiting("a checkpoint on the disk"):
+            self._thread.shutdown()

@@ -105,7 +105,7 @@ class Evaluation:
 
 
 class Sessions(Protocol):
-    """Sessions of agents in the place of responses: `grpo_rl.training.held_out_sessions.HeldOutSessions`."""
+    """Sessions of agents in the place of responses: `grpo_rl.assembly.agents.HeldOutSessions`."""
 
     def evaluate(
         self, env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling, samples: int

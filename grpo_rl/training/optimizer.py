@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.policies.loading import assign, local, placed_like, whole
-from grpo_rl.training.gradients import GradientQueue, move_grad_to
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
 
 LARGEST_SQUARE_ROOT = 1e19
 """Squares of larger gradients overflow fp32, and AdamW's second moment would never recover."""
+HELD_BYTES = 1 << 28
+"""Bytes of gradients that wait before they are added."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors in AdamW's state that have the shape of a weight."""
 REMEDY = (
@@ -327,3 +328,63 @@ def _embeddings(model: torch.nn.Module) -> list[Tensor]:
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
     return [module.get_parameter("weight") for module in modules if module.get_parameter("weight").requires_grad]
+
+
+class GradientQueue:
+    """Gradients of bf16 parameters on CUDA, added to their fp32 masters' many at a time: few kernels, same sums."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Tensor, Tensor] = {}
+        self._bytes = 0
+
+    def hook(self, master: Tensor) -> Callable[[Tensor], None]:
+        """A parameter's hook after accumulation, which takes its gradient; one in fp32 is the master's at once."""
+        give = move_grad_to(master)
+
+        def take(param: Tensor) -> None:
+            if param.grad is None:
+                return
+            if param.grad.dtype == master.dtype:
+                give(param)
+                return
+            if master in self._waiting:  # of the micro-batch before
+                self.flush()
+            self._waiting[master], param.grad = param.grad, None
+            self._bytes += self._waiting[master].nbytes
+            if self._bytes > HELD_BYTES:
+                self.flush()
+
+        return take
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Adds what waits to the masters' gradients, in fp32."""
+        masters, grads = list(self._waiting), list(self._waiting.values())
+        self.clear()
+        if not masters:
+            return
+        wide = [torch.empty_like(master) for master in masters]
+        torch._foreach_copy_(wide, grads)
+        added = [(master, grad) for master, grad in zip(masters, wide, strict=True) if master.grad is not None]
+        if added:
+            torch._foreach_add_([master.grad for master, _ in added], [grad for _, grad in added])
+        for master, grad in zip(masters, wide, strict=True):
+            if master.grad is None:
+                master.grad = grad
+
+    def clear(self) -> None:
+        """Forgets what waits."""
+        self._waiting, self._bytes = {}, 0
+
+
+def move_grad_to(master: Tensor) -> Callable[[Tensor], None]:
+    """A parameter's hook after accumulation, which adds its gradient to the master's."""
+
+    def hook(param: Tensor) -> None:
+        if master.grad is None:
+            master.grad = param.grad
+        else:
+            master.grad += param.grad
+        param.grad = None
+
+    return hook

@@ -6,6 +6,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
 
 from grpo_rl.agents import recorder
@@ -21,12 +22,16 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+def flat(pieces):
+    return torch.cat(pieces).tolist()
+
+
 def written(tokenizer, recorded):
-    return tokenizer.decode([*recorded.prompt_ids, *recorded.ids])
+    return tokenizer.decode([*recorded.prompt_ids, *flat(recorded.ids)])
 
 
 def chosen(tokenizer, recorded):
-    return tokenizer.decode([i for i, own in zip(recorded.ids, recorded.trainable, strict=True) if own])
+    return tokenizer.decode([i for i, own in zip(flat(recorded.ids), flat(recorded.trainable), strict=True) if own])
 
 
 def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_history_stands_alone(play, tokenizer):
@@ -39,7 +44,7 @@ def test_a_call_that_extends_another_shares_its_tokens_and_one_that_rewrites_his
     assert written(tokenizer, first) == "p<end>>a<end>q<end>>b<end>"
     assert written(tokenizer, second) == "summary<end>b<end>r<end>>c<end>"
     assert [chosen(tokenizer, one) for one in (first, second)] == ["a<end>b<end>", "c<end>"]
-    assert first.versions == [0] * 2 + [1] * 5
+    assert flat(first.versions) == [0] * 2 + [1] * 5
     counts = {"calls": 3, "extended": 1, "rewritten": 1, "tokens": 6}
     assert {name: n for name, n in played.session.counts.items() if n} == counts
 
@@ -286,16 +291,17 @@ def check_a_session(play, steps, responses, parses):
         if action in ("extend", "fork") and before:
             assert all(new.parent is not None for new in got)
     sequences = session.sequences()
-    whole = [[*one.prompt_ids, *one.ids] for one in sequences]
+    whole = [[*one.prompt_ids, *flat(one.ids)] for one in sequences]
     # Every prompt, with its response, is the beginning of a sequence; and sequences hold nothing else.
     for prompt, sampled, _ in played.seen:
         assert any(tokens[: len(prompt) + len(sampled)] == [*prompt, *sampled] for tokens in whole)
     read = [[*prompt, *sampled] for prompt, sampled, _ in played.seen]
     assert all(tokens in read for tokens in whole)
-    trained = sorted(i for one in sequences for i, own in zip(one.ids, one.trainable, strict=True) if own)
+    trained = sorted(i for one in sequences for i, own in zip(flat(one.ids), flat(one.trainable), strict=True) if own)
     assert trained == sorted(i for _, sampled, _ in played.seen for i in sampled)
     for one in sequences:
-        assert len(one.ids) == len(one.log_probs) == len(one.versions) == sum(tokens for _, tokens in one.kept)
+        lengths = [len(flat(pieces)) for pieces in (one.ids, one.log_probs, one.versions)]
+        assert lengths == [sum(tokens for _, tokens in one.kept)] * 3
     counts = session.counts
     assert counts["calls"] == len(asked) and counts["tokens"] == len(trained)
     roots = sum(one.parent is None for one in session.responses)

@@ -17,7 +17,7 @@ from grpo_rl.agents.requests import RequestError, read_request
 from grpo_rl.agents.server import ChatServer
 from grpo_rl.engines.base import Sampling
 from tests.agents.conftest import MAX_MODEL_LEN, Played
-from tests.agents.test_recorder import TOOLS, user
+from tests.agents.test_recorder import TOOLS, flat, user
 from tests.agents.test_recorder import written as text_of
 from tests.envs.chat_templates import FAMILIES, sampled_ids, tokenizer_of, written
 
@@ -128,7 +128,7 @@ async def test_calls_in_a_familys_own_format_reach_the_client_and_their_results_
     between = tokenizer.decode(second[0][len(first[0] + first[1]) :])
     assert whole.endswith(FAMILIES[family][2] + between) and between.count("so ") == len(results)
     assert all(f'"{tool["function"]["name"]}"' in tokenizer.decode(first[0]) for tool in FUNCTIONS)
-    found = [zip(one.ids, one.trainable, strict=True) for one in session.sequences()]
+    found = [zip(flat(one.ids), flat(one.trainable), strict=True) for one in session.sequences()]
     assert [i for one in found for i, own in one if own] == [i for ids in said for i in ids]
 
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("ray")
 
-from grpo_rl.assembly import asynchronous, shared_gpu, site
-from grpo_rl.assembly.shared_gpu import GIB, check_shares, kept_bytes
+from grpo_rl.assembly import asynchronous, site
+from grpo_rl.assembly.site import GIB, check_shares, kept_bytes
 from grpo_rl.assembly.sync import vllm_options
 from grpo_rl.planner.memory import Shape, Training, kept_state
 from grpo_rl.policies.loading import skeleton
@@ -100,7 +100,7 @@ def test_the_trainer_is_kept_within_its_share(tiny_model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     settings = settings_of(tiny_model, "inference_model.gpu_memory_utilization=0.4")
-    shared_gpu.divide_memory(settings, tiny_model, plan_of(settings))
+    site.divide_memory(settings, tiny_model, plan_of(settings))
     assert limits == [(0.55, torch.device("cuda", 0))]
 
 

@@ -20,6 +20,7 @@ import torch
 from grpo_rl.agents.client import Client
 from grpo_rl.agents.programs import AgentError, Function, Program
 from grpo_rl.agents.recorder import Limits
+from grpo_rl.assembly.agents import HeldOutSessions
 from grpo_rl.collectors.agent_sessions import AgentSettings
 from grpo_rl.collectors.agents import AgentGroups, SteppedGroups
 from grpo_rl.collectors.asynchronous import AsyncCollector
@@ -38,7 +39,6 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.testing import ScriptedEngine
 from grpo_rl.training.evaluate import evaluate
-from grpo_rl.training.held_out_sessions import HeldOutSessions
 from tests.collectors import test_asynchronous
 from tests.collectors.test_asynchronous import Weights, fleet_of
 from tests.envs.guards.test_isolation import ended

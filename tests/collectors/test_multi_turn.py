@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDict
 
 from grpo_rl.collectors.engine_policy import EnginePolicy, write
-from grpo_rl.collectors.groups import Trajectory, group_of_trajectories
+from grpo_rl.collectors.groups import group_of_trajectories, trajectory_of
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
-from grpo_rl.data.group import NO_ROUTE
+from grpo_rl.data.group import NO_ROUTE, Trajectory
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.testing import ScriptedEngine
@@ -215,8 +215,8 @@ def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before
         write([row], samples(ids, prompt_routes), 100)
         return row
 
-    first = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1]), turn([1, 2, 5, 6, 8], [9, 9], [0, 1, 2, 3, 4])])
-    second = Trajectory.of_rollout([turn([1, 2], [5, 6], [0, 1])])
+    first = trajectory_of([turn([1, 2], [5, 6], [0, 1]), turn([1, 2, 5, 6, 8], [9, 9], [0, 1, 2, 3, 4])])
+    second = trajectory_of([turn([1, 2], [5, 6], [0, 1])])
     second.read(torch.tensor([8]))  # which the policy never read
     group = group_of_trajectories(0, 0, torch.tensor([1, 2]), [first, second])
     assert group.prompt_routes.flatten().tolist() == [0, 1]

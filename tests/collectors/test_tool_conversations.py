@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from grpo_rl.collectors.engine_policy import EnginePolicy, play_all
-from grpo_rl.collectors.groups import Trajectory
+from grpo_rl.collectors.groups import trajectory_of
 from grpo_rl.data import keys
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.vllm.tool_parsers import tool_parser
@@ -106,7 +106,7 @@ def played(family, conversations, max_turns=6):
 
 def conversation(rollout):
     """A rollout as it is trained on, and where its turns begin."""
-    made = Trajectory.of_rollout(rollout)
+    made = trajectory_of(rollout)
     starts = [len(turn[keys.TOKENS_PROMPT]) - len(rollout[0][keys.TOKENS_PROMPT]) for turn in rollout]
     return SimpleNamespace(
         prompt_ids=rollout[0][keys.TOKENS_PROMPT].tolist(),

@@ -27,11 +27,12 @@ from grpo_rl.cli import main
 from grpo_rl.data.batching import MicroBatching, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks, gathered
+from grpo_rl.evaluation.models import export_checkpoint
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.policies.loading import whole
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
-from grpo_rl.run.export import export, export_checkpoint
+from grpo_rl.run.export import export
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training import checkpoint

@@ -6,9 +6,8 @@ import pytest
 
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.calculator import Calculator, load_rows
-from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
-from grpo_rl.envs.tools.arithmetic import calculate
+from grpo_rl.envs.tools.arithmetic import calculate, problems
 from tests.envs.conftest import said
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from grpo_rl.envs.code import Code, load_rows
-from grpo_rl.envs.generated.programs import OF_NUMBERS, OF_WORDS, generated_rows
+from grpo_rl.envs.code import OF_NUMBERS, OF_WORDS, Code, generated_rows, load_rows
 from grpo_rl.envs.grading.program_tests import equal_outputs, program_of, read_tests
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.envs.task import Unjudgeable

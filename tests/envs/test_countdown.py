@@ -3,9 +3,7 @@ from collections import Counter
 
 import pytest
 
-from grpo_rl.envs.countdown import EXAMPLES, Countdown, load_rows
-from grpo_rl.envs.generated.puzzles import Puzzles, is_held_out
-from grpo_rl.envs.grading.expressions import check
+from grpo_rl.envs.countdown import EXAMPLES, Countdown, Puzzles, check, is_held_out, load_rows
 
 ROW = {"numbers": [44, 19, 35], "target": 98, "solution": "44 + 19 + 35"}
 

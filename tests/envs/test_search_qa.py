@@ -6,8 +6,7 @@ import pytest
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.grading.words import exact_match, f1
-from grpo_rl.envs.search_qa import SearchQA, load_rows
+from grpo_rl.envs.search_qa import SearchQA, exact_match, f1, load_rows
 from grpo_rl.envs.tools.calls import find_calls
 from grpo_rl.envs.tools.search_index import Document, SearchIndex, load_corpus
 from tests.envs.conftest import said

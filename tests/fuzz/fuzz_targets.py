@@ -233,7 +233,7 @@ def _is_verdict(result: Any) -> None:
 
 @cache
 def _instructions() -> Any:
-    from grpo_rl.envs.ifeval.verdicts import parse
+    from grpo_rl.envs.ifeval.task import parse
 
     given = CORPUS["ifeval instructions"][0]
     row = json.loads(given)
@@ -242,13 +242,13 @@ def _instructions() -> Any:
 
 def _followed(text: str) -> Any:
     """All 25 instructions, on the text and on eight variants of it: 225 passes over a megabyte take seconds."""
-    from grpo_rl.envs.ifeval.verdicts import verdicts
+    from grpo_rl.envs.ifeval.task import verdicts
 
     return verdicts(_instructions(), text), verdicts(_instructions(), text, loose=True)
 
 
 def _instruction_row(text: str) -> Any:
-    from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+    from grpo_rl.envs.ifeval.task import parse, verdicts
 
     try:
         row = json.loads(text)

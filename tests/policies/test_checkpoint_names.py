@@ -11,9 +11,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.evaluation.models import export_checkpoint
 from grpo_rl.policies.loading import CheckpointNames, load_whole
 from grpo_rl.policies.lora import base_weights
-from grpo_rl.run.export import export_checkpoint
 from grpo_rl.testing import ScriptedEngine, save_tiny_model
 from grpo_rl.training import checkpoint
 from grpo_rl.training.optimizer import PolicyOptimizer

@@ -25,7 +25,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.probe import trunk
-from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.supported import supported_calls
 from grpo_rl.testing import random_group
 from tests.helpers import KeepFp64, forked_groups
 from tests.policies.test_exactness import gradients, plain_road, random_loss
@@ -206,7 +206,7 @@ def verdict(name: str, noise: float | None) -> Verdict:
         return Verdict("unbuilt", f"{type(error).__name__}: {error}")
     refusal = ""
     try:
-        refuse_unsupported(skeleton)
+        supported_calls(skeleton)
     except ValueError as error:
         refusal = str(error)
         if name not in refusal:

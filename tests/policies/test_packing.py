@@ -11,7 +11,7 @@ from grpo_rl.assembly import devices as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.probe import Band, Chunks, trial_calls
-from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.supported import supported_calls
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
@@ -146,7 +146,7 @@ def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting
     with torch.device("meta"):
         model = small(name, **config)
     with pytest.raises(ValueError, match=f"{name.removesuffix('ForCausalLM')}.*{setting}"):
-        refuse_unsupported(model)
+        supported_calls(model)
 
 
 @pytest.mark.parametrize("noise", [dict(dropout=0.5, layerdrop=0.0), dict(dropout=0.0, layerdrop=0.9)], ids=str)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from grpo_rl.monitor import step_parts
 from grpo_rl.monitor.completions import CompletionsLog
-from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.token_log import SCHEMA
@@ -98,4 +98,4 @@ def write_tokens(run_dir, step, responses, group_id=7):
 def write_held_out(run_dir, step, rewards, gold, said, prompt="Prompt"):
     prompts, texts = ([f"{text} {i}" for i in range(len(rewards))] for text in (prompt, said))
     evaluation = Evaluation(rewards, {}, {}, prompts, texts, [2] * len(rewards), [False] * len(rewards))
-    HeldOutLog(run_dir).write(step, evaluation, gold)
+    step_parts.write_held_out(run_dir, step, evaluation, gold)

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.run.background import Background
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
-from grpo_rl.training.checkpoint import checkpoints, load, save
+from grpo_rl.training.checkpoint import Background, checkpoints, load, save
 from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.waits import PROCESS

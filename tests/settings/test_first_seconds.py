@@ -13,8 +13,8 @@ from grpo_rl.cli import COMMANDS
 from grpo_rl.cli import main as command_line
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
+from grpo_rl.settings.devices import check_machine
 from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT
-from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 

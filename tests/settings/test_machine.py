@@ -8,10 +8,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_rl.settings import machine
+from grpo_rl.settings import devices
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.derived import dtype
-from grpo_rl.settings.machine import default_dtype
+from grpo_rl.settings.devices import default_dtype
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, tiny_run
 
@@ -24,9 +24,9 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd sve bf16\n"
 @pytest.fixture
 def cpu(tmp_path, monkeypatch):
     """Gives this machine a CPU of that description, and no GPU."""
-    monkeypatch.setattr(machine, "CPU_FILE", tmp_path / "cpuinfo")
+    monkeypatch.setattr(devices, "CPU_FILE", tmp_path / "cpuinfo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return machine.CPU_FILE.write_text
+    return devices.CPU_FILE.write_text
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.token_log import TokenLog
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.logs import SamplingTimes, Tokens
@@ -202,7 +201,7 @@ class Logs:
     ) -> None:
         # No text is recorded, so nothing reads a tokenizer; and nothing is scored by the loss.
         tokens = TokenLog(folder, config, 0, lambda ids: [], "a loss")
-        self.hooks = [Stored(folder), SamplingTimes(SamplingLog(folder)), Tokens(tokens)]
+        self.hooks = [Stored(folder), SamplingTimes(folder), Tokens(tokens)]
         self.note, self.started = note, now()
         self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from grpo_rl.training import gradients
-from grpo_rl.training.gradients import GradientQueue
-from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer, lr_factor
+from grpo_rl.training import optimizer
+from grpo_rl.training.optimizer import GradientQueue, NonFiniteError, PolicyOptimizer, lr_factor
 
 
 def linear(dtype=torch.float32):
@@ -64,7 +63,7 @@ def test_micro_batches_are_summed_in_fp32():
 
 
 def test_queued_gradients_are_the_sums_in_fp32(monkeypatch):
-    monkeypatch.setattr(gradients, "HELD_BYTES", 300)
+    monkeypatch.setattr(optimizer, "HELD_BYTES", 300)
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, 5).bfloat16()) for n in (3, 40, 7)]
     masters = [param.detach().float().clone() for param in params]

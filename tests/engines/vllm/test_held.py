@@ -17,7 +17,7 @@ from transformers import (
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.fingerprint import digest
-from grpo_rl.settings.machine import lacks_bfloat16
+from grpo_rl.settings.devices import lacks_bfloat16
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.envs.grading.expressions import check
+from grpo_rl.envs.countdown import check
 
 RIGHT = [
     ([44, 19, 35], 98, "44 + 19 + 35"), ([44, 19, 35], 98, "44+19+35"), ([44, 19, 35], 98, " ( 44 + 19 )\n+ 35 "),

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS
-from grpo_rl.envs.ifeval.task import COUNT_SENTENCES
-from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+from grpo_rl.envs.ifeval.task import COUNT_SENTENCES, parse, verdicts
 
 
 def check(ids, kwargs, response, loose=False):

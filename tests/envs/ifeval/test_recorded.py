@@ -12,7 +12,7 @@ import pytest
 
 from grpo_rl.envs.ifeval import load_rows
 from grpo_rl.envs.ifeval.language import detect_language
-from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+from grpo_rl.envs.ifeval.task import parse, verdicts
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from grpo_rl.envs.rewards.length import cosine, group_length, soft_overlong_punishment
+from grpo_rl.envs.rewards.text import cosine, group_length, soft_overlong_punishment
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from grpo_rl.envs.sandbox import jails as jails_module
 from grpo_rl.envs.sandbox import sandbox as sandbox_module
 from grpo_rl.envs.sandbox.jails import Jail, jails, no_jail
-from grpo_rl.envs.sandbox.sandbox import UNPROTECTED, Limits, Sandbox
-from grpo_rl.envs.sandbox.seccomp import DENIED, filter_of
+from grpo_rl.envs.sandbox.sandbox import DENIED, UNPROTECTED, Limits, Sandbox, filter_of
 
 SETUP = "import math\nfrom decimal import Decimal\nfrom fractions import Fraction"
 needs_sandbox = pytest.mark.skipif(not jails(), reason="needs bubblewrap: apt-get install bubblewrap")

@@ -1,1 +1,0 @@
-"""Problems that are made by a program, the same on every machine."""
