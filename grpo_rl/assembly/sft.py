@@ -77,6 +77,9 @@ class DemonstrationCollector(Collector):
         """The passes over the data so far."""
         return {"train/epoch": self.collected / len(self._demonstrations)}
 
+    def shutdown(self) -> None:
+        """Ends nothing."""
+
 
 @contextmanager
 def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonParts]]:
