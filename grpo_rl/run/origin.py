@@ -32,7 +32,8 @@ def origin(config: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
     processes = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    now = command(typed or [*program("sync"), *sys.argv[1:]], processes)
+    script = ["a", "notebook"] if "ipykernel" in sys.modules else [*program("sync"), *sys.argv[1:]]
+    now = command(typed or script, processes)
     first = before.get("command_of_start", before["command"]) if before else now
     commands = {"command": now} | ({"command_of_start": first} if first != now else {})
     return commands | code | {"grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
