@@ -1,4 +1,4 @@
-"""Code: tasks to write a program, judged by tests that run in a sandbox, where the program can't reach them."""
+"""Code: tasks to write a program, generated or given, judged by tests in a sandbox, where it can't reach them."""
 
 import itertools
 import json

@@ -1,7 +1,7 @@
-"""Rewards for a response's text: its form (tags, steps, a block of code), little repetition, and the right answer.
+"""Rewards for a response's text: form (tags, steps, a block of code), length, little repetition, the right answer.
 
 They follow Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. All but ``accuracy`` take
-time linear in the text. Those of its length count characters or tokens, as long as all lengths have the same unit.
+time linear in the text. Rewards of its length count characters or tokens, all in one unit.
 """
 
 import math

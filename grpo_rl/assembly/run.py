@@ -1,4 +1,7 @@
-"""Builds a run from its settings, as both scripts do before their loops."""
+"""Builds a run from its settings, as both scripts do before their loops.
+
+:class:`Restarts` hands on the run's folder to ranks that start again, with their number and why the last one ended.
+"""
 
 from __future__ import annotations
 

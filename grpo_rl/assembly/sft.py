@@ -1,4 +1,4 @@
-"""Builds a run of SFT from its settings: that of sota/sft.py, without an engine."""
+"""Builds a run of SFT from its settings: that of sota/sft.py, with a collector of demonstrations and no engine."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Placement of an asynchronous run: devices, the Ray cluster, and bundles for trainers and engines."""
+"""Placement of an asynchronous run: devices, the Ray cluster, bundles for trainers and engines, shares of one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group: one prompt and the G responses sampled for it, ragged and without padding.
+"""A group: one prompt and the G responses sampled for it, ragged and without padding; a trajectory becomes one of them.
 
 Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, N tokens, K ids of their kept
 sets, L decoder layers, X experts of a token.
@@ -337,7 +337,8 @@ class Trajectory:
     """The tokens of one response or conversation behind the prompt, and what training needs to know of them.
 
     Args:
-        ids, log_probs, versions, trainable: pieces, one after the other; the policy chose the trainable ones.
+        ids, log_probs, versions, trainable: pieces, one after the other; the policy chose the trainable ones. Of
+            tokens that several sequences of a session share, those of one sequence alone are trainable.
         kept: the kept sets of each piece, if it has any, and its number of tokens.
         routes: experts of all tokens, the prompt's too, as far as the sampler has read them.
         truncated: a limit was met before the policy was done.
@@ -356,7 +357,7 @@ class Trajectory:
     def sampled(
         self, ids: Tensor, log_probs: Tensor, versions: Tensor, kept: Kept | None = None, trainable: bool = True
     ) -> None:
-        """Appends what the policy sampled."""
+        """Appends what the policy sampled; not trainable where another sequence trains on it."""
         self.ids.append(ids)
         self.log_probs.append(log_probs)
         self.versions.append(versions)

@@ -13,7 +13,7 @@ from grpo_rl.policies.before_loading import local_path
 from grpo_rl.policies.hub import generation_config, leave_out_ignored, load_tokenizer, resolve_model, writing_model
 from grpo_rl.policies.loading import load_whole, model_config, skeleton
 from grpo_rl.policies.lora import saved_buffers
-from grpo_rl.report.files import MODEL
+from grpo_rl.run.push import MODEL
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS, checkpoints

@@ -117,6 +117,9 @@ def write_held_out(run_dir: Path, step: int, evaluation: Any, gold: Sequence[obj
 
     Args:
         evaluation: a `grpo_rl.training.evaluate.Evaluation`.
+
+    Raises:
+        OSError: the disk is full or read-only; names the file.
     """
     columns = {
         "prompt": evaluation.prompts,

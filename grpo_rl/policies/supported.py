@@ -44,7 +44,7 @@ def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
 
 
 def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of a model's layers, whose scores with shared prompts are those of separate sequences.
+    """Checks that scores with shared prompts are those of separate sequences, and returns the layers' attention calls.
 
     Config and modules are read, and a copy without weights is run: ``model`` itself may have no weights.
 

@@ -11,8 +11,9 @@ from typing import Any
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
-from grpo_rl.report.files import CONFIG, MODEL, SUMMARY, began_from, read_summary
+from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
+from grpo_rl.run.push import MODEL
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint

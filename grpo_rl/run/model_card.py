@@ -9,8 +9,8 @@ from huggingface_hub import ModelCardData, try_to_load_from_cache
 from grpo_rl.envs.sources import HUB_PREFIX
 from grpo_rl.monitor.progress import duration
 from grpo_rl.policies.before_loading import is_hub_name, local_folder
-from grpo_rl.report.files import CARD
 from grpo_rl.run.origin import repository
+from grpo_rl.run.push import CARD
 from grpo_rl.settings.relations import is_read
 from grpo_rl.storage.yaml_text import read_yaml
 

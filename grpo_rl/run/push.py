@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_rl.report.files import CARD, MODEL
-
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+MODEL = "model"
+"""The folder of a finished run's model in that of its run."""
+CARD = "README.md"
+"""The model card in it."""
 
 KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 """The endings of a model's files."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from grpo_rl.report.files import MODEL
 from grpo_rl.run.lock import LOCK, holder_of, json_object
+from grpo_rl.run.push import MODEL
 from grpo_rl.storage.masking import shown
 from grpo_rl.waits import FILE, STACKS, shown_duration
 

@@ -10,11 +10,12 @@ from typing_extensions import override
 
 from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import duration
-from grpo_rl.report.files import CARD, EVALUATION, MODEL, OVERRIDES, SUMMARY, read_rows, versions
+from grpo_rl.report.files import EVALUATION, OVERRIDES, SUMMARY, read_rows, versions
 from grpo_rl.report.page import finite, write_report
 from grpo_rl.run.export import export
 from grpo_rl.run.hooks import Hook
 from grpo_rl.run.model_card import model_card, result
+from grpo_rl.run.push import CARD, MODEL
 from grpo_rl.settings.compose import overrides
 from grpo_rl.storage.masking import masked_override
 from grpo_rl.storage.whole_file import put_back, write_whole

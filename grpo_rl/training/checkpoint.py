@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, loaded without running code, continued exactly."""
+"""Checkpoints: written atomically, loaded without running code, continued exactly; in the background."""
 
 import math
 import random
