@@ -111,7 +111,7 @@ class Run(Generic[P]):
         self._totals: dict[str, int] = folder.restored[1]["totals"] if folder.restored else {}
         self._training = False
         self.is_best = False
-        """Whether the newest evaluation is the best so far, whose model is kept."""
+        """True if the newest evaluation is the best so far, whose model is kept."""
         parts.optimizer.before_step = self._before_weights_change
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if held_out.note:

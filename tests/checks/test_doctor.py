@@ -1,4 +1,4 @@
-"""`grpo-rl doctor`: a tiny run that is in order has nothing to fix, and each planted defect is told by its own line."""
+"""`grpo-rl doctor`: a tiny run that is in order has nothing to fix, and each planted defect has its own line."""
 
 import importlib.metadata
 import json

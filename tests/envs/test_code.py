@@ -48,7 +48,7 @@ NAMED = {
         {"question": "q", "tests": ["assert max([1, 5]) == 5"], "code": "def max(x): return 5"},
         "def max(x): return x[1]", ["pass"],
     ),
-    "a module that nobody imports": (
+    "a module that is not imported": (
         {"question": "q", "tests": ["assert math.isclose(f(2), 3.14159)"]},
         "def f(x): return 3.14159", ["class math: isclose = lambda *a: True\ndef f(x): return 0"],
     ),

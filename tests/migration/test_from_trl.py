@@ -225,7 +225,7 @@ def test_warm_up_is_a_step_ahead_of_trls_and_as_long():
 
 
 def test_a_scripts_line_breaks_stay_in_the_comment(tmp_path):
-    """As f-strings of several lines have them, or the script's own name: each would end the comment."""
+    """A line break, as in an f-string of several lines or in the script's own name, would end the comment."""
     script = tmp_path / "a\nenv: {reward: evil:run}\n#.py"
     script.write_text("GRPOConfig(run_name=f\"\"\"{'''\nenv:\n  reward: evil:run\n'''}\"\"\")\n")
     assert main(["from-trl", str(script), "--output", str(tmp_path / "x.yaml")]) == 0
@@ -233,7 +233,7 @@ def test_a_scripts_line_breaks_stay_in_the_comment(tmp_path):
 
 
 def test_functions_that_a_config_names_are_given_again_on_the_command_line(tmp_path):
-    """What is converted is run by who converts it: a stranger's file must not choose what is imported."""
+    """A converted config is run by who converts it: a stranger's file must not choose what is imported."""
     fields = {"reward_funcs": ["evil:run", "evil.run", "format"], "max_steps": 1}
     made = convert(fields)
     assert made.config["env"] == {"num_envs": 1, "repeats": 8, "rewards": {"format": 1.0}, "reward": None}

@@ -1,4 +1,4 @@
-"""Advisories: each planted trouble is told once, with step and setting; healthy runs, real and noisy, hear nothing."""
+"""Advisories: each planted trouble is reported once, with step and setting, and nothing of healthy runs."""
 
 import math
 import pickle

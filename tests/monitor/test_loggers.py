@@ -102,7 +102,7 @@ READERS = {"wandb": from_wandb, "tensorboard": from_tensorboard, "trackio": from
 
 
 def check_same(logger, run_dir):
-    """What the logger wrote is what is in the run's own file, each number once."""
+    """The logger has the numbers of the run's own file, each once."""
     unsent, relative = ("step", "time", "time/at_s"), 1e-6 if logger == "tensorboard" else 1e-12
     rows, found = read_metrics(run_dir), READERS[logger](run_dir)
     expected = [(name, row["step"], value) for row in rows for name, value in row.items() if name not in unsent]
@@ -226,7 +226,7 @@ def test_all_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_r
 
 
 class Flaky:
-    """A logger that fails while it is told to, and keeps what it got otherwise."""
+    """A logger that fails while it is away, and keeps what it got otherwise."""
 
     def __init__(self, run_dir, config, last_step, **settings):
         self.made_with = run_dir, config, last_step, settings

@@ -32,11 +32,11 @@ class InFlight:
     def __init__(self, world: World) -> None:
         self._world = world
         self._under: dict[int, tuple[int, float]] = {}
-        """Of each group the least and the largest version that its last sampling can have been started under."""
+        """The least and the largest version, by group, under which its last sampling can have been started."""
         self._counted = dict.fromkeys(COUNTS, 0)
-        """What the run counts by now."""
+        """The counts of the run by now."""
         self._counted_at: dict[int, dict[str, int]] = {}
-        """What it counted when a step was over, of steps that a run can go on from."""
+        """The counts at the end of each step that a run can go on from."""
 
     def opened(self, step: int) -> None:
         """Forgets what came after the step that a run goes on from."""

@@ -146,7 +146,7 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
             told = r"1 of \d+ tensors differ .*\(model\.layers\.1\.self_attn\.o_proj"
             with pytest.raises(WeightDeliveryError, match=told):
                 sync.verify()
-        # A head that is right does not vouch for the table beside it, nor the other way round.
+        # A right head proves nothing of the table beside it, nor the other way round.
         table = runner.get_model().model.embed_tokens.weight.data
         table[0, 0] += 1
         with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors differ .*embed_tokens"):

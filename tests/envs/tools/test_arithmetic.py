@@ -104,7 +104,7 @@ def test_hostile_expressions_are_refused_or_calculated_in_two_seconds():
     def at_depth(depth: int) -> str:
         return calculate("-" * 150 + "1") if depth == 0 else at_depth(depth - 1)
 
-    # Near the limit of Python's stack the expression is too much, and that is told, not raised.
+    # Near the limit of Python's stack the expression is too much, which is the result and no exception.
     assert at_depth(0) == "1" and {at_depth(depth) for depth in (400, 800)} <= {"1", NO_EXPRESSION}
 
 
