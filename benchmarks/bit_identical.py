@@ -35,7 +35,8 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file
 from step_vs_before import checkout
 
-from grpo_rl.testing import same, tiny_run, without_clocks
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from tiny_runs import same, tiny_run, without_clocks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["train.total_dialog_turns=48", "train.lineage=true"]

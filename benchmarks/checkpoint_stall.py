@@ -26,8 +26,10 @@ from harness import arguments, bar, code, finish, machine, require_quiet
 from grpo_rl.intervals import paired_gain
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.run import Run
-from grpo_rl.testing import run_script, tiny_run
 from grpo_rl.training import checkpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from tiny_runs import run_script, tiny_run
 
 NAME = "checkpoint_stall"
 ROOT = Path(__file__).resolve().parents[1]

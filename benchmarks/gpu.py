@@ -1,10 +1,11 @@
-"""Measures training on one GPU, row by row, in at most 12 minutes: `python benchmarks/gpu.py`.
+"""Checks and measures training on one GPU, row by row: `python benchmarks/gpu.py --rows tests "whole step"`.
 
-The rows: the quickstart; training steps of models of 0.6B and 1.7B parameters (Qwen3's shapes, random weights) in
-shares of the GPU's dense bf16 peak; shared prefixes; our head against TRL's and Liger's, our step against TRL's with
-vLLM in its process; sampling and training at the same time on one GPU; pushes of weights. A row runs in a process of
-its own, within its limit and the time that rows before it left. One that fails or is over its limit says so, and the
-others run on. After each row everything is written to a JSON file, and what its programs print is in a log next to it.
+The rows, the most important first, each of at most 200 s: the tests marked `gpu`; our step against TRL's with vLLM in
+its process; training steps of models of 0.6B and 1.7B parameters (Qwen3's shapes, random weights) in shares of the
+GPU's dense bf16 peak; shared prefixes; our head against TRL's and Liger's; the quickstart; sampling and training at the
+same time on one GPU; pushes of weights. A row runs in a process of its own, within its limit and the time that rows
+before it left. Where one fails or is over its limit, it is reported, and the others run on. After each row the JSON
+file is written, in which rows of earlier calls stay; what its programs print is in a log next to it.
 
 With `--toy`, or without a GPU, the same rows run at toy sizes: that shows that the program works, and no bar is
 measured.
@@ -35,7 +36,7 @@ import torch
 from gpu_rows import Figures, NotAvailable, Place
 from harness import Bar
 
-MINUTES = 12
+MINUTES = 15
 """For the rows' limits together, with nothing compiled yet, and the end of the last one's processes."""
 GRACE_S = 10
 """Seconds that a row's processes have to end once they are asked to."""
@@ -60,22 +61,9 @@ class Row:
 
 
 ROWS = {
-    "quickstart": Row(
-        gpu_rows.quickstart,
-        110,
-        (
-            Bar("first 15 steps_s", at_most=20),
-            Bar("longest step after the second over the median", at_most=2),
-            Bar("median sync_ms", at_most=20),
-        ),
-    ),
-    "async": Row(
-        gpu_rows.asynchronous,
-        120,
-        (
-            Bar("steps/s, async over sync", at_least=1.1),
-            Bar("largest staleness, versions", at_most=gpu_rows.MAX_STALENESS),
-        ),
+    "tests": Row(gpu_rows.tests, 190, (Bar("failed", at_most=0), Bar("passed", at_least=1))),
+    "whole step": Row(
+        gpu_rows.whole_step, 195, (Bar("times faster than TRL", at_least=2.0), Bar("ours alone, push_ms", at_most=50))
     ),
     "training 0.6B": Row(
         functools.partial(gpu_training.training, shape="0.6B"),
@@ -102,12 +90,26 @@ ROWS = {
             *(Bar(f"share of TRL's memory, H={size}", at_most=1.0) for size in (4096, 1024, 2048)),
         ),
     ),
-    "whole step": Row(
-        gpu_rows.whole_step, 195, (Bar("times faster than TRL", at_least=2.0), Bar("ours alone, push_ms", at_most=50))
+    "quickstart": Row(
+        gpu_rows.quickstart,
+        110,
+        (
+            Bar("first 15 steps_s", at_most=20),
+            Bar("longest step after the second over the median", at_most=2),
+            Bar("median sync_ms", at_most=20),
+        ),
+    ),
+    "async": Row(
+        gpu_rows.asynchronous,
+        120,
+        (
+            Bar("steps/s, async over sync", at_least=1.1),
+            Bar("largest staleness, versions", at_most=gpu_rows.MAX_STALENESS),
+        ),
     ),
     "push": Row(gpu_rows.push, 45, (Bar("135M, push_ms", at_most=20),)),
 }  # fmt: skip
-"""In the order in which they are measured. The last one is the first to be left out: pushes are in other rows, too."""
+"""In the order in which they are measured: the last one is the first to be left out."""
 
 
 @dataclass(frozen=True)
@@ -222,28 +224,28 @@ def _leads_a_group(pid: int) -> bool:
 def run(
     rows: Mapping[str, Row], place: Place, out: Path, limit_s: float, unmeasured: str | None = None
 ) -> dict[str, Outcome]:
-    """The outcome of every row; the table is printed and the file written as they come.
+    """The outcome of every row; the table is printed and the file written as they come, with its earlier rows.
 
     Args:
         limit_s: of all rows together, the end of their processes included.
         unmeasured: why no bar is measured in this call.
     """
     end = time.monotonic() + limit_s
-    kept_s = sum(row.limit_s for row in rows.values())
     outcomes: dict[str, Outcome] = {}
     out.parent.mkdir(parents=True, exist_ok=True)
+    kept, commit = earlier(out, place.toy), harness.code()["commit"]
+    known = {other: Outcome(row["figures"], 0.0).numbers for other, row in kept.items() if row["commit"] == commit}
     for name, row in rows.items():
-        measured = {other: outcome.numbers for other, outcome in outcomes.items()}
+        measured = known | {other: outcome.numbers for other, outcome in outcomes.items()}
         log = out.parent / f"{out.stem}_{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
-        kept_s -= row.limit_s
         left_s = max(0.0, end - GRACE_S - time.monotonic())
         if left_s < MIN_SHARE * row.limit_s:
             outcomes[name] = Outcome({}, 0.0, f"{left_s:.0f} s were left of the {row.limit_s:g} s that are its limit")
         else:
-            own_s = min(left_s, max(row.limit_s, left_s - kept_s))
+            own_s = min(left_s, row.limit_s)
             outcomes[name] = measure(row.function, replace(place, measured=measured), own_s, log)
         print(table(name, row, outcomes[name], unmeasured), flush=True)
-        write(out, rows, outcomes, place.toy, unmeasured)
+        write(out, rows, outcomes, place.toy, unmeasured, kept)
     return outcomes
 
 
@@ -269,14 +271,31 @@ def table(name: str, row: Row, outcome: Outcome, unmeasured: str | None = None) 
     return "\n".join(line.rstrip() for line in lines)
 
 
+def earlier(out: Path, toy: bool) -> dict[str, dict]:
+    """The rows that the file has from earlier calls; those of other sizes or another accelerator don't count."""
+    if not out.exists():
+        return {}
+    accelerator = harness.machine()["accelerator"]
+    rows = json.loads(out.read_text())["rows"].items()
+    return {name: row for name, row in rows if row["toy"] == toy and row["machine"]["accelerator"] == accelerator}
+
+
 def write(
-    out: Path, rows: Mapping[str, Row], outcomes: Mapping[str, Outcome], toy: bool, unmeasured: str | None
+    out: Path,
+    rows: Mapping[str, Row],
+    outcomes: Mapping[str, Outcome],
+    toy: bool,
+    unmeasured: str | None,
+    kept: Mapping[str, dict],
 ) -> None:
-    """Writes all that was measured so far, whole or not at all."""
+    """Writes all that was measured so far, whole or not at all; a row without figures leaves those that it had."""
     result = {
-        "toy": toy,
-        "rows": {
+        "rows": dict(kept)
+        | {
             name: {
+                "toy": toy,
+                "commit": harness.code()["commit"],
+                "machine": harness.machine(),
                 "seconds": outcome.seconds,
                 "ended": outcome.ended,
                 "figures": outcome.figures,
@@ -291,8 +310,8 @@ def write(
                 ],
             }
             for name, outcome in outcomes.items()
+            if outcome.figures or name not in kept
         },
-        "machine": harness.machine(),
     }
     partial = out.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
@@ -304,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     toy = args.toy or not on_gpu
     unmeasured = None if not toy else "toy sizes" if on_gpu else "CPU"
-    rows = {name: row for name, row in ROWS.items() if name in args.only}
+    rows = {name: row for name, row in ROWS.items() if name in args.rows}
     with tempfile.TemporaryDirectory(prefix="gpu_rows_", ignore_cleanup_errors=True) as folder:
         place = Place(toy, "cuda" if on_gpu else "cpu", Path(folder))
         outcomes = run(rows, place, args.out, 60 * args.minutes, unmeasured)
@@ -323,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--toy", action="store_true", help="toy sizes, as without a GPU; no bar is measured")
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), help="measure only these rows")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="run only these rows")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit of all rows together")
     parser.add_argument("--out", type=Path, default=Path("outputs", "gpu.json"), help="write all figures here, as JSON")
     return parser.parse_args(argv)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from xml.etree import ElementTree
 
 import harness
 import torch
@@ -33,6 +34,8 @@ WARM_STEPS = MAX_STALENESS + 2
 STEPS, TOY_STEPS = 48, 12
 """Steps of a run, of 128 responses each, and of a toy's, of 16."""
 POLL_S = 0.02
+FAILED = ("failure", "error")
+"""Tags of a test in pytest's report that did not pass."""
 
 
 class NotAvailable(Exception):
@@ -65,6 +68,25 @@ class Place:
         return torch.device(self.device).type == "cuda"
 
 
+def tests(place: Place) -> Figures:
+    """The tests marked `gpu`: how many passed, failed and were skipped, and what failed."""
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("*.py")) if "mark.gpu" in path.read_text()]
+    report = place.folder / "tests.xml"
+    subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *files], cwd=ROOT)
+    if not report.exists():
+        raise RuntimeError("pytest wrote no report; its log says why")
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    bad = {f"{case.get('classname')}.{case.get('name')}": each for case in cases for each in case if each.tag in FAILED}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    yield "passed", len(cases) - skipped - len(bad)
+    yield "failed", len(bad)
+    yield "skipped", skipped
+    for name, found in bad.items():
+        yield f"failed: {name}", (found.get("message") or "").partition("\n")[0]
+    if bad:
+        raise RuntimeError(f"{len(bad)} tests failed")
+
+
 def quickstart(place: Place) -> Figures:
     """The quickstart by its script, without evaluation."""
     rows = run_script("grpo.py", recipe(place), place.folder / "quickstart")
@@ -90,7 +112,8 @@ def recipe(place: Place) -> list[str]:
     """The overrides of the quickstart, or of a run of seconds."""
     if not place.toy:
         return ["+experiment=quickstart", "evaluate.rows=0", f"train.total_dialog_turns={STEPS * 128}"]
-    from grpo_rl.testing import tiny_run
+    sys.path.append(str(ROOT / "tests"))
+    from tiny_runs import tiny_run
 
     (folder := place.folder / "tiny").mkdir(exist_ok=True)
     return [*tiny_run(folder), f"train.total_dialog_turns={TOY_STEPS * 16}", "train.checkpoint_frequency=0"]

@@ -20,7 +20,9 @@ from pathlib import Path
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import read_metrics, step_seconds
 from grpo_rl.report.files import read_evaluation
-from grpo_rl.testing import tiny_run
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from tiny_runs import tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESPONSES_A_STEP = {False: 128, True: 16}

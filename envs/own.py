@@ -58,8 +58,8 @@ def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Ta
 def check_task_of(env: LLMEnv, name: str) -> None:
     """Checks what an environment needs of the user's own task or reward functions, with two empty responses to a row.
 
-    Added rewards are not called: a judge costs money, a model is not loaded yet. `grpo_rl.testing.check_task` checks
-    more, in seconds: that scores repeat, and the way to a gradient.
+    Those of `env.rewards` are not called: a judge costs money, a model is not loaded yet. `grpo_rl.testing.check_task`
+    checks more, in seconds: that scores repeat, and the way to a gradient.
 
     Raises:
         ValueError: a prompt is no list of messages, or empty responses to the first row can't be scored.

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -117,11 +118,9 @@ def _no_rows(*_: object) -> Sequence[dict]:
     raise ValueError("an environment of your own has no rows to evaluate or imitate; set evaluate.rows=0")
 
 
-TASKS = (
-    "gsm8k", "ifeval", "math", "countdown", "calculator", "search_qa", "code", "openenv", "verifiers",
-    "prompt_response", "agent",
-)  # fmt: skip
-"""The module of each task, which has one :class:`TaskSpec`."""
+_FILES = Path(__file__).parents[1] / "config" / "env"
+TASKS = tuple(sorted({path.stem for path in _FILES.glob("*.yaml")} - {"mixture", "own"}))
+"""The module of each task, which has one :class:`TaskSpec` and its settings' values in a file of its name."""
 
 
 def task_spec(name: str) -> TaskSpec:

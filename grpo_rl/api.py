@@ -77,7 +77,7 @@ def train(
             many.
         folder: of the run; None: a new one below ``outputs``. ``resume="auto"`` goes on there, or begins.
         settings: sections as mappings, ``optimizer={"lr": 1e-5}``; ``loss`` also as the name of a preset. In the place
-            of a ``package.module:name`` there can be the function or class itself.
+            of a ``package.module:name`` there can be the function or class itself, or a hook.
 
     Raises:
         ValueError: settings, rows or functions are wrong, before anything expensive starts.
@@ -113,7 +113,7 @@ def _settings(
     settings: Mapping[str, Any],
 ) -> Settings:
     vars(own).clear()
-    for cached in (task_section, factors._section):  # a notebook's function of the same name may be another by now
+    for cached in (task_section, factors.section_of):  # a notebook's function of the same name may be another by now
         cached.cache_clear()
     if settings.get("mode", "sync") != "sync":
         raise ValueError(f"grpo_rl.train is mode=sync, and mode is {settings['mode']}; use grpo-rl train")
@@ -157,7 +157,8 @@ def _named(value: Any) -> Any:
         return {key if isinstance(key, str) else _named(key): _named(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_named(item) for item in value]
-    if not callable(value):
+    is_hook = hasattr(value, "on_step") and not inspect.isclass(value)
+    if not (callable(value) or is_hook):
         return str(value) if isinstance(value, Path) else value
     # A bound method or a wrapper may have the name of another function, and an object has none.
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -168,5 +169,5 @@ def _named(value: Any) -> Any:
     name = name if name.isidentifier() else type(value).__name__
     while hasattr(own, name):
         name += "_"
-    setattr(own, name, value)
+    setattr(own, name, (lambda: value) if is_hook else value)  # a hook is made without arguments
     return f"{__name__}:own.{name}"

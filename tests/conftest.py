@@ -14,7 +14,7 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  at Ray's 15 actors hardly run beside other tests
 
-sys.path.append(str(Path(__file__).parent))  # for the package simulation, of which other tests take the clock
+sys.path.append(str(Path(__file__).parent))  # for what tests of several folders share: simulation, tiny_runs
 
 # A shell's background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -111,10 +111,10 @@ def tokenizer(tiny_model):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory) -> list[str]:
-    """The overrides of a run of seconds: see `grpo_rl.testing.tiny_run`."""
-    from grpo_rl import testing
+    """The overrides of a run of seconds: see `tiny_runs.tiny_run`."""
+    import tiny_runs
 
-    return testing.tiny_run(tmp_path_factory.mktemp("tiny"))
+    return tiny_runs.tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

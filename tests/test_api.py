@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import run_script
 
 import grpo_rl
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script
+from grpo_rl.run.hooks import Hook
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = {
@@ -99,6 +100,24 @@ def test_each_method_of_a_hook_is_called_and_what_it_adds_is_logged(tiny_run, tm
     assert sum(each[0] == "groups" for each in seen) == 1 and {("batch", True)} < {*seen}
     assert [each for each in seen if each[0] == "log"] == [("log", 0, 0, None, 1.0), ("log", 1, 4, 1, 1.0)]
     assert rows[0]["mine/evaluated"] == 1.0 and (rows[1]["mine/step"], rows[1]["mine/evaluated"]) == (1, 1.0)
+
+
+class Margin(Hook):
+    def __init__(self, margin):
+        self.margin = margin
+
+    def on_step(self, run, metrics, groups):
+        metrics["mine/margin"] = self.margin
+
+
+@pytest.mark.slow
+def test_a_hook_is_given_as_it_is(tiny_model, tmp_path):
+    rows = [{"prompt": f"Say {n}."} for n in range(4)]
+    run = grpo_rl.train(
+        tiny_model, rows, lambda completion: [float(len(text)) for text in completion], folder=tmp_path / "run",
+        hooks=[Margin(8)], **SECTIONS,
+    )  # fmt: skip
+    assert {row["mine/margin"] for row in run.metrics} == {8}
 
 
 def test_wrong_settings_and_functions_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from tiny_runs import run_script
 
 from grpo_rl.cli import COMMANDS, main
 from grpo_rl.envs.sandbox.jails import jails
@@ -23,7 +24,7 @@ from grpo_rl.monitor.loggers import open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script, save_tiny_model
+from grpo_rl.testing import save_tiny_model
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -198,7 +199,7 @@ def commands() -> list[tuple[str, str]]:
 
 PLACEHOLDERS = (
     "NAME", "experiment=mine", "config-name mine", "my_loss:", "my_sums:", "my_tasks:", "my_tools:", "csv_log:",
-    "numbers_game:", "config-name judged",
+    "numbers_game:", "config-name judged", "my_penalty:",
 )  # fmt: skip
 """Beginnings of lines that stand for many, or for files that the page gives: a test above runs those."""
 SCRIPT = re.compile(r".*?(sota/(?:grpo\w*|sft)\.py|grpo-rl train)( |$)")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_runs import tiny_run
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import tiny_run
 
 pytestmark = pytest.mark.slow
 

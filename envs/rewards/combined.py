@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from grpo_rl.by_name import one_line
 from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
@@ -143,7 +145,6 @@ class WithRewards(GroupTask):
         units = {part.unit for part in self._parts if "length" in part.known.inputs}
         counts = self._count_tokens(texts) if self._count_tokens and "tokens" in units else ()
         lengths = {"characters": [len(text) for text in texts], "tokens": counts}
-        of_row = {"gold": self.task.gold, "reference": self.task.gold, "question": self._question}
         for _, neighbours in groupby(range(len(rows)), key=lambda at: rows[at]):
             group = list(neighbours)
             for part in self._parts:
@@ -155,7 +156,7 @@ class WithRewards(GroupTask):
                     "correct": [result.parts.get(self._correct[part.name], 0.0) > 0 for _, result in judged],
                     **{
                         name: [value(rows[at]) for at, _ in judged] if name in part.known.inputs else []
-                        for name, value in of_row.items()
+                        for name, value in self._of_row.items()
                     },
                 }
                 for (at, result), value in zip(judged, part.values(inputs, len(judged)), strict=True):
@@ -163,6 +164,10 @@ class WithRewards(GroupTask):
                     results[at] = value if failed else replace(result, parts={**result.parts, part.name: value})
         # Weighted at the end: a reward that others are judged by may well have the weight 0.
         return [self._weighted(result) if isinstance(result, Reward) else result for result in results]
+
+    @property
+    def _of_row(self) -> dict[str, Callable[[dict], Any]]:
+        return {"gold": self.task.gold, "reference": self.task.gold, "question": self._question}
 
     def _question(self, row: dict) -> str:
         return self.task.prompt(row)[-1]["content"]
@@ -207,6 +212,17 @@ class WithRewards(GroupTask):
         if part.known.whole_group and one_by_one:
             remedy = ", or set env.scorer" if self.task.one_by_one else ""
             raise ValueError(f"{where} compares a group's responses, {name} scores one by one; leave it out{remedy}")
+
+    def try_own(self) -> None:
+        """Refuses a function of the user's own that returns no finite number for an empty response to the first row."""
+        for part in (part for part in self._parts if part.known.own):
+            of_row = {name: [value(self.rows[0])] for name, value in self._of_row.items() if name in part.known.inputs}
+            (value,) = part.values({"text": [""], "length": [0], "correct": [False], **of_row}, 1)
+            if isinstance(value, Exception):
+                raise ValueError(f"env.rewards.{part.name} can't score an empty response: {one_line(value)}") from value
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                wrong = f"returned {value!r:.80} for an empty response; it must be a finite number"
+                raise ValueError(f"env.rewards.{part.name} {wrong}")
 
 
 class WithRewardsInTurns(WithRewards):

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from grpo_rl.by_name import object_by_name
 from grpo_rl.envs.rewards import text
 from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
@@ -30,6 +31,7 @@ class Known:
         unit: of its lengths, unless the config says another.
         made: the function is a class: an object with these settings is made once, and called with the lists of all, as
             that is faster; its ``counts`` are metrics of the run.
+        own: the function is the user's, and is tried on an empty response.
     """
 
     function: Callable[..., Any]
@@ -37,6 +39,7 @@ class Known:
     whole_group: bool = False
     unit: str = "characters"
     made: bool = False
+    own: bool = False
 
     @property
     def takes_lists(self) -> bool:
@@ -58,6 +61,8 @@ REWARDS: dict[str, Known] = {
     "model": Known(Classifier, ("question", "text"), made=True),
 }
 """The rewards that ``env.rewards`` can name."""
+INPUTS = ("text", "length", "correct", "gold", "question", "reference")
+"""Inputs of a function of the user's own, by the names of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Part:
     """One reward as a config asks for it.
 
     Args:
-        name: of :data:`REWARDS`, and of the reward part.
+        name: of :data:`REWARDS`, or the user's for a function of his own; that of the reward part, too.
         correct: the reward part that is above 0 for right responses; None looks for one.
     """
 
@@ -98,7 +103,8 @@ def read_parts(config: Mapping[str, Any]) -> list[Part]:
 
     None instead leaves a reward out, which is how a config takes one away from a config that it is built on. Rewards
     of lengths also take ``unit``, ``characters`` or ``tokens``; those that ask whether a response is right take
-    ``correct``, the name of a reward part.
+    ``correct``, the name of a reward part. With ``function``, ``package.module:function``, the reward is the user's own
+    under a name of his choice: its parameters are of :data:`INPUTS`, its keyword-only parameters its settings.
 
     Raises:
         ValueError: there is no such reward or setting, one lacks, or a value makes no sense.
@@ -112,10 +118,11 @@ def read_parts(config: Mapping[str, Any]) -> list[Part]:
 
 def _read(name: str, setting: Any) -> Part:
     where = f"env.rewards.{name}"
-    if name not in REWARDS:
-        raise ValueError(f"env.rewards: {unknown('reward', name, REWARDS)}")
-    known = REWARDS[name]
     settings = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    known = _own(settings.pop("function"), where) if "function" in settings else REWARDS.get(name)
+    if known is None:
+        own = "one of your own needs `function: package.module:function`"
+        raise ValueError(f"env.rewards: {unknown('reward', name, REWARDS)}; {own}")
     weight = settings.pop("weight", 1.0)
     check_weights({"weight": weight}, where)
     unit = settings.pop("unit", known.unit) if "length" in known.inputs else known.unit
@@ -130,22 +137,39 @@ def _read(name: str, setting: Any) -> Part:
             taken = ["weight", *(["unit"] if "length" in known.inputs else [])]
             taken += [*(["correct"] if "correct" in known.inputs else []), *allowed]
             raise ValueError(f"{where}: {unknown('setting', setting_name, taken)}")
-    hints = get_type_hints(known.function.__init__ if known.made else known.function, include_extras=True)
+    try:
+        hints = get_type_hints(known.function.__init__ if known.made else known.function, include_extras=True)
+    except (NameError, TypeError):  # the user's: imported for type checkers alone, or of a callable object
+        hints = {}
     for setting_name, value in settings.items():
-        kind: TypeAdapter[Any] = TypeAdapter(hints[setting_name], config=_STRICT)
+        hint = hints.get(setting_name, Any)  # of the user's own it may lack
+        kind: TypeAdapter[Any] = TypeAdapter(hint, config=_STRICT)
         try:
-            kind.validate_python(tuple(value) if isinstance(value, list) else value)
+            kind.validate_python(tuple(value) if isinstance(value, list) and not known.own else value)
         except ValidationError as error:
             # In the place of a text, as of a variable's name, the value may be a key.
-            of_text = str in (hints[setting_name], *get_args(hints[setting_name]))
+            of_text = str in (hint, *get_args(hint))
             given = f"of type {type(value).__name__}" if of_text else repr(value)
             wrong = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ValueError(f"{where}.{setting_name} is {given}; {wrong.replace('Input', 'it')}") from None
     try:
         if known.made:
             return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
-        if allowed:  # a response of nothing shows whether they make sense, before anything expensive starts
+        if allowed and not known.own:  # a response of nothing shows whether they make sense, before what is expensive
             known.function(*map(_NOTHING.get, known.inputs), **settings)
     except (TypeError, ValueError) as error:  # a TypeError: a setting is missing
         raise ValueError(f"{where}: {error}") from error
     return Part(name, float(weight), known, unit, correct, settings)
+
+
+def _own(name: Any, where: str) -> Known:
+    function = object_by_name(str(name), f"{where}.function")
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"{where}.function={name} is {function!r:.80}; it must be a function")
+    parameters = inspect.signature(function).parameters.values()
+    inputs = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    wrong = [each for each in inputs if each not in INPUTS]
+    if wrong or not inputs:
+        rest = f"it can ask for {', '.join(INPUTS)}, and its settings stand behind a *"
+        raise ValueError(f"{where}: {name} asks for {', '.join(wrong) or 'nothing'}; {rest}")
+    return Known(function, inputs, own=True)

@@ -11,6 +11,7 @@ from grpo_rl.by_name import is_name, object_by_name, short_name
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
+from grpo_rl.envs.rewards.combined import WithRewards
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task, plays_turns
 from grpo_rl.envs.tools.schemas import shows_tools
@@ -66,9 +67,12 @@ def task_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _try_out(env: LLMEnv, dataset: str) -> None:
-    """Scores once with the user's own task or reward functions, on rank zero alone, which does all scoring."""
-    if task_spec(dataset).takes_reward and os.environ.get("RANK", "0") == "0":
-        check_task_of(env, dataset)
+    """Scores once with the user's own task and reward functions, on rank zero alone, which does all scoring."""
+    if os.environ.get("RANK", "0") == "0":
+        if task_spec(dataset).takes_reward:
+            check_task_of(env, dataset)
+        if isinstance(env.task, WithRewards):
+            env.task.try_own()
 
 
 def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any]:

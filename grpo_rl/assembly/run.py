@@ -101,7 +101,15 @@ def build_run(
         for held in (env, *(task.env for task in others)):
             stack.callback(held.close)
         ranks, folder, logs, interrupt = begin(
-            stack, settings, own_folder, model, make_ranks, settings.train, partial(_make_logs, settings, env, loss)
+            stack,
+            settings,
+            own_folder,
+            model,
+            make_ranks,
+            settings.train,
+            lambda folder: RunLogs(
+                folder, settings.logger, settings.train, derived.total_steps(settings), tokenizer, loss
+            ),
         )
         for task in (env.members or {"": env}).values():
             task.guard.tell = logs.note
@@ -272,12 +280,6 @@ def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) ->
         logs.note(f"The best model, of step {state['best'][0]}, is not there; the next evaluation is the best so far")
         state = {**state, "best": None}
     return state
-
-
-def _make_logs(settings: Settings, env: LLMEnv, loss: Any, folder: RunFolder) -> RunLogs:
-    steps, loss = derived.total_steps(settings), loss if settings.train.lineage else None
-    resumes, zero = folder.resumes, folder.rank_zero
-    return RunLogs(folder.path, settings.logger, folder.config, steps, folder.step, resumes, loss, zero, env.tokenizer)
 
 
 @dataclass

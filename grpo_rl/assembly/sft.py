@@ -159,9 +159,7 @@ def steps_of(train: Train, folder: RunFolder) -> int:
 
 
 def _make_logs(settings: Settings, train: Train, folder: RunFolder) -> RunLogs:
-    steps, zero = steps_of(train, folder), folder.rank_zero
-    # Without a tokenizer neither responses nor tokens are stored.
-    logs = RunLogs(folder.path, settings.logger, folder.config, steps, folder.step, folder.resumes, rank_zero=zero)
+    logs = RunLogs(folder, settings.logger, train, steps_of(train, folder))  # no tokenizer: no responses to store
     logs.progress.title = "SFT"
     return logs
 

@@ -143,6 +143,10 @@ def batch_advantages(
         advantages = [group_advantages(table, function) for table in tables]
     else:
         advantages = call(function, tables=tables, parts=parts)
+        listed = advantages if isinstance(advantages, list | tuple) else [advantages]
+        shapes = [list(getattr(table, "shape", ())) for table in listed]
+        if shapes != (wanted := [list(table.shape) for table in tables]):
+            raise ValueError(f"{named(function)} returned tensors of shapes {shapes}; return a list of {wanted}")
     return advantages if clip is None else [table.clamp(-clip, clip) for table in advantages]
 
 

@@ -36,11 +36,12 @@ class Factor:
         self.name, self.default, self.given, self._module = name, default, given, module
         self._functions: dict[str, tuple[Callable[..., Any], str]] = {}
 
-    def add(self, name: str, meaning: str = "") -> Callable[[F], F]:
-        """Registers a function; the meaning is shown in help."""
+    def add(self, name: str, meaning: str = "", **attributes: Any) -> Callable[[F], F]:
+        """Registers a function, and gives it attributes; the meaning is shown in help."""
 
         def register(function: F) -> F:
             self._functions[name] = function, meaning
+            vars(function).update(attributes)
             return function
 
         return register
@@ -185,7 +186,7 @@ def loss_section(values: Mapping[str, Any] | None = None) -> type[Loss]:
         ValueError: such a function can't be had, or a parameter of it has the name of another setting.
     """
     own = [(factor, values.get(factor.name)) for factor in FACTORS] if isinstance(values, Mapping) else []
-    return _section(tuple((factor, value) for factor, value in own if callable(value) or is_name(value)))
+    return section_of(tuple((factor, value) for factor, value in own if callable(value) or is_name(value)))
 
 
 @functools.cache
@@ -206,7 +207,8 @@ def shared_settings() -> dict[str, tuple[Any, Any]]:
 
 
 @functools.cache
-def _section(own: tuple[tuple[Factor, Any], ...]) -> type[Loss]:
+def section_of(own: tuple[tuple[Factor, Any], ...]) -> type[Loss]:
+    """The section with the settings of the user's own functions that stand for some factors."""
     fields = {factor.name: factor.field() for factor in FACTORS} | shared_settings()
     for factor, value in own:
         for name, field in factor.settings(factor.function(value)).items():
@@ -243,7 +245,11 @@ def check_advantage(
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:
         raise ValueError(f"loss.kl={kl} is for the loss; with loss.kl_in=reward use {', '.join(REWARD_KL)}")
-    if not {"rewards", "tables"} & {*inspect.signature(function).parameters} and (kl_coef or reward_clip is not None):
+    takes = {*inspect.signature(function).parameters}
+    if "rewards" in takes and (rest := takes & {"tables", "parts"}):
+        wanted = f"{named(function)} asks for rewards, of each group by itself, and for {', '.join(sorted(rest))}"
+        raise ValueError(f"loss.advantage={wanted}, of the whole collection; ask for tables instead of rewards")
+    if not {"rewards", "tables"} & takes and (kl_coef or reward_clip is not None):
         raise ValueError(
             f"loss.advantage={named(function)} looks at parts of the reward, not at their sum; use loss.kl_in=loss "
             "and leave train.reward_clip at null"

@@ -140,8 +140,7 @@ class GRPOLoss(LossModule):
             corrected=corrected,
             batch_size=log_ratio.shape,
         )
-        clips = (settings[name] for name in ("clip_low", "clip_high", "dual_clip"))
-        terms.update(clipped_tokens(settings.surrogate, leveled.detach(), advantage, *clips))
+        terms.update(clipped_tokens(self._surrogate.func, leveled.detach(), advantage, **self._surrogate.keywords))
         if self.kl_coef:
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
             ref = self._read(tensordict, keys.ref_log_prob)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
-from grpo_rl.losses.factors import SURROGATE, Ratio
+from grpo_rl.losses.factors import SURROGATE, Ratio, call
 
 ClipLow = Annotated[float, Field(description="r is clipped below at 1 - clip_low", ge=0, le=1)]
 ClipHigh = Annotated[float, Field(description="r is clipped above at 1 + clip_high", ge=0)]
@@ -44,7 +44,28 @@ def leveled_log_ratio(
     return mean if level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
 
 
-@SURROGATE.add("clipped", "PPO's")
+def outside(
+    log_ratio: Float[Tensor, " N"], clip_low: float = 0.2, clip_high: float = 0.2
+) -> dict[str, Bool[Tensor, " N"]]:
+    """Flags of the ratios outside the clips: of ``cispo`` their weight is bounded."""
+    ratio = log_ratio.exp()
+    return {"clip_low": ratio < 1 - clip_low, "clip_high": ratio > 1 + clip_high}
+
+
+def without_gradient(
+    log_ratio: Float[Tensor, " N"],
+    advantage: Float[Tensor, " N"],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> dict[str, Bool[Tensor, " N"]]:
+    """Flags of the tokens whose gradient PPO's clips remove."""
+    flags = outside(log_ratio, clip_low, clip_high)
+    flags = {"clip_low": flags["clip_low"] & (advantage < 0), "clip_high": flags["clip_high"] & (advantage > 0)}
+    return flags if dual_clip is None else flags | {"clip_dual": (log_ratio.exp() > dual_clip) & (advantage < 0)}
+
+
+@SURROGATE.add("clipped", "PPO's", clips=without_gradient)
 def clipped_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
@@ -80,7 +101,7 @@ def clipped_surrogate(
     return -torch.min(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
-@SURROGATE.add("cispo", "a clipped weight, no gradient lost")
+@SURROGATE.add("cispo", "a clipped weight, no gradient lost", clips=outside)
 def cispo_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
@@ -156,24 +177,16 @@ def no_surrogate(log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
 
 
 def clipped_tokens(
-    kind: str | Callable[..., Tensor],
-    log_ratio: Float[Tensor, " N"],
-    advantage: Float[Tensor, " N"],
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    surrogate: str | Callable[..., Tensor], log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N"], **clips: Any
 ) -> dict[str, Bool[Tensor, " N"]]:
     """Flags of the tokens that a clip has changed: ``clip_low``, ``clip_high``, and with a dual clip ``clip_dual``.
 
-    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, the other names have no clip, and of a
-    function of the user's own it is not known.
+    They come from the function's attribute ``clips``; without one nothing is clipped, or it is not known.
+
+    Args:
+        clips: the surrogate's settings.
     """
-    low, high = log_ratio.exp() < 1 - clip_low, log_ratio.exp() > 1 + clip_high
-    if kind == "clipped":
-        low, high = low & (advantage < 0), high & (advantage > 0)
-    elif kind != "cispo":
-        low, high = torch.zeros_like(low), torch.zeros_like(high)
-    flags = {"clip_low": low, "clip_high": high}
-    if kind == "clipped" and dual_clip is not None:
-        flags["clip_dual"] = (log_ratio.exp() > dual_clip) & (advantage < 0)
-    return flags
+    flags = getattr(SURROGATE.function(surrogate), "clips", None)
+    if flags is None:
+        return dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(log_ratio, dtype=torch.bool))
+    return call(flags, log_ratio=log_ratio, advantage=advantage, **clips)

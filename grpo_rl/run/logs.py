@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from tensordict import TensorDictBase
@@ -27,48 +27,49 @@ from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_parts import write_sampling
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.run.hooks import Hook
-from grpo_rl.settings.sections import Logger
+
+if TYPE_CHECKING:
+    from grpo_rl.run.folder import RunFolder
+    from grpo_rl.settings.sections import Logger, Train
 
 
 class RunLogs:
     """The terminal view, ``metrics.jsonl``, responses, tokens and loggers of a run; used as a context manager.
 
+    On other ranks than zero metrics alone are written, and nothing is shown.
+
     Args:
-        step: the step the run resumes after.
-        resumes: whether there are earlier metrics, whose advisories are not repeated.
+        folder: of a run that may resume: earlier advisories are not repeated.
         tokenizer: reads the tokens of recorded groups; None: nothing was sampled, and numbers alone are logged.
-        loss: gives each token's terms for the log of tokens, which then has all groups; None: it has a few.
-        rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
+        loss: gives each token's terms for the log of tokens, which has all groups with `train.lineage`, else a few.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder,
         logger: Logger,
-        config: Mapping[str, Any],
+        train: Train,
         total_steps: int,
-        step: int = 0,
-        resumes: bool = False,
-        loss: GRPOLoss | None = None,
-        rank_zero: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        loss: GRPOLoss | None = None,
     ) -> None:
-        record = partial(_log_line, _log_of(folder)) if rank_zero else lambda _: None
+        path, config, zero = folder.path, folder.config, folder.rank_zero
+        record = partial(_log_line, _log_of(path)) if zero else lambda _: None
         self.progress = Progress(
-            total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
+            total_steps, None if zero else Console(quiet=True), first_step=folder.step, record=record
         )
-        metrics = MetricsFile(folder)
-        advice = Advice(config, self.note, read_metrics(folder) if resumes else ())
-        self._loggers = open_loggers(logger, folder, config, self.note) if rank_zero else Loggers(self.note, folder)
-        self.hooks: list[Hook] = [metrics, advice, Trackers(self._loggers)]
+        advice = Advice(config, self.note, read_metrics(path) if folder.resumes else ())
+        self._loggers = open_loggers(logger, path, config, self.note) if zero else Loggers(self.note, path)
+        self.hooks: list[Hook] = [MetricsFile(path), advice, Trackers(self._loggers)]
         """The hooks that write the logs, in the order in which they do."""
-        if tokenizer and rank_zero:
+        if tokenizer and zero:
             if logger.completions or self._loggers:
-                self.hooks.append(Responses(CompletionsLog(folder) if logger.completions else None, self._loggers))
-            self.hooks.append(SamplingTimes(folder))
+                self.hooks.append(Responses(CompletionsLog(path) if logger.completions else None, self._loggers))
+            self.hooks.append(SamplingTimes(path))
+            loss = loss if train.lineage else None
             if logger.token_groups or loss:
                 pieces = partial(token_pieces, tokenizer)
-                self.hooks.append(Tokens(TokenLog(folder, config, logger.token_groups, pieces, loss)))
+                self.hooks.append(Tokens(TokenLog(path, config, logger.token_groups, pieces, loss)))
         self.hooks.append(Terminal(self.progress))
         self.last_words: list[str] = []
         """The exit message: lines shown when all else is closed, unless an error ends the run."""

@@ -74,7 +74,9 @@ class Env(Section):
         "(docs/mixtures.md); empty: all",
     )
     rewards: Mapping[Any, Any] = setting(
-        {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
+        {},
+        "added to the task's own: a weight by name, or a mapping of weight and settings, with `function` one of your "
+        "own (docs/tasks.md)",
     )
     tool_parser: str | None = setting(
         None,

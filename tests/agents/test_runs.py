@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_runs import run_script
 from transformers import AutoTokenizer
 
 from grpo_rl.cli import main
 from grpo_rl.evaluation.results import read_eval_file
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script, save_tiny_model
+from grpo_rl.testing import save_tiny_model
 
 SOTA = Path(__file__).parents[2] / "sota"
 AGENT = '''

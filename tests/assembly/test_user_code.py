@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_runs import run_script
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.assembly.environment import make_env
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")

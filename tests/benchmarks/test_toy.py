@@ -24,6 +24,9 @@ TOYS = {
     "gpu": "--toy --out {folder}/gpu.json",
     "head": "--shape 64 32 128",
     "intervals": "--count 10 --compare",
+    "learning": "--runs ours:0 trl:0 --show --folder {folder}/runs --target 0 --trl-batch 2 4 --settings "
+    "model.name={model} env.num_envs=2 env.repeats=2 train.optim_batch_size=4 train.total_dialog_turns=12 "
+    "sampling.max_new_tokens=4 evaluate.rows=4 train_model.compile=false",
     "memory": "--vocabs 64 128 --tokens 16 32 --vocab 64 --response 16",
     "operators": "--tokens 32",
     "prefix": "--model {model} --shape 8 4 2 --share-prompt 8 --share-response 4",
@@ -90,7 +93,7 @@ def test_a_script_runs_at_toy_size_with_all_its_arms(script, toys, name, tmp_pat
     words = TOYS[name].format(**toys, folder=tmp_path).split()
     words += [sys.executable, "-c", STEADY] if name == "soak" else []
     if has_figure := hasattr(module, "NAME") or name == "step_vs_before":
-        steps = [] if name == "memory" else ["--steps", "2" if name == "checkpoint_stall" else "1"]
+        steps = [] if name in ("learning", "memory") else ["--steps", "2" if name == "checkpoint_stall" else "1"]
         words += [*steps, "--force", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
     assert not module.main()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_runs import run_script
 from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer
 
@@ -17,7 +18,6 @@ from grpo_rl.checks.model import template_findings
 from grpo_rl.cli import main
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.testing import run_script
 from tests.checks.test_doctor import to_fix
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script
 from torchrl.collectors import Collector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
@@ -18,7 +19,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import ScriptedEngine, run_script
+from grpo_rl.testing import ScriptedEngine
 
 SAMPLING = Sampling(max_new_tokens=8)
 SOTA = Path(__file__).parents[2] / "sota"

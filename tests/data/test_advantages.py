@@ -143,3 +143,16 @@ def test_a_part_that_a_whole_group_or_all_of_them_lack_adds_nothing():
 def test_rewards_are_clipped_before_they_become_advantages():
     (group,) = AdvantageEstimator("no_std", reward_clip=1.0)([random_group(rewards=[-9.0, 9.0])])
     assert group.advantages.tolist() == [-1.0, 1.0] and group.rewards.tolist() == [-9.0, 9.0]
+
+
+def test_an_own_function_asks_for_groups_or_for_the_collection_and_returns_a_list_as_it():
+    def both(rewards, parts):
+        return rewards
+
+    def first(tables):
+        return tables[:1]
+
+    with pytest.raises(ValueError, match="asks for rewards, of each group by itself, and for parts"):
+        AdvantageEstimator(both)
+    with pytest.raises(ValueError, match=r"first returned tensors of shapes \[\[2, 2\]\]; return a list of .*\[1, 3\]"):
+        batch_advantages([torch.zeros(2, 2), torch.zeros(1, 3)], first)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import lazy_stack
+from tiny_runs import same
 from torchrl.objectives import llm as torchrl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -15,7 +16,7 @@ from grpo_rl.data.group import Group, Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, same
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
 from tests.helpers import to_fp64
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script
 from transformers import AutoTokenizer
 
 from grpo_rl.data.batching import MicroBatching
@@ -15,7 +16,7 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, run_script
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 

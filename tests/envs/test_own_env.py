@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script
 
 from grpo_rl.assembly.environment import make_env
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script
 from tests.envs.scoring import playing
 
 SOTA = Path(__file__).parents[2] / "sota"

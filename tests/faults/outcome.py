@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 from starts import GROUPS, STEPS
+from tiny_runs import same, without_clocks
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SET_ASIDE = (".log", ".abandoned", ".old")

@@ -21,6 +21,7 @@ from random import SystemRandom
 from kill_points import Point, arm, folder_of_library, points
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))  # for loop_control and tiny_runs
 STEPS, GROUPS, REPEATS = 3, 2, 4
 """A run has so many steps, a step so many groups, and a group so many responses."""
 PATIENCE_S = 300
@@ -68,7 +69,7 @@ class Start:
 
 def overrides(mode: Mode, folder: Path) -> list[str]:
     """The overrides of a run of a few steps, with all that a run can write."""
-    from grpo_rl.testing import tiny_run
+    from tiny_runs import tiny_run
 
     sizes = [f"env.num_envs={GROUPS}", f"env.repeats={REPEATS}", f"train.optim_batch_size={GROUPS * REPEATS}"]
     sizes += [f"train.total_dialog_turns={STEPS * GROUPS * REPEATS}", "train.micro_batch_tokens=512"]
@@ -94,8 +95,7 @@ def warm(modes: list[Mode], work: Path) -> None:
     import gc
 
     import torch
-
-    from grpo_rl.testing import run_script
+    from tiny_runs import run_script
 
     torch.set_num_threads(1)
     if any(mode.script == "grpo_async.py" for mode in modes):
@@ -204,6 +204,7 @@ def _be_the_run(
 
 def _sample_in_this_process() -> None:
     """Gives the async script engines of this process in the place of Ray's actors."""
+    from loop_control import Reads
     from transformers import AutoConfig
 
     from grpo_rl.assembly import asynchronous, site
@@ -212,9 +213,6 @@ def _sample_in_this_process() -> None:
     from grpo_rl.engines.loop_thread import LoopThread
     from grpo_rl.settings.devices import allocate
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
-
-    sys.path.append(str(ROOT / "tests"))
-    from loop_control import Reads
 
     class Member(Reads):
         """An engine of a fleet, in this process: its responses are digits that follow from the prompt."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import without_clocks
 
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.report.files import read_summary
-from grpo_rl.testing import without_clocks
 
 pytestmark = pytest.mark.nightly
 

@@ -129,9 +129,10 @@ def open_again(run: Path) -> tuple[int | None, str]:
 
 def judge(runs: Runs, kind: str, how: str, run: Path, expected: int | None, name: str) -> str | None:
     """Says what is wrong with how a damaged run was opened; None: nothing."""
+    from tiny_runs import same
+
     from grpo_rl.report.files import read_evaluation
     from grpo_rl.storage import checkpoint_file
-    from grpo_rl.testing import same
 
     original, _ = runs.files(kind)
     evaluation = read_evaluation(run, STEPS)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.testing import run_script
 from grpo_rl.training.checkpoint import PATTERN, load
 
 pytestmark = pytest.mark.gpu

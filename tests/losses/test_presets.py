@@ -3,13 +3,13 @@
 import re
 
 import pytest
+from tiny_runs import run_script
 
 from grpo_rl.assembly.training import make_advantages, make_loss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
 

@@ -13,7 +13,7 @@ import pytest
 from grpo_rl.monitor.advisories import PAGE, RULES, SETTING, WINDOW, Advisories, History
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.settings.sections import Logger, declarations
+from grpo_rl.settings.sections import Logger, Train, declarations
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
@@ -224,7 +224,8 @@ def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch,
 
     monkeypatch.setitem(RULES, "unstable", replace(RULES["unstable"], holds=broken))
     MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
-    with RunLogs(tmp_path, Logger(), {}, 9, resumes=True) as logs:
+    folder = SimpleNamespace(path=tmp_path, config={}, step=1, resumes=True, rank_zero=True)
+    with RunLogs(folder, Logger(), Train(), total_steps=9) as logs:
         for step in (2, 3):
             for hook in logs.hooks:
                 hook.on_log(SimpleNamespace(step=step, parts=SimpleNamespace(env=None)), {"reward/mean": 0.5}, ())

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from tiny_runs import run_script
 
 import grpo_rl.loggers
 from grpo_rl import cli
@@ -20,7 +21,6 @@ from grpo_rl.loggers.base import BUILT_IN, check_loggers, logger_class
 from grpo_rl.loggers.wandb import Log as WandbLog
 from grpo_rl.monitor.loggers import open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.testing import run_script
 from tests.helpers import responses_by_step
 
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported, once for all

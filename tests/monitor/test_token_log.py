@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tiny_runs import same
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
@@ -17,7 +18,7 @@ from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.monitor.token_log import TokenLog, token_pieces
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, same
+from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny_runs import run_script, without_clocks
 
 from grpo_rl.cli import main
 from grpo_rl.diagnosis.mismatch import MismatchError
@@ -21,7 +22,6 @@ from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.monitor.stored_tokens import read_step
 from grpo_rl.replay.replay import recompute
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"

@@ -17,6 +17,7 @@ from unittest.mock import MagicMock, create_autospec
 import pandas as pd
 import pytest
 import torch
+from tiny_runs import run_script, same, without_clocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.collectors.sync import SyncCollector
@@ -29,7 +30,6 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
-from grpo_rl.testing import run_script, same, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 from tests.helpers import of_two_ranks, responses_by_step
 

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from tiny_runs import run_script
 
 from grpo_rl.settings import compose
 from grpo_rl.settings.config import main
-from grpo_rl.testing import run_script
 from tests.run.test_sft import OF_GRPO
 
 SCRIPTS = Path(__file__).parents[2] / "sota"

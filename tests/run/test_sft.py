@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report import charts, headline
-from grpo_rl.testing import run_script
 from grpo_rl.training.checkpoint import checkpoints, load
 from tests.run.test_run import comparable, masters
 

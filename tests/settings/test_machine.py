@@ -7,13 +7,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tiny_runs import run_script, tiny_run
 
 from grpo_rl.settings import devices
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.devices import default_dtype
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import run_script, tiny_run
 
 ZEN_3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_2 fma avx f16c avx2 vaes\nbugs\t: spectre_v1\n"
 ZEN_4 = ZEN_3.replace("avx2", "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16")

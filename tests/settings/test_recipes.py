@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import run_script, without_clocks
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import run_script, save_tiny_model, without_clocks
+from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"

@@ -99,3 +99,35 @@ def test_parts_are_added_under_their_names_with_their_weights():
         "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
         "repetition_penalty": pytest.approx(-0.1),
     }  # fmt: skip
+
+
+OWN = """
+def brief(length, correct, *, limit: int = 100):
+    return 1 - length / limit if correct else 0.0
+
+def asks(text, row): return 0.0
+def idle(): return 0.0
+def raises(gold): return len(gold) / 0
+def says(text): return "yes"
+"""
+
+
+def test_a_function_of_ones_own_is_added_to_a_shipped_tasks_rewards(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = with_rewards(GSM8K(ROWS), {"short": {"function": "own_rewards:brief", "weight": 2.0, "limit": 10}})
+    right, wrong = (task.score(ROWS[0], f"It is {answer}").parts for answer in (RIGHT, WRONG))
+    assert right["short"] == pytest.approx(2 * (1 - 8 / 10)) and wrong["short"] == 0.0
+    for setting, message in {
+        "asks": "asks for row; it can ask for text, length, correct",
+        "idle": "asks for nothing; it can ask for text",
+        "raises": r"can't score an empty response: ZeroDivisionError: .*own_rewards.py, line 7\)",
+        "says": "returned 'yes' for an empty response",
+        "missing": "has no missing",
+    }.items():
+        with pytest.raises(ValueError, match=f"^env.rewards.own.*{message}"):
+            with_rewards(GSM8K(ROWS), {"own": {"function": f"own_rewards:{setting}"}}).try_own()
+    with pytest.raises(ValueError, match="env.rewards.own.limit is 1.5; it should be a valid integer"):
+        with_rewards(GSM8K(ROWS), {"own": {"function": "own_rewards:brief", "limit": 1.5}})
+    with pytest.raises(ValueError, match="brief.*one of your own needs `function: package.module:function`"):
+        with_rewards(GSM8K(ROWS), {"brief": 1.0})
