@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 from typing_extensions import override
 
 from grpo_rl.by_name import one_line
-from grpo_rl.envs.rewards.classifier import Classifier
-from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import GroupTask, Messages, NothingApplies, Reward, Task, last_said, plays_turns, raised
 
 if TYPE_CHECKING:  # processes that call reward functions need not wait for it
     from transformers import PreTrainedTokenizerBase
+
+    from grpo_rl.envs.rewards.judge import Judge
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """The number of tokens in each text."""
@@ -63,7 +63,7 @@ class WithRewards(GroupTask):
     @property
     def judges(self) -> list[Judge]:
         """The language models among the added rewards."""
-        return [made for made in self._made if isinstance(made, Judge)]
+        return [made for made in self._made if hasattr(made, "share_budget")]
 
     def without_rows(self) -> WithRewards:
         """A copy of both tasks, this one and the inner one, without data."""
@@ -93,7 +93,7 @@ class WithRewards(GroupTask):
         """Loads the added models that score on a device."""
         self.task.place(device)
         for made in self._made:
-            if isinstance(made, Classifier):
+            if hasattr(made, "place"):
                 made.place(device)
 
     @override
@@ -198,7 +198,7 @@ class WithRewards(GroupTask):
         if part.known.made:
             if self.isolated:
                 raise ValueError(f"{where} keeps counts here, and {name} is scored in others; set isolated=false")
-            if isinstance(part.known.function, Judge):
+            if part.known.function in self.judges:
                 try:
                     part.known.function.check(one_by_one=one_by_one)
                 except ValueError as error:

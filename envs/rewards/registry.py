@@ -1,16 +1,14 @@
 """Rewards by the names of Open-R1, and the reading of ``env.rewards``: which, with what weight and settings."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_rl.by_name import object_by_name
-from grpo_rl.envs.rewards import text
-from grpo_rl.envs.rewards.classifier import Classifier
-from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.task import check_weights
 from grpo_rl.section import unknown
 
@@ -24,7 +22,8 @@ class Known:
     """A reward that a config can name.
 
     Args:
-        function: keyword-only parameters are its settings, whose types have pydantic's limits.
+        function: a function, or its ``module:name``, which is imported when the reward is asked for; keyword-only
+            parameters are its settings, whose types have pydantic's limits.
         inputs: what it is called with, in order: the response's ``text``, its ``length``, whether it is ``correct``,
             the row's ``gold`` answer, the ``question``, the gold answer where there is one as ``reference``.
         whole_group: it compares the responses to a prompt, and so is called once with the lists of all.
@@ -34,7 +33,7 @@ class Known:
         own: the function is the user's, and is tried on an empty response.
     """
 
-    function: Callable[..., Any]
+    function: Any
     inputs: tuple[str, ...] = ("text",)
     whole_group: bool = False
     unit: str = "characters"
@@ -47,18 +46,19 @@ class Known:
         return self.whole_group or self.made
 
 
+_OURS = "grpo_rl.envs.rewards"
 REWARDS: dict[str, Known] = {
-    "accuracy": Known(text.accuracy, ("text", "gold")),
-    "format": Known(text.answer_format),
-    "tag_count": Known(text.tag_count),
-    "reasoning_steps": Known(text.reasoning_steps),
-    "length": Known(text.group_length, ("length", "correct"), whole_group=True),
-    "cosine": Known(text.cosine, ("length", "correct")),
-    "repetition_penalty": Known(text.repetition_penalty),
-    "soft_overlong_punishment": Known(text.soft_overlong_punishment, ("length",), unit="tokens"),
-    "code_format": Known(text.code_format),
-    "judge": Known(Judge, ("question", "text", "reference"), made=True),
-    "model": Known(Classifier, ("question", "text"), made=True),
+    "accuracy": Known(f"{_OURS}.text:accuracy", ("text", "gold")),
+    "format": Known(f"{_OURS}.text:answer_format"),
+    "tag_count": Known(f"{_OURS}.text:tag_count"),
+    "reasoning_steps": Known(f"{_OURS}.text:reasoning_steps"),
+    "length": Known(f"{_OURS}.text:group_length", ("length", "correct"), whole_group=True),
+    "cosine": Known(f"{_OURS}.text:cosine", ("length", "correct")),
+    "repetition_penalty": Known(f"{_OURS}.text:repetition_penalty"),
+    "soft_overlong_punishment": Known(f"{_OURS}.text:soft_overlong_punishment", ("length",), unit="tokens"),
+    "code_format": Known(f"{_OURS}.text:code_format"),
+    "judge": Known(f"{_OURS}.judge:Judge", ("question", "text", "reference"), made=True),
+    "model": Known(f"{_OURS}.classifier:Classifier", ("question", "text"), made=True),
 }
 """The rewards that ``env.rewards`` can name."""
 INPUTS = ("text", "length", "correct", "gold", "question", "reference")
@@ -123,6 +123,8 @@ def _read(name: str, setting: Any) -> Part:
     if known is None:
         own = "one of your own needs `function: package.module:function`"
         raise ValueError(f"env.rewards: {unknown('reward', name, REWARDS)}; {own}")
+    if isinstance(known.function, str):
+        known = replace(known, function=pkgutil.resolve_name(known.function))
     weight = settings.pop("weight", 1.0)
     check_weights({"weight": weight}, where)
     unit = settings.pop("unit", known.unit) if "length" in known.inputs else known.unit
