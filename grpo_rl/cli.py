@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +70,11 @@ def _run(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if invalid := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
         parser.error(f"{invalid[0]!r} is neither an option nor an override such as env.repeats=8")
+    takes = len(inspect.signature(options.run_command).parameters) > 1
+    if overrides and not takes:
+        parser.error(f"{arguments[0]} takes no overrides such as {overrides[0]}")
     try:
-        return options.run_command(options, overrides)
+        return options.run_command(options, overrides) if takes else options.run_command(options)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(shown(str(error)).split())}", file=sys.stderr)
         return 2
@@ -99,9 +103,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_export_model)
 
 
-def _export_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"export takes no overrides such as {overrides[0]}; the checkpoint has its config")
+def _export_model(options: argparse.Namespace) -> int:
     if not options.checkpoint.is_file():
         raise ValueError(f"there is no checkpoint {options.checkpoint}; a run's are its checkpoints/checkpoint_*.pt")
     from grpo_rl.evaluation.models import export_checkpoint

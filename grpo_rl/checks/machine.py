@@ -5,6 +5,7 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -121,16 +122,9 @@ def free_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[float, str]:
     Memory that only caches files counts as free.
     """
     free, bound = float(psutil.virtual_memory().available), "the machine's"
-    for limit, used, cached in (
-        (root / "memory.max", root / "memory.current", root / "memory.stat"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", root / "memory/memory.stat"),
-    ):
-        try:
-            most, now = float(limit.read_text()), float(used.read_text())
-            files = dict(line.split() for line in cached.read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or "max": no bound
-            continue
-        left = most - now + float(files.get("total_inactive_file") or files.get("inactive_file") or 0)
-        if left < free:
+    with suppress(OSError, ValueError):  # no such file, or "max": no bound
+        most, now = (float((root / name).read_text()) for name in ("memory.max", "memory.current"))
+        files = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        if (left := most - now + float(files.get("inactive_file", 0))) < free:
             free, bound = max(0.0, left), f"the container's limit is {most / 2**30:,.1f}"
     return free, bound

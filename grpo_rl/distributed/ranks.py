@@ -24,7 +24,7 @@ import socket
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -181,14 +181,6 @@ class Ranks:
         with self._waiting("broadcast"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
-
-    def sum(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks by name; a rank that lacks a name adds nothing."""
-        total: dict[str, float] = {}
-        for numbers in self.gather(dict(mine)):
-            for name, number in numbers.items():
-                total[name] = total.get(name, 0.0) + number
-        return total
 
     @_exchange
     def any(self, flags: Sequence[bool]) -> list[bool]:

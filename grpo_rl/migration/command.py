@@ -7,7 +7,6 @@ left out.
 import argparse
 import ast
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +94,7 @@ def add_from_trl(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_run)
 
 
-def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"from-trl takes no overrides such as {overrides[0]}; give them to grpo-rl train")
+def _run(options: argparse.Namespace) -> int:
     fields, unknown = read_trl(options.config)
     rewards = [name for name in options.rewards.split(",") if name]
     made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)

@@ -3,7 +3,6 @@
 import argparse
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -34,9 +33,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_report)
 
 
-def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"report takes no overrides such as {overrides[0]}; give run folders")
+def _report(options: argparse.Namespace) -> int:
     if options.demo == bool(options.runs):
         raise ValueError("give the folder of a run, such as outputs/2026-01-31/12-00-00, or --demo")
     if missing := [run for run in options.runs if not run.is_dir()]:

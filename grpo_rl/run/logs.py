@@ -58,9 +58,10 @@ class RunLogs:
         self.progress = Progress(
             total_steps, None if zero else Console(quiet=True), first_step=folder.step, record=record
         )
+        metrics = MetricsFile(path)  # makes the file, which a run that begins again has set aside
         advice = Advice(config, self.note, read_metrics(path) if folder.resumes else ())
         self._loggers = open_loggers(logger, path, config, self.note) if zero else Loggers(self.note, path)
-        self.hooks: list[Hook] = [MetricsFile(path), advice, Trackers(self._loggers)]
+        self.hooks: list[Hook] = [metrics, advice, Trackers(self._loggers)]
         """The hooks that write the logs, in the order in which they do."""
         if tokenizer and zero:
             if logger.completions or self._loggers:

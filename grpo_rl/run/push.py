@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,9 +32,7 @@ def add_push_to_hub(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_push)
 
 
-def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"push-to-hub takes no overrides such as {overrides[0]}")
+def _push(options: argparse.Namespace) -> int:
     # Imported late: help should not wait for it.
     import httpx2
     from huggingface_hub import HfApi

@@ -3,7 +3,6 @@
 import argparse
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -26,9 +25,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_status)
 
 
-def _status(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"status takes no overrides such as {overrides[0]}; give a run's folder")
+def _status(options: argparse.Namespace) -> int:
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     text, is_well = status_of(options.run)

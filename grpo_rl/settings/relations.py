@@ -42,9 +42,6 @@ def _check_data(settings: Sections) -> None:
     context, response = settings.inference_model.max_model_len, settings.sampling.max_new_tokens
     if context <= response:
         raise ValueError(f"inference_model.max_model_len={context} leaves no room: sampling.max_new_tokens={response}")
-    for ours, theirs in settings.env.columns.items():
-        if not isinstance(theirs, str):
-            raise ValueError(f"env.columns.{ours} is {theirs!r}; it must be the data's name of that column")
     if settings.env.dataset == "search_qa" and settings.env.eval_path and not settings.env.task["corpus"]:
         raise ValueError("env.eval_path needs env.corpus: the documents next to env.path do not answer its questions")
     if settings.evaluate.rows == 1:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -115,11 +116,14 @@ def steps(
             losses["loss"].backward()
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + value.item()
+        total = Counter[str]()
+        for of_rank in ranks.gather(sums) if ranks else [sums]:
+            total.update(of_rank)
         gradient = gradients(optimizer, ranks)
         result = optimizer.step()
         yield {
             "old_log_probs": torch.cat([group.old_log_probs for group in groups]),
-            "sums": ranks.sum(sums) if ranks else sums,
+            "sums": dict(total),
             "gradient": gradient,
             "norm": result.grad_norm,
             "weights": torch.cat([whole(p.detach()).flatten() for p in optimizer._masters]),

@@ -112,9 +112,8 @@ def says(text): return "yes"
 """
 
 
-def test_a_function_of_ones_own_is_added_to_a_shipped_tasks_rewards(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_function_of_ones_own_is_added_to_a_shipped_tasks_rewards(written_module):
+    written_module("own_rewards", OWN)
     task = with_rewards(GSM8K(ROWS), {"short": {"function": "own_rewards:brief", "weight": 2.0, "limit": 10}})
     right, wrong = (task.score(ROWS[0], f"It is {answer}").parts for answer in (RIGHT, WRONG))
     assert right["short"] == pytest.approx(2 * (1 - 8 / 10)) and wrong["short"] == 0.0
