@@ -7,8 +7,8 @@ optimizer step's forward, loss and backward on the default model.
 - ours: `TrainPolicy.score`, `GRPOLoss` and backward over micro-batches as in training, gradients summed in fp32;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` and backward, weights and gradients in `harness.dtype`, no gradient
   checkpointing, on the batch as its `_prepare_inputs` makes it: padded to the step's longest
-  response, shuffled, cut in batches. Several sizes of these batches are tried, and the fastest is measured twice: with
-  the allocator as TRL leaves it, and as we set it for training. The faster of these is the peer.
+  response, shuffled, cut in batches. Several sizes of these batches are tried alone, the fastest also with the allocator
+  as we set it for training. The fastest of all is the peer, and takes turns with ours.
 
 Old log-probabilities are those of the present weights, so both sides make the same gradient; its norm is checked.
 """
@@ -125,26 +125,30 @@ def trl_name(batch: int, our_allocator: bool = False) -> str:
     return f"trl_batch{batch}{'_our_allocator' * our_allocator}"
 
 
-def fastest_batch(work: Work, batches: Sequence[int], tried: dict[str, float | str]) -> int:
-    """The batch of TRL's fastest second step, each tried alone; a single one is not tried.
+def fastest_setting(work: Work, batches: Sequence[int], tried: dict[str, float | str]) -> tuple[int, bool]:
+    """The batch and allocator of TRL's fastest second step, each tried alone: more arms may not fit next to ours.
 
     Raises:
         ValueError: none finished.
     """
-    if len(batches) == 1:
-        return batches[0]
-    times: dict[int, float] = {}
-    for batch in batches:
-        print(f"trying {trl_name(batch)}", file=sys.stderr, flush=True)
+    times: dict[tuple[int, bool], float] = {}
+
+    def try_alone(*setting: int) -> None:
+        name = trl_name(*setting)
+        print(f"trying {name}", file=sys.stderr, flush=True)
         try:
-            with contextlib.closing(harness.Arm(trl_name(batch), trl_arm, work, batch)) as arm:
+            with contextlib.closing(harness.Arm(name, trl_arm, work, *setting)) as arm:
                 arm.step()
-                tried[trl_name(batch)] = times[batch] = arm.step()["fwd_bwd_s"]
+                tried[name] = times[setting] = arm.step()["fwd_bwd_s"]
         except harness.ArmError as error:
-            tried[trl_name(batch)] = str(error).splitlines()[-1]
-        print(f"  {tried[trl_name(batch)]}", file=sys.stderr, flush=True)
+            tried[name] = str(error).splitlines()[-1]
+        print(f"  {tried[name]}", file=sys.stderr, flush=True)
+
+    for batch in batches:
+        try_alone(batch, False)
     if not times:
         raise ValueError(f"TRL finished with none of its batches: {tried}")
+    try_alone(min(times, key=times.__getitem__)[0], True)
     return min(times, key=times.__getitem__)
 
 
@@ -162,11 +166,10 @@ def main() -> None:
         )  # fmt: skip
         if not (batches := [batch for batch in args.trl_batch if responses % batch == 0]):
             raise ValueError(f"none of --trl-batch {args.trl_batch} divides {responses} responses")
-        batch = fastest_batch(work, batches, tried)
+        setting = fastest_setting(work, batches, tried)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    functions = {OURS: (our_arm,)}
-    functions |= {trl_name(batch, setting): (trl_arm, batch, setting) for setting in (False, True)}
+    functions = {OURS: (our_arm,), trl_name(*setting): (trl_arm, *setting)}
     with contextlib.ExitStack() as stack:
         arms = {
             name: stack.enter_context(contextlib.closing(harness.Arm(name, function, work, *rest)))
