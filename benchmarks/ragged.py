@@ -7,8 +7,8 @@ optimizer step's forward, loss and backward on the default model.
 - ours: `TrainPolicy.score`, `GRPOLoss` and backward over micro-batches as in training, gradients summed in fp32;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` and backward, weights and gradients in `harness.dtype`, no gradient
   checkpointing, on the batch as its `_prepare_inputs` makes it: padded to the step's longest
-  response, shuffled, cut in batches. Several sizes of these batches are tried alone, the fastest also with the allocator
-  as we set it for training. The fastest of all is the peer, and takes turns with ours.
+  response, shuffled, cut in batches. Several sizes of these batches are tried alone, the fastest also with our
+  allocator settings. The fastest of all is the peer, and takes turns with ours.
 
 Old log-probabilities are those of the present weights, so both sides make the same gradient; its norm is checked.
 """
