@@ -24,7 +24,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ragged": ("ragged.py",),
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
-    "decoding": ("decoding.py",),
     "dialogs": ("dialogs.py",),
     "tools": ("tools.py",),
     "trees": ("trees.py",),

@@ -48,3 +48,10 @@ def test_the_overrides_of_a_run_are_those_that_were_typed(before, monkeypatch):
     words = [*before, "loss=dapo", "--config-dir", "lr=1/conf", "optimizer.lr=1e-5", "hydra.run.dir=x"]
     monkeypatch.setattr(compose, "typed", words)
     assert compose.overrides() == ["loss=dapo", "optimizer.lr=1e-5"]
+
+
+@pytest.mark.parametrize("words", ["status run", "export c f", "push-to-hub run me/m", "from-trl c.yaml"])
+def test_a_command_without_overrides_refuses_one(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*words.split(), "env.repeats=8"])
+    assert f"{words.split()[0]} takes no overrides such as env.repeats=8" in capsys.readouterr().err

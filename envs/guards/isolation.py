@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
@@ -30,8 +30,6 @@ from grpo_rl.envs.guards.parent import end_with_parent
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import its function; not a part of any call's deadline."""
 
-LAST_BYTES = 2000
-"""Bytes at the end of a process's stderr that are kept for error messages."""
 SPENT = 0.9
 """The part of a scorer's time that its calls may take: what follows needs some of it."""
 _MAX_WORKERS = 8
@@ -40,26 +38,6 @@ _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_rl.envs.guards import isolation; "
     "isolation.serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-
-
-@contextlib.contextmanager
-def tail_to(kept: bytearray) -> Iterator[IO[str]]:
-    """A file for a process to write to, of which the last :data:`LAST_BYTES` are kept: it may write without end."""
-    reading, writing = os.pipe()
-
-    def read() -> None:
-        with open(reading, "rb", buffering=0) as pipe:
-            while piece := pipe.read(1 << 16):
-                kept.extend(piece)
-                del kept[:-LAST_BYTES]
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        with open(writing, "w") as file:
-            yield file
-    finally:
-        reader.join(0.5)  # what has left the process's group may hold the pipe for ever
 
 
 class Child:

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_rl.envs.guards.isolation import tail_to
+LAST_BYTES = 2000
+"""Bytes at the end of a server's stderr that are kept for error messages."""
 
 
 class Connection:
@@ -73,6 +75,19 @@ async def _process(target: Any, stderr_tail: bytearray) -> AsyncGenerator[Any]:
     """The transport to a process; the end of its stderr is kept, not printed: it may hold escape sequences."""
     from mcp.client.stdio import stdio_client
 
-    with tail_to(stderr_tail) as stderr:
-        async with stdio_client(target, stderr) as streams:
-            yield streams
+    reading, writing = os.pipe()
+
+    def read_stderr() -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while piece := pipe.read(1 << 16):
+                stderr_tail.extend(piece)
+                del stderr_tail[:-LAST_BYTES]
+
+    reader = threading.Thread(target=read_stderr, daemon=True)
+    reader.start()
+    try:
+        with open(writing, "w") as stderr:
+            async with stdio_client(target, stderr) as streams:
+                yield streams
+    finally:
+        reader.join(0.5)  # what has left the process's group may hold the pipe for ever

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -17,10 +16,14 @@ from grpo_rl.agents.client import Client, call_named
 from grpo_rl.agents.requests import finite
 from grpo_rl.by_name import object_by_name, one_line
 from grpo_rl.envs.guards.guard import in_thread
-from grpo_rl.envs.guards.isolation import IsolatedCalls, ending, kill_group, tail_to
+from grpo_rl.envs.guards.isolation import IsolatedCalls, ending, kill_group
 from grpo_rl.envs.guards.parent import ending_with_parent
 from grpo_rl.loopback import LOOPBACK
 from grpo_rl.storage.masking import may_be_secret
+
+LAST_BYTES = 2000
+"""Bytes at the end of a program's stderr that are kept for error messages."""
+STDIN, STDERR = 0, 2
 
 
 class AgentError(Exception):
@@ -88,34 +91,39 @@ class Program(Agent):
 
     @override
     async def play(self, client: Client, row: Mapping[str, Any]) -> None:
+        row_json = json.dumps(row, default=str).encode()
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
-        tail = bytearray()
-        with tempfile.TemporaryFile() as stdin, contextlib.ExitStack() as files:
-            stdin.write(json.dumps(row, default=str).encode())  # no pipe: a program need not read it
-            stdin.seek(0)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *ending_with_parent(self._words),
-                    stdin=stdin,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=files.enter_context(tail_to(tail)),
-                    env={**self._environment, **own},
-                    start_new_session=True,  # a group of its own: what it starts is killed with it
-                )
-            except OSError as error:
-                raise AgentError(f"{self._words[0]} can't be started: {error}") from error
-            try:
-                # It has no pipe of asyncio's, which what it has started could hold open.
-                await asyncio.wait_for(process.wait(), self._deadline_s)
-            except TimeoutError:
-                raise TimeoutError(f"it was not done within {self._deadline_s:g} s") from None
-            finally:
-                kill_group(process.pid)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), 1.0)
-                await asyncio.to_thread(files.close)  # what was written before the end may still be on its way
-        if code := process.returncode:
-            stderr = tail.decode(errors="replace").strip()
+        loop = asyncio.get_running_loop()
+        try:
+            process, watch = await loop.subprocess_exec(
+                _ProgramWatch,
+                *ending_with_parent(self._words),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env={**self._environment, **own},
+                start_new_session=True,  # a group of its own: what it starts is killed with it
+            )
+        except OSError as error:
+            raise AgentError(f"{self._words[0]} can't be started: {error}") from error
+        stdin = process.get_pipe_transport(STDIN)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        try:
+            stdin.write(row_json)  # which a program need not read
+            stdin.close()
+            # Not asyncio's Process.wait(), which also waits for the pipes: what it has started may hold them open.
+            done, _ = await asyncio.wait({watch.exited}, timeout=self._deadline_s)
+        finally:
+            kill_group(process.get_pid())
+            # What was written before the end may still be on its way.
+            await asyncio.wait({watch.exited, watch.pipes_closed}, timeout=1.0)
+            if stdin.get_write_buffer_size():
+                stdin.abort()
+            process.close()
+        if not done:
+            raise TimeoutError(f"it was not done within {self._deadline_s:g} s")
+        if code := process.get_returncode():
+            stderr = watch.stderr_tail.decode(errors="replace").strip()
             raise AgentError(f"it ended with {ending(code)}" + (f": …{stderr}" if stderr else ""))
 
     @override
@@ -124,6 +132,28 @@ class Program(Agent):
 
     @override
     def close(self) -> None: ...
+
+
+class _ProgramWatch(asyncio.SubprocessProtocol):
+    """Watches a program: keeps the end of its stderr, and notes its exit and the closing of its pipes."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.stderr_tail = bytearray()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.pipes_closed: asyncio.Future[None] = loop.create_future()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.stderr_tail += data
+        del self.stderr_tail[:-LAST_BYTES]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == STDERR and not self.pipes_closed.done():
+            self.pipes_closed.set_result(None)
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
 
 
 class Function(Agent):

@@ -20,7 +20,6 @@ TOYS = {
     "buffer": "--groups 4",
     "checkpoint_stall": "--tiny",
     "collector": "--data {data}/gsm8k/train.jsonl --model {model} --shapes 2x2x4 --max-model-len 512",
-    "decoding": "--model {model} --prompts 2 --repeats 2 --response 4",
     "dialogs": "--model {model} --conversations 2 --response 4 --slower 2",
     "gpu": "--toy --out {folder}/gpu.json",
     "head": "--shape 64 32 128",

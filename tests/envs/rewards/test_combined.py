@@ -1,3 +1,5 @@
+import pkgutil
+
 import pytest
 
 from grpo_rl.envs.gsm8k import GSM8K
@@ -99,6 +101,10 @@ def test_parts_are_added_under_their_names_with_their_weights():
         "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
         "repetition_penalty": pytest.approx(-0.1),
     }  # fmt: skip
+
+
+def test_every_reward_that_a_config_can_name_is_there():
+    assert all(callable(pkgutil.resolve_name(known.function)) for known in REWARDS.values())
 
 
 OWN = """
