@@ -186,7 +186,7 @@ def clipped_tokens(
     Args:
         clips: the surrogate's settings.
     """
-    flags = getattr(SURROGATE.function(surrogate), "clips", None)
+    flags = getattr(surrogate if callable(surrogate) else SURROGATE.function(surrogate), "clips", None)
     if flags is None:
         return dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(log_ratio, dtype=torch.bool))
     return call(flags, log_ratio=log_ratio, advantage=advantage, **clips)

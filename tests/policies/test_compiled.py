@@ -41,7 +41,7 @@ def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(t
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(tiny_model, torch.float32, compile=None)
     assert all(module._compiled_call_impl is None for module in policy.model.modules())
-    assert policy.compile_s is None  # and the first step is told to be like the others
+    assert policy.compile_s is None  # and no note says that the first step takes longer
     with pytest.raises(ValueError, match="train_model.compile=true can't be had: there is no C"):
         TrainPolicy.load(tiny_model, torch.float32, compile=True)
 

@@ -24,7 +24,7 @@ class Stored:
     def __init__(self, world: World) -> None:
         self._world = world
         self._responses: dict[int, list[Response]] = {}
-        """Of each group that was collected, in the life that collected it last."""
+        """The responses of each collected group, in the life that collected it last."""
         self._read: dict[Path, tuple[object, bytes]] = {}
         """Files that held what they have to: that, and their bytes."""
 

@@ -346,7 +346,7 @@ def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(t
 
 
 def test_a_checkpoint_that_was_written_without_metrics_is_passed_over(tmp_path, capsys):
-    """As by a run whose folder was moved while it wrote; what is there by now are another run's metrics."""
+    """A run whose folder is moved while it writes leaves one beside another run's metrics."""
     run = tmp_path / "run"
     for step in (0, 2):
         checkpoint.save(run / "checkpoints", step, {"step": step, "logs": {}})
