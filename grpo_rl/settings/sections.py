@@ -9,7 +9,7 @@ from pydantic import Field
 from grpo_rl.loggers.base import BUILT_IN
 from grpo_rl.losses.factors import Loss, loss_section
 from grpo_rl.policies.before_loading import LoRA, Quantization
-from grpo_rl.section import REQUIRED, Section, declared, setting
+from grpo_rl.section import REQUIRED, Section, changeable, declared, setting
 from grpo_rl.settings.tasks import TASKS, Env, task_section
 from grpo_rl.training.schedules import Refresh
 
@@ -27,24 +27,24 @@ class Model(Section):
 class TrainModel(Section):
     """The model in training: dropout, layerdrop and router noise of its own config are off."""
 
-    num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", ge=1)
-    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
+    num_devices: int | None = changeable(None, "how many devices train; null: one, or the CPU", ge=1)
+    devices: tuple[int, ...] | None = changeable(None, "indices of the devices, instead of num_devices")
     dtype: Literal["bfloat16", "float32"] | None = setting(
         None,
         "bfloat16 | float32; dtype of weights and activations; null: bfloat16, or float32 on a CPU without fast "
         "bfloat16 kernels (with ray.address always bfloat16)",
     )
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
-    parallel: Literal["fsdp", "ddp"] | None = setting(
+    gradient_checkpointing: bool = changeable(False, "recompute activations in the backward pass, to save memory")
+    parallel: Literal["fsdp", "ddp"] | None = changeable(
         None, "several processes train; fsdp: each holds a part of every weight | ddp: each holds all of them"
     )
-    timeout_s: float = setting(
+    timeout_s: float = changeable(
         1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", ge=1
     )
-    deadline_s: float = setting(
+    deadline_s: float = changeable(
         60, "with parallel: a process that gives no sign of life for so long is lost, and all others end", ge=1
     )
-    cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
+    cpu_offload: bool = changeable(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
         None,
         "layers on one GPU, elsewhere and in mixtures of experts norms and MLPs, as fused kernels; null: where a "
@@ -76,15 +76,15 @@ class RefModel(Section):
 class InferenceModel(Section):
     """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
 
-    num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", ge=1)
-    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
+    num_devices: int | None = changeable(None, "devices of the engine; null: it shares the training device", ge=1)
+    devices: tuple[int, ...] | None = changeable(None, "indices of the devices, instead of num_devices")
     engine: Literal["vllm", "transformers"] = setting(
         "vllm", "transformers samples where vLLM can't be installed; slow"
     )
-    tensor_parallel_size: int | None = setting(
+    tensor_parallel_size: int | None = changeable(
         None, "GPUs of one engine; null: all inference devices, in mode=async one", ge=1
     )
-    gpu_memory_utilization: float = setting(
+    gpu_memory_utilization: float = changeable(
         0.5,
         "share of a GPU's memory that vLLM takes; at most 0.8 where training shares the GPU (mode=async on one GPU)",
         gt=0,
@@ -101,13 +101,13 @@ class InferenceModel(Section):
         None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
     sleep: bool = setting(False, "on GPUs that also train: the engine frees their memory during training", mode="sync")
-    max_restarts: int = setting(
+    max_restarts: int = changeable(
         3, "how often an engine that dies is replaced, its groups sampled again; 0: the run stops", ge=0, mode="async"
     )
-    deadline_s: float = setting(
+    deadline_s: float = changeable(
         120, "longest time in seconds of an engine's step, and of a weight update", ge=1, mode="async"
     )
-    transfer: Literal["shared_memory", "ipc", "nccl"] | None = setting(
+    transfer: Literal["shared_memory", "ipc", "nccl"] | None = changeable(
         None,
         "how weights travel; null: shared_memory on a CPU, ipc on a GPU that trains and samples, nccl between GPUs",
         mode="async",
@@ -151,8 +151,8 @@ class Train(Section):
     optim_batch_size: int = setting(
         32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", ge=1
     )
-    micro_batch_tokens: int = setting(8192, "tokens per forward/backward (prompts once + responses)", ge=1)
-    gradient_accumulation_steps: int | None = setting(
+    micro_batch_tokens: int = changeable(8192, "tokens per forward/backward (prompts once + responses)", ge=1)
+    gradient_accumulation_steps: int | None = changeable(
         None, "instead of micro_batch_tokens: exactly this many micro-batches per optimizer step", ge=1
     )
     epochs: int = setting(1, "passes over each collection", ge=1)
@@ -167,18 +167,18 @@ class Train(Section):
         None, "rewards are clipped to plus and minus this before they become advantages", gt=0
     )
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
-    checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", ge=0)
-    keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", ge=0)
-    keep_final_checkpoint: bool = setting(
+    checkpoint_frequency: int = changeable(20, "steps between checkpoints; 0: only at the end", ge=0)
+    keep_checkpoints: int = changeable(2, "number of newest checkpoints that stay; 0 keeps all", ge=0)
+    keep_final_checkpoint: bool = changeable(
         True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
     )
-    elastic: bool = setting(
+    elastic: bool = changeable(
         False, "true: a run of several processes goes on with as many as are there; false: with as many as before"
     )
-    lineage: bool = setting(
+    lineage: bool = changeable(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
-    max_bad_steps: int = setting(5, "non-finite steps in a row before the run stops with a diagnosis", ge=1)
+    max_bad_steps: int = changeable(5, "non-finite steps in a row before the run stops with a diagnosis", ge=1)
     seed: int = setting(0, "seed of prompt order, sampling, dropout and adapter initialisation")
 
 
@@ -230,25 +230,25 @@ class Evaluate(Section):
     """Evaluation on held-out data."""
 
     rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", ge=0)
-    frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", ge=0)
-    samples: int = setting(
+    frequency: int = changeable(0, "steps between evaluations during training; 0: only before and after", ge=0)
+    samples: int = changeable(
         0, "responses to each row next to the greedy one, for eval/pass@k and eval/maj@k; 0: none", ge=0
     )
-    temperature: float = setting(1.0, "temperature of those responses", gt=0, le=2)
-    tasks: tuple[Mapping[str, Any], ...] = setting(
+    temperature: float = changeable(1.0, "temperature of those responses", gt=0, le=2)
+    tasks: tuple[Mapping[str, Any], ...] = changeable(
         (),
         "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples, path and "
         "env: {reward: {correctness: 1}}, the task's own settings, where wanted; of your own, package.module:Class, "
         "`path` has the rows",
     )
-    keep_best: bool = setting(False, "keep the model of the best evaluation in best_model/")
-    patience: int = setting(
+    keep_best: bool = changeable(False, "keep the model of the best evaluation in best_model/")
+    patience: int = changeable(
         0,
         "evaluations in a row that are no better than the best one, after which the run stops (docs/evaluation.md); "
         "0: it does not",
         ge=0,
     )
-    score: str = setting(
+    score: str = changeable(
         "reward", "the score that keep_best and patience follow: reward | accuracy | pass@4 | math/accuracy | …"
     )
 
@@ -313,15 +313,15 @@ class Sections(Section):
     train: Train = Field(default_factory=Train)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     policy: Policy = Field(default_factory=Policy)
-    mismatch: MismatchSection = Field(default_factory=MismatchSection)
+    mismatch: MismatchSection = Field(default_factory=MismatchSection, json_schema_extra={"may_change": True})
     evaluate: Evaluate = Field(default_factory=Evaluate)
-    logger: Logger = Field(default_factory=Logger)
-    ray: Ray = Field(default_factory=Ray)
+    logger: Logger = Field(default_factory=Logger, json_schema_extra={"may_change": True})
+    ray: Ray = Field(default_factory=Ray, json_schema_extra={"may_change": True})
     loss: Loss = Field(default_factory=Loss)
     hooks: tuple[str, ...] = setting(
         (), "callbacks of your own: package.module:Class, made without arguments (docs/hooks.md)"
     )
-    resume: str | None = setting(
+    resume: str | None = changeable(
         None,
         "a checkpoint file | a run folder | auto: the folder of hydra.run.dir if that is set, else the newest run of "
         "this config, else a new one (docs/runs.md)",

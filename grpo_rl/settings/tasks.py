@@ -14,7 +14,7 @@ from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.own import own_class, parameters_of
 from grpo_rl.envs.spec import TASKS as SPECS
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.section import REQUIRED, Section, plain, setting, unknown
+from grpo_rl.section import REQUIRED, Section, changeable, plain, setting, unknown
 
 MIXTURE = "mixture"
 """The value of ``env.dataset`` that stands for several tasks, ``env.mixture``."""
@@ -57,13 +57,13 @@ class Env(Section):
     max_turns: int = setting(
         4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
     )
-    score_timeout_s: float = setting(
+    score_timeout_s: float = changeable(
         60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", gt=0
     )
     max_failed_fraction: float = setting(
         0.1, "share of all responses whose scorers may fail or hang; with more the run stops", ge=0, le=1
     )
-    isolated: bool | None = setting(
+    isolated: bool | None = changeable(
         None,
         "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
         "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from grpo_rl.distributed.sharded_checkpoint import (
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder
-from grpo_rl.storage.yaml_text import flat
 from grpo_rl.training import logged
 from grpo_rl.training.logged import LOGS, step_of
 from grpo_rl.waits import waiting
@@ -34,18 +33,6 @@ from grpo_rl.waits import waiting
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
 PATTERN = "checkpoint_{step:06d}.pt"
-MAY_DIFFER = (
-    "resume", "logger", "mismatch", "evaluate.frequency", "evaluate.samples", "evaluate.temperature", "evaluate.tasks",
-    "evaluate.keep_best", "evaluate.patience", "evaluate.score", "env.isolated", "env.score_timeout_s",
-    "train.checkpoint_frequency", "train.elastic", "train.keep_checkpoints", "train.keep_final_checkpoint",
-    "train.gradient_accumulation_steps", "train.lineage", "train.max_bad_steps", "train.micro_batch_tokens",
-    "train_model.gradient_checkpointing", "train_model.lora.export", "train_model.num_devices", "train_model.devices",
-    "train_model.parallel", "train_model.cpu_offload", "train_model.timeout_s", "train_model.deadline_s",
-    "inference_model.num_devices", "inference_model.devices", "inference_model.tensor_parallel_size",
-    "inference_model.gpu_memory_utilization", "inference_model.max_restarts", "inference_model.deadline_s",
-    "inference_model.transfer", "ray",
-)  # fmt: skip
-"""Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
 
 
 def seed_rng(seed: int) -> None:
@@ -279,34 +266,6 @@ def damaged_logs(run: Path, path: Path) -> str | None:
         if METRICS_FILE not in listed and step > 0:
             return f"it was written without {METRICS_FILE}, as where its run's folder is moved or removed"
     return logged.damaged(run, listed, step)
-
-
-def length_setting(config: Mapping[str, object]) -> str:
-    """The setting for the length of a run, which also prolongs a finished one; of a config by dotted names.
-
-    >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync", "train.steps": 9}), length_setting({})
-    ('train.epochs', 'train.steps', 'train.total_dialog_turns')
-    """
-    if config.get("mode") == "sft":
-        return "train.epochs"
-    return "train.steps" if config.get("train.steps") else "train.total_dialog_turns"
-
-
-def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose saved config differs from this run's in a key that touches what is computed."""
-    before, now = flat(saved), flat(current)
-    # A schedule that does not decay is the same however long the run: it may be prolonged.
-    length = {length_setting(now), length_setting(before), "train.total_dialog_turns"}
-    may_differ = (*MAY_DIFFER, *(length if now.get("optimizer.schedule") == "constant" else ()))
-    different = [
-        f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_differ)
-    ]
-    if different:
-        if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine
-            different.append(f"(set train_model.dtype={before['train_model.dtype']}, as when the run began)")
-        raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))
 
 
 class Background:

@@ -27,6 +27,7 @@ from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report.files import BEGAN_FROM
 from grpo_rl.run.claim import claim
 from grpo_rl.run.lock import FolderLock
+from grpo_rl.run.resumed import check_config
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 
@@ -148,9 +149,9 @@ def test_another_config_is_refused_with_the_keys_that_differ():
     saved = {"optimizer": {"lr": 1e-5}, "logger": {"mode": "online"}, "resume": None}
     current = {"optimizer": {"lr": 1e-4}, "logger": {"mode": "offline"}, "resume": "auto"}
     with pytest.raises(ValueError, match=r"optimizer\.lr: 1e-05 in the checkpoint, 0\.0001 here") as error:
-        checkpoint.check_config(saved, current)
+        check_config(saved, current)
     assert "logger" not in str(error.value)
-    checkpoint.check_config(saved, saved | {"resume": "auto"})
+    check_config(saved, saved | {"resume": "auto"})
 
 
 class OneRank:
