@@ -31,11 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "push": ("push.py",),
     "checkpoint_stall": ("checkpoint_stall.py",),
     "step_vs_trl": ("step_vs_trl.py", "--trl-batch", "16", "32"),
-    "step_vs_trl_prompt512": (
-        "step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2",
-        "--trl-batch", "8", "16", "--no-trl-fp32", "--no-our-allocator",
-    ),
-}  # fmt: skip
+}
 """Name of the JSON file -> script and arguments; the longest last."""
 PATIENCE_S = 600
 
