@@ -2,7 +2,7 @@
 
 A step is generation, training, and whatever it takes for the next generation to use the new weights. The work: the
 default model, 4 GSM8K prompts x 8 responses of exactly 96 tokens, one optimizer step over all of them, rewards that
-alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
+alternate inside each group, so that no group can be skipped. Both sides step fused
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
 weights, and reports the fraction of the machine's limit that it reached (`grpo_rl.perf.roofline`).
 
@@ -27,7 +27,6 @@ by those of the moment, as a shared machine's pace changes within minutes.
 from __future__ import annotations
 
 import argparse
-import bisect
 import contextlib
 import itertools
 import os
@@ -47,7 +46,7 @@ from grpo_rl.settings.devices import default_dtype
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
-SPEED_BAR, LONG_PROMPT_SPEED_BAR, LIMIT_BAR = 3.5, 5.0, 0.5
+SPEED_BAR, LIMIT_BAR = 3.5, 0.5
 WARMUP_STEPS = 2
 """Warm-up steps, until compiled kernels, caches and the allocator's memory have settled."""
 CODE = (
@@ -379,7 +378,7 @@ def asked_work(args: argparse.Namespace) -> Work:
     Raises:
         ValueError: see :func:`make_work`.
     """
-    return make_work(args.model, str(args.data), args.prompts, args.repeats, args.response, args.prompt)
+    return make_work(args.model, str(args.data), args.prompts, args.repeats, args.response)
 
 
 def make_work(
@@ -388,13 +387,12 @@ def make_work(
     count: int,
     repeats: int,
     response: int,
-    prompt_tokens: int | None = None,
     engine_share: float | None = None,
 ) -> Work:
-    """The prompts and sizes of a step: the first questions of the data, with ``prompt_tokens`` each if that is given.
+    """The prompts and sizes of a step: the first questions of the data.
 
     Raises:
-        ValueError: too few rows, or a question longer than ``prompt_tokens``.
+        ValueError: too few rows.
     """
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
     from grpo_rl.policies.hub import load_tokenizer, resolve_model
@@ -410,37 +408,7 @@ def make_work(
         return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     prompts = [task.prompt(row) for row in rows[:count]]
-    if prompt_tokens:
-        filler = [row["question"] for row in rows[count:]]
-        share = len(filler) // count
-        prompts = [
-            lengthened(prompt, filler[i * share : (i + 1) * share], prompt_tokens, tokens)
-            for i, prompt in enumerate(prompts)
-        ]
     return Work(str(folder), tuple(prompts), tuple(map(tokens, prompts)), repeats, response, engine_share)
-
-
-def lengthened(prompt, filler: Sequence[str], target: int, tokens) -> list[dict[str, str]]:
-    """The prompt with as many words of other questions before its own as fit into ``target`` tokens."""
-    words = " ".join(filler[: target // 8]).split()
-    *before, last = prompt
-
-    def with_words(count: int) -> list[dict[str, str]]:
-        return [*before, last | {"content": " ".join([*words[:count], last["content"]])}]
-
-    count = bisect.bisect_right(range(len(words) + 1), target, key=lambda n: tokens(with_words(n))) - 1
-    if count < 0:
-        raise ValueError(f"a prompt has {tokens(prompt)} tokens already; raise --prompt above {target}")
-    return with_words(count)
-
-
-def name_of(prompt: int | None) -> str:
-    """The benchmark's name: another one with lengthened prompts.
-
-    >>> name_of(None), name_of(512)
-    ('step_vs_trl', 'step_vs_trl_prompt512')
-    """
-    return f"{NAME}_prompt{prompt}" if prompt else NAME
 
 
 def main() -> None:
@@ -483,10 +451,10 @@ def main() -> None:
     ours = summary[OURS]["median"]
     limits = {name: value for name, value in ours.items() if name.startswith("limit_fraction")}
     print("of the machine's limit: " + "  ".join(f"{name} {value:.2f}" for name, value in limits.items()))
-    speed_bar = LONG_PROMPT_SPEED_BAR if args.prompt else SPEED_BAR
-    bars = [harness.bar("times faster than TRL's best as it ships", ratio, at_least=speed_bar)]
-    if not args.prompt:
-        bars.append(harness.bar("limit_fraction of our step", limits["limit_fraction"], at_least=LIMIT_BAR))
+    bars = [
+        harness.bar("times faster than TRL's best as it ships", ratio, at_least=SPEED_BAR),
+        harness.bar("limit_fraction of our step", limits["limit_fraction"], at_least=LIMIT_BAR),
+    ]
     tokens = " to ".join(map(str, sorted({min(work.prompt_tokens), max(work.prompt_tokens)})))
     result = {
         "shows": "One GRPO step, from generation to new weights in the engine: "
@@ -504,7 +472,7 @@ def main() -> None:
         "machine": harness.machine(),
         **load,
     }
-    harness.finish(name_of(args.prompt), ratio, result, args.out)
+    harness.finish(NAME, ratio, result, args.out)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -520,7 +488,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=number, default=4, help="prompts a step")
     parser.add_argument("--repeats", type=number, default=8, help="responses to each, an even number")
     parser.add_argument("--response", type=number, default=96, help="tokens of each response")
-    parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
     return parser
 

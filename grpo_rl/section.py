@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -75,7 +75,7 @@ class Setting:
     Args:
         limits: of a number, by pydantic's names.
         mode: the only mode that reads the setting; None: both do.
-        may_change: a resumed run may have another value: it touches nothing that is computed, but for rounding.
+        may_change: a resumed run may have another value: no step computes something else, but for rounding.
     """
 
     default: Any
@@ -90,7 +90,9 @@ class Setting:
         """The setting that a field declares."""
         found = [(name, getattr(each, name, None)) for each in field.metadata for name in LIMITS]
         limits = {name: bound for name, bound in found if bound is not None}
-        return cls(field.default, field.description or "", field.annotation, limits, **_extra(field))
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        own = {name: extra[name] for name in ("mode", "may_change") if name in extra}
+        return cls(field.default, field.description or "", field.annotation, limits, **own)
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -145,12 +147,7 @@ def setting(
 
 
 changeable = functools.partial(setting, may_change=True)
-"""As :func:`setting`, of what a resumed run may change."""
-
-
-def _extra(field: FieldInfo) -> dict[str, Any]:
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    return {name: extra[name] for name in ("mode", "may_change") if name in extra}
+"""Declares a setting that a resumed run may change; see :func:`setting`."""
 
 
 def is_section(kind: Any) -> TypeIs[type[Section]]:
@@ -164,8 +161,7 @@ def declared(section: type[Section], prefix: str = "") -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
     for name, field in section.model_fields.items():
         if is_section(field.annotation):
-            inner = declared(field.annotation, f"{prefix}{name}.")
-            found |= {key: replace(each, **_extra(field)) for key, each in inner.items()}
+            found |= declared(field.annotation, f"{prefix}{name}.")
         elif field.description:
             found[prefix + (field.alias or name)] = Setting.of(field)
     return found

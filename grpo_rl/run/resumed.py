@@ -23,7 +23,7 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose saved config differs from this run's in a key that touches what is computed.
 
     Raises:
-        ValueError: it does; with each key.
+        ValueError: settings differ that a resumed run may not change; the message lists each.
     """
     before, now = flat(saved), flat(current)
     # A schedule that does not decay is the same however long the run: it may be prolonged.

@@ -115,7 +115,8 @@ def _described(keys: Iterable[str], known: Mapping[str, Setting], values: Any = 
         text = value if isinstance(value, str) else json.dumps(plain(value), default=str)
         shown = value not in (REQUIRED, UNSET) and len(text) <= 40  # a longer one is left to the config file
         limits = f" ({setting.bounds})" if setting.bounds else ""
-        found[f"{key}={text}" if shown else key] = setting.comment + limits
+        free = "; a resumed run may change it" if setting.may_change else ""
+        found[f"{key}={text}" if shown else key] = setting.comment + limits + free
     return found
 
 

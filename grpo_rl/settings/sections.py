@@ -218,7 +218,7 @@ class Policy(Section):
 class MismatchSection(Section):
     """The sampler's log-probs against the trainer's, of every trained token (docs/troubleshooting.md)."""
 
-    bound: float | None = setting(
+    bound: float | None = changeable(
         0.2,
         "mean |difference| on fresh weights, in nats, above which the run stops; null: no bound. 0.2 is where a "
         "typical token's ratio would reach the default clip range",
@@ -256,25 +256,25 @@ class Evaluate(Section):
 class Logger(Section):
     """The loggers that metrics go to; metrics.jsonl is always written."""
 
-    backend: str | tuple[str, ...] = setting(
+    backend: str | tuple[str, ...] = changeable(
         "none",
         " | ".join(BUILT_IN)
         + " | package.module:Class, a class of one's own | none; or a list of them (docs/loggers.md)",
     )
-    mode: Literal["online", "offline"] = setting("online", "mode of wandb and the like; offline: uploaded later")
-    project: str = setting("grpo_rl", "the run's project, in mlflow its experiment")
-    name: str | None = setting(None, "the run's name there; null: the run folder's, or one that wandb makes")
-    settings: Mapping[str, Any] = setting(
+    mode: Literal["online", "offline"] = changeable("online", "mode of wandb and the like; offline: uploaded later")
+    project: str = changeable("grpo_rl", "the run's project, in mlflow its experiment")
+    name: str | None = changeable(None, "the run's name there; null: the run folder's, or one that wandb makes")
+    settings: Mapping[str, Any] = changeable(
         {}, "further arguments of a logger, by its name or its class's: +logger.settings.mlflow.tracking_uri=..."
     )
-    completions: bool = setting(True, "write every response to completions.parquet")
-    token_groups: int = setting(
+    completions: bool = changeable(True, "write every response to completions.parquet")
+    token_groups: int = changeable(
         1,
         "groups of a step that are written to tokens.parquet token by token, with the log-probs of sampler and "
         "trainer; 0: none",
         ge=0,
     )
-    wait_deadline_s: float = setting(
+    wait_deadline_s: float = changeable(
         1800,
         "seconds after which a wait without a deadline of its own is logged, with all waits in waits.txt; it "
         "ends nothing (docs/troubleshooting.md)",
@@ -285,13 +285,13 @@ class Logger(Section):
 class Ray(Section):
     """The cluster of mode=async."""
 
-    address: str | None = setting(
+    address: str | None = changeable(
         None, "`auto` where this machine is part of it, or host:port; null: this machine alone", mode="async"
     )
-    nodes: int | None = setting(
+    nodes: int | None = changeable(
         None, "number of nodes that must be present before anything starts; null: any", ge=1, mode="async"
     )
-    max_restarts: int = setting(
+    max_restarts: int = changeable(
         3, "how often all trainers are started again when one is lost; 0: the run stops", ge=0, mode="async"
     )
 
@@ -313,10 +313,10 @@ class Sections(Section):
     train: Train = Field(default_factory=Train)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     policy: Policy = Field(default_factory=Policy)
-    mismatch: MismatchSection = Field(default_factory=MismatchSection, json_schema_extra={"may_change": True})
+    mismatch: MismatchSection = Field(default_factory=MismatchSection)
     evaluate: Evaluate = Field(default_factory=Evaluate)
-    logger: Logger = Field(default_factory=Logger, json_schema_extra={"may_change": True})
-    ray: Ray = Field(default_factory=Ray, json_schema_extra={"may_change": True})
+    logger: Logger = Field(default_factory=Logger)
+    ray: Ray = Field(default_factory=Ray)
     loss: Loss = Field(default_factory=Loss)
     hooks: tuple[str, ...] = setting(
         (), "callbacks of your own: package.module:Class, made without arguments (docs/hooks.md)"
