@@ -28,12 +28,12 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     before, now = flat(saved), flat(current)
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     length = {length_setting(now), length_setting(before), "train.total_dialog_turns"}
-    may_differ = {key for key, setting in declared(Sections).items() if setting.may_change}
-    may_differ |= length if now.get("optimizer.schedule") == "constant" else set()
+    may_change = {key for key, setting in declared(Sections).items() if setting.may_change}
+    may_change |= length if now.get("optimizer.schedule") == "constant" else set()
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_differ)
+        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_change)
     ]
     if different:
         if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine

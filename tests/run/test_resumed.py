@@ -1,4 +1,4 @@
-"""Which settings a resumed run may change."""
+"""Settings that a resumed run may change, and those that refuse a checkpoint."""
 
 import pytest
 
