@@ -138,7 +138,8 @@ def main() -> None:
 
     from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import load_tokenizer, resolve_model
+    from grpo_rl.policies.generation import load_tokenizer
+    from grpo_rl.policies.hub import resolve_model
     from grpo_rl.settings.devices import default_dtype
 
     folder = resolve_model(args.model)

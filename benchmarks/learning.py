@@ -113,7 +113,8 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def parts_of(seed: int, args: argparse.Namespace):
     """Settings, model folder and environment as a run of ours builds them."""
     from grpo_rl.assembly.environment import make_env
-    from grpo_rl.policies.hub import load_tokenizer, resolve_model
+    from grpo_rl.policies.generation import load_tokenizer
+    from grpo_rl.policies.hub import resolve_model
     from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.schema import Settings
 

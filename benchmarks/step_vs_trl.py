@@ -118,7 +118,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
     from grpo_rl.perf.roofline import StepRoofline, measure_rates
-    from grpo_rl.policies.hub import load_tokenizer
+    from grpo_rl.policies.generation import load_tokenizer
     from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.derived import micro_batching
     from grpo_rl.settings.devices import allocate
@@ -395,7 +395,8 @@ def make_work(
         ValueError: too few rows.
     """
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import load_tokenizer, resolve_model
+    from grpo_rl.policies.generation import load_tokenizer
+    from grpo_rl.policies.hub import resolve_model
 
     folder = resolve_model(model)
     tokenizer = load_tokenizer(folder)

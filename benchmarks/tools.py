@@ -306,7 +306,8 @@ def compared(work: Work, tokenizer: PreTrainedTokenizerBase, steps: int) -> tupl
 def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
-    from grpo_rl.policies.hub import DEFAULT_MODEL, load_tokenizer, resolve_model
+    from grpo_rl.policies.generation import load_tokenizer
+    from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL))
     rows, arms = [], {}

@@ -105,7 +105,7 @@ def _written(message: Mapping[str, Any]) -> str:
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
     """The text of each response that is judged: all that was sampled but the end of the turn, and padding behind it.
 
-    Tokenizer, chat template and model (`grpo_rl.policies.hub.load_tokenizer`) say what ends a turn.
+    Tokenizer, chat template and model (`grpo_rl.policies.generation.load_tokenizer`) say what ends a turn.
     """
     ends = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")}
     ends |= {*getattr(tokenizer, "response_ends", ()), *_template_end(tokenizer, tokenizer.chat_template)}

@@ -1,6 +1,7 @@
-"""Curriculum: rows whose pass rate in this run is between bounds are drawn; the others rest."""
+"""Curriculum: rows are drawn or left out by their pass rates in this run, and by how often they had no variance."""
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,14 @@ from grpo_rl.section import Section, read_section, setting
 
 ROUNDING = 1e-9
 """Relative difference that the scale of a mixture's task may leave in a reward."""
+
+
+WINDOW = 32
+"""Groups between two adaptations of ``explore``."""
+STEP = 0.01
+"""Change of ``explore`` in an adaptation, as in GRESO's paper."""
+SHARES = {"easy": 1 / 3, "hard": 2 / 3, "unknown": 1.0}
+"""Kinds of zero-variance groups, by what the task judges right, and their shares of ``zero_variance``."""
 
 
 class Bounds(Section):
@@ -20,6 +29,19 @@ class Bounds(Section):
     passing: float | None = setting(
         None, "reward from which on a response passes; null: where the task judges it right"
     )
+    explore: float | None = setting(
+        None,
+        "GRESO: a row whose last z groups had zero variance is drawn with this probability to the power of z, which "
+        "adapts; low and high are then 0 and 1 where they are not given; null: as any other",
+        gt=0,
+        le=1,
+    )
+    zero_variance: float = setting(
+        0.25,
+        "for explore: share of zero-variance groups that it adapts to; a third of these are easy",
+        gt=0,
+        le=1,
+    )
 
 
 def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
@@ -30,7 +52,7 @@ def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
     """
     if not given:
         return None
-    bounds = read_section(Bounds, given, "env.curriculum")
+    bounds = read_section(Bounds, ({"low": 0.0, "high": 1.0} if given.get("explore") else {}) | given, "env.curriculum")
     if bounds.low >= bounds.high:
         raise ValueError(f"env.curriculum: low={bounds.low} must be less than high={bounds.high}")
     return bounds
@@ -41,6 +63,10 @@ class Curriculum:
 
     Groups that were seen earlier weigh half as much with each one that follows, as the policy changes. A row that was
     not seen yet is kept, and one out of bounds is tried again when it has rested.
+
+    With ``explore`` a row is drawn the more seldom the more of its last groups had zero variance: GRESO,
+    https://arxiv.org/abs/2506.02177, algorithm 1. The draw does not depend on how a row would be rewarded now, so that
+    the rewards of drawn groups are unbiased.
 
     Raises:
         ValueError: the task does not say which responses are right, and no reward is named as passing.
@@ -56,10 +82,15 @@ class Curriculum:
     """
 
     def __init__(self, bounds: Bounds, task: Task) -> None:
-        if bounds.passing is None and not task.tells_right:
+        if (bounds.low > 0 or bounds.high < 1) and bounds.passing is None and not task.tells_right:
             raise ValueError(f"{type(task).__name__} does not say what is right; set env.curriculum.passing")
         self._bounds, self._task = bounds, task
         self._seen: dict[int, tuple[float, float, int]] = {}
+        self._in_a_row: dict[int, tuple[int, str]] = {}
+        """Zero-variance groups of a row since one had variance, and the kind of the last."""
+        self._explore = dict.fromkeys(SHARES, bounds.explore or 1.0)
+        self._window: list[str] = []
+        """The kinds of the last groups; empty for one with variance."""
         self.passed_over = 0
         """The number of times that a row was left out so far."""
         self.whole_epochs = 0
@@ -69,17 +100,35 @@ class Curriculum:
         """Counts a group's responses to a row; those without a reward or verdict are ignored."""
         verdicts = [self._passes(result) for result in results if isinstance(result, Reward)]
         known = [verdict for verdict in verdicts if verdict is not None]
+        if self._bounds.explore is not None and len(verdicts) > 1:
+            same = len({result.total for result in results if isinstance(result, Reward)}) == 1
+            self._note_variance(row, ("unknown" if not known else "easy" if all(known) else "hard") if same else "")
         if known:
             passed, judged, _ = self._seen.get(row, (0.0, 0.0, 0))
             self._seen[row] = (passed / 2 + sum(known), judged / 2 + len(known), epoch)
+
+    def _note_variance(self, row: int, kind: str) -> None:
+        if kind:
+            self._in_a_row[row] = self._in_a_row.get(row, (0, kind))[0] + 1, kind
+        else:
+            self._in_a_row.pop(row, None)
+        self._window.append(kind)
+        if len(self._window) == WINDOW:
+            for kind, share in SHARES.items():
+                too_many = self._window.count(kind) >= share * self._bounds.zero_variance * WINDOW
+                self._explore[kind] = min(max(self._explore[kind] + (-STEP if too_many else STEP), STEP), 1.0)
+            self._window = []
 
     def rate(self, row: int) -> float:
         """The pass rate of a row that was seen."""
         passed, judged, _ = self._seen[row]
         return passed / judged
 
-    def keeps(self, row: int, epoch: int) -> bool:
-        """True if a row is drawn in an epoch."""
+    def keeps(self, row: int, epoch: int, seed: int = 0) -> bool:
+        """True if a row is drawn in an epoch; the seed decides what is left to chance, so that a resumed run agrees."""
+        times, kind = self._in_a_row.get(row, (0, "")) if self._bounds.explore is not None else (0, "")
+        if times and random.Random(f"{seed}/{epoch}/{row}").random() >= self._explore[kind] ** times:
+            return False
         if row not in self._seen or self._bounds.low <= self.rate(row) <= self._bounds.high:
             return True
         return epoch - self._seen[row][2] > self._bounds.rest
@@ -89,7 +138,9 @@ class Curriculum:
         # A copy in one step: an asynchronous collection may note a group meanwhile, in another thread.
         rates = [passed / judged for passed, judged, _ in list(self._seen.values())]
         easy, hard = (sum(rate > self._bounds.high for rate in rates), sum(rate < self._bounds.low for rate in rates))
-        return {
+        kinds = ("easy", "hard") if self._task.tells_right else ("unknown",)
+        explored = {f"curriculum/explore_{kind}": self._explore[kind] for kind in kinds}
+        return (explored if self._bounds.explore is not None else {}) | {
             "curriculum/in_bounds": len(rates) - easy - hard,
             "curriculum/too_easy": easy,
             "curriculum/too_hard": hard,
@@ -100,12 +151,16 @@ class Curriculum:
     def state(self) -> dict[str, Any]:
         """The counts of the rows that were seen, as JSON-able numbers."""
         seen = [[row, *counts] for row, counts in list(self._seen.items())]
-        return {"seen": seen, "passed_over": self.passed_over, "whole_epochs": self.whole_epochs}
+        own = {"explore": dict(self._explore), "in_a_row": [*self._in_a_row.items()], "window": [*self._window]}
+        return own | {"seen": seen, "passed_over": self.passed_over, "whole_epochs": self.whole_epochs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state`."""
         self._seen = {row: (passed, judged, epoch) for row, passed, judged, epoch in state["seen"]}
         self.passed_over, self.whole_epochs = state["passed_over"], state["whole_epochs"]
+        self._explore |= state.get("explore", {})
+        self._window = [*state.get("window", ())]
+        self._in_a_row = {row: tuple(times) for row, times in state.get("in_a_row", ())}
 
     def _passes(self, reward: Reward) -> bool | None:
         passing = self._bounds.passing

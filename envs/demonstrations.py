@@ -27,7 +27,7 @@ class Demonstrations:
 
     Args:
         task: has a `Task.demonstration` of each row.
-        ends: ids that end a response in generation (`grpo_rl.policies.hub.end_ids`).
+        ends: ids that end a response in generation (`grpo_rl.policies.generation.end_ids`).
         max_response_tokens: the longest response, its end included.
         long_prompt: what to do with rows of which either is longer: ``error``, or ``skip``, which counts them.
 

@@ -152,7 +152,7 @@ class PromptSource:
             return False
         if row in self.too_long:
             return True
-        if self._all_rows or self.curriculum.keeps(row, self._epoch):
+        if self._all_rows or self.curriculum.keeps(row, self._epoch, self._seed):
             return False
         self.curriculum.passed_over += 1
         return True

@@ -118,6 +118,20 @@ class JsonClient:
                 self.retried += 1
         raise EndpointError(f"{self.url}{path} failed in {attempt + 1} tries; the last: {why}")
 
+    def only_model(self, remedy: str) -> str:
+        """The name of the one model that an OpenAI-compatible server lists.
+
+        Raises:
+            ValueError: it lists none, or several, or no list; ends in the remedy.
+        """
+        try:
+            names = [str(model["id"]) for model in self.ask("/models")["data"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.url}/models lists no models; {remedy}") from error
+        if len(names) != 1:
+            raise ValueError(f"{self.url} serves {', '.join(names) or 'no model'}; {remedy}")
+        return names[0]
+
     def without_key(self, text: str) -> str:
         """A server's message without secrets: some repeat what they were sent."""
         return text.replace(self._key, "[key]") if self._key else text

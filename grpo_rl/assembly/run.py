@@ -24,7 +24,8 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.perf.roofline import StepRoofline
-from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
+from grpo_rl.policies.generation import load_tokenizer
+from grpo_rl.policies.hub import resolve_model, weight_files
 from grpo_rl.policies.loading import check_written
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
@@ -42,7 +43,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.training import checkpoint
 from grpo_rl.training.micro_batches import WithinMemory
-from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveEntropy, AdaptiveKL, RefreshRule, Schedules
 from grpo_rl.waits import start_phase, waiting, watching
 from grpo_rl.weights.push import NullTransport, WeightSync
 
@@ -89,7 +90,7 @@ def build_run(
     # Wrong data and settings are found before the folder is claimed and a model is loaded.
     check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"reading the data of {settings.env.dataset}"):
-        tokenizer = load_tokenizer(model, settings.model.chat_template)
+        tokenizer = load_tokenizer(model, settings.model)
         check_written(model, tokenizer)
         env = make_env(settings, tokenizer)
         rows, others = eval_rows(settings, env), eval_tasks(settings, tokenizer, env)
@@ -119,7 +120,7 @@ def build_run(
             env.task.place((plan.reward or plan.train)[0])
         policy = training.load_policy(settings, model, plan, ranks, logs)
         with logs.progress.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
-            reference = training.make_reference(settings, model, plan, policy)
+            reference = training.make_reference(settings, model, plan, policy, env)
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
@@ -147,6 +148,11 @@ def build_run(
         assert collector
         stack.callback(collector.shutdown)
 
+        if reference and derived.compares_all_words(settings):
+            policy.distils = reference, settings.loss.kl
+        coefs = settings.policy
+        if coefs.target_entropy is not None:
+            loss.entropy_coef = 0.0  # until an entropy is known
         parts = Parts(
             env=env,
             tokenizer=tokenizer,
@@ -157,11 +163,18 @@ def build_run(
             weights=weights,
             collector=collector,
             schedules=Schedules(
-                AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
+                AdaptiveKL(coefs.kl_coef, coefs.target_kl),
                 RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
                 loss if settings.loss.kl_in == "loss" else advantages,
                 reference,
                 policy,
+                AdaptiveEntropy(
+                    coefs.entropy_coef,
+                    coefs.target_entropy,
+                    coefs.entropy_coef_delta,
+                    coefs.entropy_coef_max,
+                ),
+                loss,
             ),
             loss=loss,
             compute_advantages=advantages,

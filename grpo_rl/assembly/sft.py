@@ -25,7 +25,8 @@ from grpo_rl.envs.own import check_prompts
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.losses.sft import SFTLoss
-from grpo_rl.policies.hub import end_ids, load_tokenizer, resolve_model
+from grpo_rl.policies.generation import end_ids, load_tokenizer
+from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_written
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
@@ -89,7 +90,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         model = resolve_model(settings.model.name)
         plan = devices.plan_devices(settings, model)
     with start_phase(f"reading the data of {settings.env.dataset}"):
-        tokenizer = load_tokenizer(model, settings.model.chat_template)
+        tokenizer = load_tokenizer(model, settings.model)
         check_written(model, tokenizer)
         rows = make_demonstrations(settings, tokenizer, end_ids(model))
         held_out, hooks = rows.groups(held_out_rows(settings, rows.task)), made(settings.hooks, "hooks")

@@ -25,7 +25,7 @@ from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.settings.compose import typed
 from grpo_rl.settings.config import RunIsOver
-from grpo_rl.settings.derived import adapters, dtype, pushes_adapters
+from grpo_rl.settings.derived import adapters, dtype, loaded_references, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
 from grpo_rl.waits import watching
@@ -238,4 +238,4 @@ def kept_bytes(settings: Settings, parameters: int) -> float:
     masters = 4 if settings.train.mixed_precision and itemsize < 4 else 0
     stepped, weights = masters or itemsize, 0 if masters and train.parallel == "fsdp" else itemsize
     state = weights + masters + stepped + (2 * stepped if settings.optimizer.name == "adamw" else 0)
-    return parameters * (state + (itemsize if settings.policy.kl_coef else 0))
+    return parameters * (state + itemsize * loaded_references(settings))

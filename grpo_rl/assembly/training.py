@@ -1,21 +1,31 @@
 """Builds policy, reference, optimizer, loss, advantages, buffer and schedules."""
 
+import importlib
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks, agreed
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.chat import encode_prompts
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.factors import ADVANTAGE
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.before_loading import is_url
 from grpo_rl.policies.compiler import why_uncompiled
-from grpo_rl.policies.hub import check_finite, load_tokenizer, resolve_model
+from grpo_rl.policies.generation import load_tokenizer
+from grpo_rl.policies.hub import check_finite, resolve_model
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import has_adapters
-from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
+from grpo_rl.policies.policy import Peers, Reference, ReferencePolicy, TrainPolicy
+from grpo_rl.policies.teachers import TaskTeachers
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices, lacks_bfloat16
@@ -63,25 +73,70 @@ def load_policy(
 
 
 def make_reference(
-    settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy
-) -> ReferencePolicy | None:
-    """The frozen reference; None if no KL term needs it.
+    settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy, env: LLMEnv
+) -> Reference | None:
+    """The frozen reference, or that of each task of a mixture; None if no KL term needs it.
 
-    With adapters the policy is its own reference when they are off, and nothing more is loaded. The processes that
-    train the policy share the reference likewise.
+    Without a name the policy with adapters is its own reference when they are off. The processes that train the policy
+    share the reference likewise.
+
+    Raises:
+        ValueError: it has another vocabulary, or weights that are not finite, or its server can't be asked.
     """
     if not settings.policy.kl_coef:
         return None
-    peers = policy.peers
-    if has_adapters(policy.model):
-        reference = ReferencePolicy(policy.model, settings.sampling.temperature)
-        reference.peers = peers
-        return reference
+    teachers = derived.teachers(settings)
+    # In one order on all ranks, which load them together.
+    names = dict.fromkeys(teachers.values()) or {settings.ref_model.name: None}
+    made = {name: _make_one(settings, name, model_folder, devices, policy, env) for name in names}
+    if teachers:
+        return TaskTeachers({task: made[name] for task, name in teachers.items()}, partial(_by_task, env))
+    return made[settings.ref_model.name]
+
+
+def _make_one(
+    settings: Settings, name: str | None, model_folder: Path, devices: Devices, policy: TrainPolicy, env: LLMEnv
+) -> Reference:
+    if name and is_url(name):
+        words = policy.model.get_input_embeddings().weight.shape[0]
+        key = os.environ.get("OPENAI_API_KEY")
+        given = name, env.tokenizer, words, settings.ref_model.top, key, policy.peers
+        served = importlib.import_module("grpo_rl.policies.served")
+        return agreed(policy.peers, lambda: served.ServedTeacher(*given))
+    if has_adapters(policy.model) and not name:
+        made = ReferencePolicy(policy.model, settings.sampling.temperature)
+        made.peers = policy.peers
+    else:
+        made = _load_reference(settings, name, model_folder, devices, policy.peers)
+    if settings.ref_model.hint is not None:
+        made.reads = partial(with_hint, env, settings.ref_model.hint)
+    return made
+
+
+def _by_task(env: LLMEnv, groups: Sequence[Group]) -> dict[str, list[int]]:
+    return env.by_task([env.task.rows[group.row] for group in groups])
+
+
+def with_hint(env: LLMEnv, hint: str, group: Group) -> Group:
+    """The group's responses behind a prompt that has the gold answer; as they are where the task has none."""
+    row = env.task.rows[group.row]
+    gold = env.task.gold(row)
+    if gold is None:
+        return group
+    *before, asked = env.task.prompt(row)
+    told = {**asked, "content": f"{asked['content']}\n\n{hint.replace('{gold}', gold)}"}
+    ids = encode_prompts(env.tokenizer, [[*before, told]], list(env.task.tools_of(row)))[0]
+    return replace(group, prompt_ids=torch.tensor(ids))
+
+
+def _load_reference(
+    settings: Settings, name: str | None, model_folder: Path, devices: Devices, peers: Peers | None
+) -> ReferencePolicy:
     dtype = getattr(torch, derived.dtype(settings))
-    folder = agreed(peers, lambda: resolve_model(settings.ref_model.name)) if settings.ref_model.name else model_folder
+    folder = agreed(peers, lambda: resolve_model(name)) if name else model_folder
     if folder != model_folder:
         _check_finite(folder, peers)
-        agreed(peers, lambda: _check_reference(folder, model_folder, settings))
+        agreed(peers, lambda: _check_reference(folder, model_folder, settings, str(name)))
     return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers)
 
 
@@ -90,15 +145,14 @@ def _check_finite(folder: Path, peers: Peers | None) -> None:
     agreed(peers, lambda: None if peers and peers.rank else check_finite(folder))
 
 
-def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> None:
+def _check_reference(folder: Path, model_folder: Path, settings: Settings, name: str) -> None:
     vocabularies = [load_tokenizer(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
-        given = f"ref_model.name={settings.ref_model.name}"
-        raise ValueError(f"{given} has another vocabulary than {settings.model.name}; choose one of the same family")
+        raise ValueError(f"{name} has another vocabulary than {settings.model.name}; choose one of the same family")
     models = skeleton(folder), skeleton(model_folder)
     shapes = [{name: weight.shape for name, weight in model.named_parameters()} for model in models]
     if settings.ref_model.refresh != "never" and shapes[0] != shapes[1]:
-        differ = f"{settings.ref_model.name} has other weights than {settings.model.name}"
+        differ = f"{name} has other weights than {settings.model.name}"
         raise ValueError(f"ref_model.refresh={settings.ref_model.refresh} copies the policy, and {differ}; set never")
 
 
@@ -144,4 +198,6 @@ def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> Adv
         kl_coef=derived.kl_in_reward(settings),
         kl=settings.loss.kl,
         reward_clip=settings.train.reward_clip,
+        turn_credit=settings.loss.turn_credit,
+        turn_discount=settings.loss.turn_discount,
     )

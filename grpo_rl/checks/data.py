@@ -7,7 +7,7 @@ from grpo_rl.assembly.environment import eval_rows, eval_tasks, make_env
 from grpo_rl.checks.check import Case, Finding
 from grpo_rl.checks.model import source_of
 from grpo_rl.envs.base import LLMEnv, Reward
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.settings.derived import total_steps
 
 ROWS = 4
@@ -71,6 +71,6 @@ def env_of(case: Case) -> LLMEnv:
     """The run's environment, read once in a process."""
     key = case.read.as_json()
     if key not in _environments:
-        tokenizer = load_tokenizer(source_of(case), case.read.model.chat_template)
+        tokenizer = load_tokenizer(source_of(case), case.read.model)
         _environments[key] = make_env(case.read, tokenizer, tries=False)  # the check of rewards does more
     return _environments[key]

@@ -16,7 +16,8 @@ from grpo_rl.checks.folder import folder_of, place_of
 from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
 from grpo_rl.envs.task import Messages
 from grpo_rl.planner.scenario import config_source
-from grpo_rl.policies.hub import end_ids, generation_config, load_tokenizer, resolve_model, weight_files
+from grpo_rl.policies.generation import end_ids, generation_config, load_tokenizer
+from grpo_rl.policies.hub import resolve_model, weight_files
 from grpo_rl.policies.loading import check_model, check_written, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
@@ -70,7 +71,7 @@ def _gate(case: Case, source: str, model: PreTrainedModel) -> Iterator[Finding]:
 
 def _tokenizer(case: Case, source: str, model: PreTrainedModel) -> Iterator[Finding]:
     with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
-        tokenizer = load_tokenizer(source, case.read.model.chat_template)
+        tokenizer = load_tokenizer(source, case.read.model)
     with unfit("written files"):
         ignored = check_written(source, tokenizer)
     if ignored:
@@ -110,7 +111,7 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """The findings on a tokenizer, without its model.
 
     Args:
-        ends: ids that end a response, see `grpo_rl.policies.hub.end_ids`.
+        ends: ids that end a response, see `grpo_rl.policies.generation.end_ids`.
         embedded: ids that the model has an embedding for.
     """
     added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())

@@ -16,7 +16,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.settings.derived import micro_batching
 from grpo_rl.training.micro_batches import MicroBatching, scored_micro_batches
 
@@ -28,7 +28,7 @@ def weights(case: Case) -> Iterator[Finding]:
         yield Finding("SKIP", "weights", "--quick reads none" if case.quick else elsewhere)
         return
     folder, settings = Path(source_of(case)), in_one_process(case.read, torch.cuda.device_count())
-    with trial(settings, folder, load_tokenizer(folder, settings.model.chat_template)) as parts:
+    with trial(settings, folder, load_tokenizer(folder, settings.model)) as parts:
         count = sum(p.numel() for p in parts.policy.model.parameters())
         arrived = f"proven to have arrived in {settings.inference_model.engine}"
         yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, {arrived}")

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_rl.data.group import Group
+from grpo_rl.data.turns import turn_advantages
 from grpo_rl.losses.advantage import batch_advantages
 from grpo_rl.losses.factors import ADVANTAGE, check_advantage, named
 from grpo_rl.losses.kl import kl_estimate
@@ -25,6 +26,8 @@ class AdvantageEstimator:
         kl_coef: weight of the KL penalty in the reward; a schedule may change it between calls.
         kl: the estimate of that KL, see :func:`kl_penalty`.
         reward_clip: rewards are first clipped to [-reward_clip, reward_clip].
+        turn_credit: weight of a turn's advantage, which is added to the response's (`grpo_rl.data.turns`).
+        turn_discount: factor of a turn's reward for each turn to come.
         settings: of the function, such as ``reward_weights`` of ``multi_reward``.
 
     Raises:
@@ -43,6 +46,8 @@ class AdvantageEstimator:
         kl_coef: float = 0.0,
         kl: str = "k1",
         reward_clip: float | None = None,
+        turn_credit: float = 0.0,
+        turn_discount: float = 0.95,
         **settings: Any,
     ) -> None:
         function = ADVANTAGE.bound(kind, **settings)
@@ -51,6 +56,9 @@ class AdvantageEstimator:
         check_advantage(function, kl_coef, kl, reward_clip)
         self._function, self._clip = function, clip
         self.kl_coef, self._kl = kl_coef, kl
+        self._turn_credit, self._turn_discount = turn_credit, turn_discount
+        if turn_credit and "rewards" not in inspect.signature(function).parameters:
+            raise ValueError(f"loss.turn_credit: loss.advantage={named(function)} is none of each group by itself")
         self._reward_clip = math.inf if reward_clip is None else reward_clip
 
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
@@ -73,7 +81,13 @@ class AdvantageEstimator:
         advantages = batch_advantages(rewards, self._function, self._clip, parts)
         rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
                 for i, row in zip(members, table, strict=True)}  # fmt: skip
-        return [group.with_advantages(rows[i][sessions[i][1]]) for i, group in enumerate(groups)]
+        return [self._with_turns(group.with_advantages(rows[i][sessions[i][1]])) for i, group in enumerate(groups)]
+
+    def _with_turns(self, group: Group) -> Group:
+        if not self._turn_credit or group.advantages is None or not group.advantages.any():
+            return group
+        turns = self._turn_credit * turn_advantages(group, self._turn_discount, self._function)
+        return group.with_advantages(group.advantages, group.advantages.repeat_interleave(group.lengths) + turns)
 
     def _penalised_rewards(self, groups: Sequence[Group]) -> Float[Tensor, "N G"]:
         rewards = torch.stack([group.rewards[_sessions(group)[0]] for group in groups])

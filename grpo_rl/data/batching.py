@@ -102,6 +102,7 @@ class MicroBatching:
         mask_truncated: leave responses that reached the length limit out of the loss.
         top_entropy_fraction: only this share of the step's trained tokens, those of highest entropy, carries the policy
             gradient; KL and entropy terms apply to all.
+        covariance: the window of `grpo_rl.losses.covariance.Covariance`, for surrogates that choose tokens by it.
         on_policy: this is the only optimizer step on these groups, so the log-probabilities computed now are also those
             before the update, and no group needs ``old_log_probs``.
     """
@@ -112,6 +113,7 @@ class MicroBatching:
     skip_zero_advantage: bool = False
     mask_truncated: bool = False
     top_entropy_fraction: float = 1.0
+    covariance: tuple[float, float] | None = None
     on_policy: bool = False
 
 

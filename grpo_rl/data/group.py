@@ -1,7 +1,7 @@
 """A group: one prompt and the G responses sampled for it, ragged and without padding; a trajectory becomes one of them.
 
 Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, N tokens, K ids of their kept
-sets, L decoder layers, X experts of a token.
+sets, L decoder layers, X experts of a token, W words of a teacher.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class Group:
         measures: numbers logged next to the reward, [G] each, NaN for a response without one.
         truncated: [G] True if the response reached the length limit.
         advantages: [G], once they are computed.
+        token_advantages: [R] those of the tokens, where the turns of a response have several.
         ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.
+        teacher_ids: [R, W] the likeliest words of a served teacher at each token, if it gave any.
+        teacher_log_probs: [R, W] their log-probabilities, in nats.
         old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, if they are needed.
         old_entropies: [R] the trainer's entropies, computed with ``old_log_probs``.
         routes: [R, L, X] the experts that the sampler's routers chose, by decoder layer, or :data:`NO_ROUTE`, if they
@@ -127,7 +130,10 @@ class Group:
     measures: dict[str, Tensor] = field(default_factory=dict)
     truncated: Bool[Tensor, " G"] | None = None
     advantages: Float[Tensor, " G"] | None = None
+    token_advantages: Float[Tensor, " R"] | None = None
     ref_log_probs: Float[Tensor, " R"] | None = None
+    teacher_ids: Int[Tensor, "R W"] | None = None
+    teacher_log_probs: Float[Tensor, "R W"] | None = None
     old_log_probs: Float[Tensor, " R"] | None = None
     old_entropies: Float[Tensor, " R"] | None = None
     routes: Int[Tensor, "R L X"] | None = None
@@ -180,12 +186,12 @@ class Group:
         """The kept sets of the response tokens; None where nothing was cut off."""
         return None if self.kept_ids is None or self.kept_counts is None else Kept(self.kept_ids, self.kept_counts)
 
-    def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
-        """The same group with advantages."""
+    def with_advantages(self, advantages: Float[Tensor, " G"], of_tokens: Float[Tensor, " R"] | None = None) -> Group:
+        """The same group with advantages, and those of the tokens where they differ."""
         assert len(advantages) == self.size, (len(advantages), self.size)
         # Not `replace`, which checks every other field again.
         group = object.__new__(Group)
-        group.__dict__.update(self.__dict__, advantages=advantages)
+        group.__dict__.update(self.__dict__, advantages=advantages, token_advantages=of_tokens)
         return group
 
     def with_old_log_probs(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
@@ -221,7 +227,8 @@ class Group:
         tokens = keep.repeat_interleave(self.lengths)
         masks = dict.fromkeys(("rewards", "truncated", "advantages", "sessions"), keep)
         masks |= dict.fromkeys(("response_ids", "log_probs", "versions", "trainable"), tokens)
-        masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies", "routes"), tokens)
+        masks |= dict.fromkeys(("token_advantages", "ref_log_probs", "teacher_ids", "teacher_log_probs"), tokens)
+        masks |= dict.fromkeys(("old_log_probs", "old_entropies", "routes"), tokens)
         kept = self.kept and self.kept.where(tokens)
         return replace(
             self,
@@ -241,7 +248,7 @@ class Group:
         advantage for all its tokens. Tokens that the policy did not sample have NaN for the sampler's log-probability,
         which excludes them from the loss.
 
-        The trainer's own ``old_log_probs`` and ``old_entropies`` are left out.
+        The trainer's own ``old_log_probs`` and ``old_entropies``, and a served teacher's words, are left out.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
         """

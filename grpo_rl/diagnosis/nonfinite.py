@@ -23,8 +23,8 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import PolicyOptimizer
 
-COMPUTED = ("log_prob", "entropy")
-"""Entries that the policy adds to a group's tokens; all else was there before."""
+COMPUTED = ("log_prob", "entropy", "teacher_kl")
+"""Entries that the policy adds to a group's tokens, the last with a teacher; all else was there before."""
 
 
 @torch.enable_grad()
@@ -40,7 +40,7 @@ def locate_nonfinite(
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
     # Each group by itself, with the weights that its tokens have in the step; there is nothing to split it into.
-    totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
+    totals = step_totals(batch, batching)
     batching = replace(batching, count=None)
     try:
         for group in batch:
@@ -91,7 +91,7 @@ def _in_group(
 
 def _place(tokens: TensorDictBase, names: Sequence[str], group: Group) -> str | None:
     """The first token at which one of the entries is not finite."""
-    for name in names:
+    for name in (name for name in names if name in tokens.keys()):
         values = tokens[name].detach().cpu()
         if not values.is_floating_point():
             continue

@@ -40,7 +40,7 @@ from grpo_rl.engines.base import (
     seeded,
 )
 from grpo_rl.engines.fingerprint import fingerprint
-from grpo_rl.policies.hub import end_ids
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.loading import CheckpointNames, from_folder
 from grpo_rl.policies.lora import base_weights
 

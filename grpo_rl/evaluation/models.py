@@ -10,7 +10,8 @@ import torch
 
 from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.policies.before_loading import local_path
-from grpo_rl.policies.hub import generation_config, leave_out_ignored, load_tokenizer, resolve_model, writing_model
+from grpo_rl.policies.generation import generation_config, leave_out_ignored, load_tokenizer
+from grpo_rl.policies.hub import resolve_model, writing_model
 from grpo_rl.policies.loading import load_whole, model_config, skeleton
 from grpo_rl.policies.lora import saved_buffers
 from grpo_rl.run.push import MODEL
@@ -58,7 +59,7 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     source = resolve_model(cfg["model"]["name"])
     config, of_sampling = model_config(source), generation_config(source)
     leave_out_ignored(of_sampling)
-    tokenizer = load_tokenizer(source, cfg["model"]["chat_template"])
+    tokenizer = load_tokenizer(source, cfg["model"])
     dtype = getattr(torch, cfg["train_model"]["dtype"])
     weights = dict(masters)
     if saved_buffers(skeleton(source)):  # they are not trained, so that the optimizer does not have them

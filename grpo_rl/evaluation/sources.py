@@ -15,7 +15,7 @@ from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.guards.guard import ScoreGuard
 from grpo_rl.envs.rewards.json_client import JsonClient
 from grpo_rl.envs.task import Messages, plays_turns
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.evaluate import Evaluation, evaluate, judged
@@ -58,7 +58,7 @@ class Endpoint:
     ) -> None:
         self._client = JsonClient(url, key, retries, deadline_s, sleep)
         self.url, self._concurrency = self._client.url, concurrency
-        self.served = served or self._only_model()
+        self.served = served or self._client.only_model("choose one with served=NAME")
 
     def respond(self, prompts: Sequence[Messages], n: int, sampling: Sampling, seed: int = 0) -> list[list[Reply]]:
         """``n`` responses to each conversation, in order; each is a request of its own, with a seed of its own.
@@ -95,16 +95,6 @@ class Endpoint:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.url} is no chat endpoint: its response lacks {error}") from error
 
-    def _only_model(self) -> str:
-        try:
-            names = [model["id"] for model in self._client.ask("/models")["data"]]
-            listed = ", ".join(names)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.url}/models lists no models; set served=NAME") from error
-        if len(names) != 1:
-            raise ValueError(f"{self.url} serves {listed or 'no model'}; choose one with served=NAME")
-        return names[0]
-
 
 class LocalSource:
     """An engine that is started here, for all tasks, whose settings share the engine's."""
@@ -112,7 +102,7 @@ class LocalSource:
     def __init__(self, folder: Path, tasks: dict[str, Settings], rows: int | None, samples: int) -> None:
         self._folder, self._rows, self._samples = folder, rows, samples
         self._engine: Engine | None = None
-        tokenizer = load_tokenizer(folder, next(iter(tasks.values())).model.chat_template)
+        tokenizer = load_tokenizer(folder, next(iter(tasks.values())).model)
         # All data is read, and all prompts are measured, before the engine starts.
         self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
         self.tasks = {name: env.task for name, env in self._envs.items()}

@@ -39,6 +39,47 @@ def leave_one_out(rewards: Table) -> Table:
     return no_std(rewards) * (size / (size - 1))
 
 
+@ADVANTAGE.add("maxrl", "(r - mean) / mean, for rewards of 0 or more", never_negative=True)
+def maxrl(rewards: Table) -> Table:
+    """The deviations over the group's mean reward: MaxRL, https://arxiv.org/abs/2602.02710; prime-rl.
+
+    With rewards of 0 and 1 the expected gradient nears that of the log of the pass rate as groups grow, so that hard
+    prompts weigh more. Where no response earns anything, advantages are 0.
+
+    Raises:
+        ValueError: a reward is below 0.
+
+    One correct response of four, then three; none:
+
+    >>> maxrl(torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]))
+    tensor([[-1.0000, -1.0000, -1.0000,  3.0000],
+            [-1.0000,  0.3333,  0.3333,  0.3333],
+            [ 0.0000,  0.0000,  0.0000,  0.0000]])
+    """
+    if (rewards < 0).any():
+        least = rewards.min().item()
+        raise ValueError(f"loss.advantage=maxrl divides by the mean reward, and a reward is {least:.3g}; use 0 or more")
+    mean = rewards.mean(-1, keepdim=True)
+    return torch.where(mean > 0, no_std(rewards) / mean, 0.0)
+
+
+@ADVANTAGE.add("gpg", "r - mean, over the share of groups with variance")
+def gpg(tables: Sequence[Table]) -> list[Table]:
+    """GPG, https://arxiv.org/abs/2504.02546, eq. 7: groups without variance shrink no gradient of the others.
+
+    verl counts the responses with a reward other than 0 in the place of those in groups with variance.
+
+    One group of two has variance, so that its deviations of 0.5 count twice:
+
+    >>> gpg([torch.tensor([[0.0, 1.0], [1.0, 1.0]])])
+    [tensor([[-1.,  1.],
+            [ 0.,  0.]])]
+    """
+    live = [(table != table[..., :1]).any(-1) for table in tables]
+    share = sum(int(each.sum()) for each in live) / max(1, sum(len(each) for each in live))
+    return [group_advantages(table, "no_std") / (share or 1.0) for table in tables]
+
+
 @ADVANTAGE.add("batch_std", "(r - mean) over the std of all r of the collection")
 def batch_std(tables: Sequence[Table]) -> list[Table]:
     """Lite PPO, https://arxiv.org/abs/2508.08221; TRL's ``scale_rewards="batch"``."""

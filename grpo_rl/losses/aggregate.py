@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from pydantic import Field
 from torch import Tensor
 
+from grpo_rl.losses.covariance import Covariance
 from grpo_rl.losses.factors import AGGREGATE, call, named
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts over a whole optimizer step, with all its micro-batches and ranks.
+    """Counts and thresholds over a whole optimizer step, with all its micro-batches and ranks.
 
     Dividing by a micro-batch's own counts would give the tokens of a short micro-batch more weight, and the gradient
     would depend on how the step was split.
@@ -28,12 +29,14 @@ class StepTotals:
         tokens: trained tokens.
         prompts: groups.
         entropy_floor: tokens of lower entropy carry no policy gradient; None: every token does.
+        covariance: of all trained tokens, where the surrogate chooses some by it.
     """
 
     sequences: int
     tokens: int
     prompts: int
     entropy_floor: float | None = None
+    covariance: Covariance | None = None
 
 
 @AGGREGATE.add("sequence_mean", "each response weighs the same")

@@ -54,21 +54,28 @@ def correction_weight(
     how: str | Callable[..., Float[Tensor, " N"]],
     level: Level = "token",
     response: Int[Tensor, " N"] | None = None,
+    trained: Float[Tensor, " N"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
     r"""Weight of each token in the surrogate loss, from $\rho = \pi_{old} / \pi_{sampler}$, and whether it is not rho.
 
     Weights carry no gradient. On fresh weights the two policies differ only by rounding, as trainer and engine compute
     in different ways; on stale weights they are different policies.
 
-    With ``sequence``, rho is the product over the response's tokens: unbiased, with a far larger variance.
+    With ``sequence``, rho is the product over the response's tokens: unbiased, with a far larger variance; with
+    ``geometric`` their geometric mean (verl's ``geometric``): biased, with a variance that falls with the length.
 
     Args:
         log_ratio: log pi_old - log pi_sampler, 0 on tokens that are not trained.
         how: one of the functions above or its name, or one of the user's own, from rho.
-        response: index of each token's response; read by ``sequence``.
+        response: index of each token's response; read by ``sequence`` and ``geometric``.
+        trained: 1 on tokens that are trained on, else 0; read by ``geometric``.
     """
     log_ratio = log_ratio.detach()
-    rho = (log_ratio if level == "token" else sum_over_response(log_ratio, response)).exp()
+    if level != "token":
+        log_ratio = sum_over_response(log_ratio, response)
+    if level == "geometric":
+        log_ratio = log_ratio / sum_over_response(trained, response).clamp(min=1)
+    rho = log_ratio.exp()
     function = CORRECTION.function(how)
     weight = per_token(call(function, rho=rho), rho, function)
     return weight, weight != rho

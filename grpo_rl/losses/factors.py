@@ -7,11 +7,13 @@ import functools
 import importlib
 import inspect
 import operator
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import Field, WrapValidator, create_model
 
+import grpo_rl.losses
 from grpo_rl.by_name import is_name, object_by_name
 from grpo_rl.section import Named, Section, plain, setting
 
@@ -25,15 +27,15 @@ class Factor:
     ``loss``: type, meaning and limits are in their ``Annotated``, and functions that share one declare it alike.
 
     Args:
+        name: also the beginning of the names of the modules in `grpo_rl.losses` that register functions.
         given: the arguments that the loss computes.
-        module: registers the project's functions when it is imported.
 
     >>> SURROGATE.settings(SURROGATE.function("grpo_rl.losses.surrogate:plain_surrogate"))
     {}
     """
 
-    def __init__(self, name: str, default: str, given: tuple[str, ...], module: str) -> None:
-        self.name, self.default, self.given, self._module = name, default, given, module
+    def __init__(self, name: str, default: str, given: tuple[str, ...]) -> None:
+        self.name, self.default, self.given = name, default, given
         self._functions: dict[str, tuple[Callable[..., Any], str]] = {}
 
     def add(self, name: str, meaning: str = "", **attributes: Any) -> Callable[[F], F]:
@@ -49,7 +51,7 @@ class Factor:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The project's functions by their names."""
-        importlib.import_module(self._module)
+        _import_modules(self.name)
         return {name: function for name, (function, _) in self._functions.items()}
 
     def field(self) -> tuple[Any, Any]:
@@ -103,10 +105,22 @@ class Factor:
         return self.bound(loss[self.name], **{**loss, **others})
 
 
+@functools.cache
+def _import_modules(beginning: str) -> None:
+    for module in pkgutil.iter_modules(grpo_rl.losses.__path__):
+        if module.name.startswith(beginning):
+            importlib.import_module(f"grpo_rl.losses.{module.name}")
+
+
 def call(function: Callable[..., Any], **given: Any) -> Any:
     """The function's value, from those of the arguments that its signature names."""
     names = [parameter.name for parameter in _parameters(function)]
     return function(**{name: given[name] for name in names if name in given})
+
+
+def asks_for(function: Callable[..., Any], *names: str) -> bool:
+    """True if a function has one of these arguments."""
+    return not inspect.signature(function).parameters.keys().isdisjoint(names)
 
 
 def named(function: Any) -> str:
@@ -122,26 +136,23 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 _OR_A_FUNCTION = WrapValidator(lambda value, check: value if callable(value) else check(value))
-SURROGATE = Factor("surrogate", "clipped", ("log_ratio", "advantage", "log_prob"), "grpo_rl.losses.surrogate")
+COVARIANCE = ("covariance_rank", "covariance_lot")
+"""Arguments of surrogates that choose tokens by their covariance in the whole step."""
+SURROGATE = Factor("surrogate", "clipped", ("log_ratio", "advantage", "log_prob", "trained", "response", *COVARIANCE))
 """The loss per token, [N], from tensors of [N]."""
-KL = Factor("kl", "k3", ("log_prob", "ref_log_prob", "log_ratio"), "grpo_rl.losses.kl")
+KL = Factor("kl", "k3", ("log_prob", "ref_log_prob", "log_ratio"))
 """The estimate of the KL to the reference per token, [N], from tensors of [N]."""
-CORRECTION = Factor("correction", "none", ("rho",), "grpo_rl.losses.correction")
+CORRECTION = Factor("correction", "none", ("rho",))
 """The weight per token, [N], from the ratio of trainer to sampler, [N]."""
-AGGREGATE = Factor(
-    "aggregate",
-    "sequence_mean",
-    ("trained", "response", "prompt", "sequences", "tokens", "prompts"),
-    "grpo_rl.losses.aggregate",
-)
+AGGREGATE = Factor("aggregate", "sequence_mean", ("trained", "response", "prompt", "sequences", "tokens", "prompts"))
 """The weight of each token in the step's loss, [N]; see `grpo_rl.losses.aggregate.token_weights`."""
-ADVANTAGE = Factor("advantage", "zscore", ("rewards", "tables", "parts"), "grpo_rl.losses.advantage")
+ADVANTAGE = Factor("advantage", "zscore", ("rewards", "tables", "parts"))
 """The advantages; see `grpo_rl.losses.advantage.batch_advantages`."""
 FACTORS = (SURROGATE, KL, CORRECTION, AGGREGATE, ADVANTAGE)
 
 Ratio = Literal["token", "sequence", "sequence_token"]
 """The values of ``loss.ratio``."""
-Level = Literal["token", "sequence"]
+Level = Literal["token", "sequence", "geometric"]
 """The values of ``loss.correction_level``."""
 REWARD_KL = ("k1", "k2", "k3")
 """The kinds with different values, for a KL in the reward; the others differ only in their gradient."""
@@ -162,14 +173,27 @@ class Loss(Section):
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
     )
     correction: Any = CORRECTION.default
-    correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
+    correction_level: Level = setting(
+        "token", "rho of each token | sequence: the product over its response | geometric: their geometric mean"
+    )
     aggregate: Any = AGGREGATE.default
+    off_policy_bound: float | None = setting(
+        None,
+        "OPSM: mean KL to the sampler, in nats per token, above which a response with a negative advantage is left out",
+        gt=0,
+    )
+    covariance_low: float = setting(1.0, "for surrogate=clip_cov: least covariance of the tokens that are drawn")
+    covariance_high: float = setting(5.0, "for surrogate=clip_cov: largest covariance of the tokens that are drawn")
     mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
     top_entropy_fraction: float = setting(
         1.0, "share of tokens, those of highest entropy, in the policy gradient", gt=0, le=1
     )
     advantage: Any = ADVANTAGE.default
     advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
+    turn_credit: float = setting(
+        0.0, "weight of each turn's own advantage, among turns of a group behind the same reply; 0: none", ge=0
+    )
+    turn_discount: float = setting(0.95, "for turn_credit: factor of the reward for each turn to come", gt=0, le=1)
 
     def __reduce__(self) -> tuple[Any, ...]:  # its class is made, and no module has it
         return _restored, (dict(self),)
@@ -245,6 +269,8 @@ def check_advantage(
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:
         raise ValueError(f"loss.kl={kl} is for the loss; with loss.kl_in=reward use {', '.join(REWARD_KL)}")
+    if kl_coef and getattr(getattr(function, "func", function), "never_negative", False):
+        raise ValueError(f"loss.advantage={named(function)} takes no negative rewards; use loss.kl_in=loss")
     takes = {*inspect.signature(function).parameters}
     if "rewards" in takes and (rest := takes & {"tables", "parts"}):
         wanted = f"{named(function)} asks for rewards, of each group by itself, and for {', '.join(sorted(rest))}"

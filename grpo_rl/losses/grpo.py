@@ -15,11 +15,12 @@ from torchrl.objectives import LossModule
 
 from grpo_rl.losses.aggregate import per_token
 from grpo_rl.losses.correction import correction_weight
-from grpo_rl.losses.factors import CORRECTION, KL, SURROGATE, Loss, call, check_loss, loss_section
+from grpo_rl.losses.factors import CORRECTION, COVARIANCE, KL, SURROGATE, Loss, asks_for, call, check_loss, loss_section
 from grpo_rl.losses.kl import k3
-from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio
+from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, near_sampler
 from grpo_rl.section import read_section
 
+CLIPS = ("clip_low", "clip_high", "clip_dual", "clip_off_policy")
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
 """The terms of the loss; their sum is the entry ``loss``, which is minimised."""
 METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "entropy", "ratio", "ratio_squared")
@@ -74,7 +75,12 @@ class GRPOLoss(LossModule):
         weight: NestedKey = "weight"
         """[N] from `token_weights`; 0 on tokens that are not trained on."""
         response: NestedKey = "response"
-        """[N] index of each token's response; read only if ratios or corrections are per response."""
+        """[N] index of each token's response; read only if something is per response."""
+        teacher_kl: NestedKey = "teacher_kl"
+        """[N] divergence from the reference over all words, with gradient; read only by such a KL."""
+        covariance_rank: NestedKey = "covariance_rank"
+        """[N] from `grpo_rl.losses.covariance.Covariance`, like the lot; read only by surrogates that ask for one."""
+        covariance_lot: NestedKey = "covariance_lot"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -92,7 +98,10 @@ class GRPOLoss(LossModule):
         self._surrogate, self._kl, self._correction = (factor.chosen(loss) for factor in (SURROGATE, KL, CORRECTION))
         self._corrects = loss.correction != "none"
         self._level = loss.correction_level if self._corrects else "token"
-        self._per_response = "sequence" in self._level or loss.ratio != "token"
+        per_response = asks_for(self._surrogate.func, "response") or loss.off_policy_bound is not None
+        self._per_response = per_response or self._level != "token" or loss.ratio != "token"
+        self._over_words = bool(kl_coef) and asks_for(self._kl.func, "teacher_kl")
+        self._by_covariance = asks_for(self._surrogate.func, *COVARIANCE)
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyrefly: ignore[bad-override]
@@ -100,9 +109,12 @@ class GRPOLoss(LossModule):
         keys = self.tensor_keys
         names = [keys.log_prob, keys.entropy, keys.sampler_log_prob, keys.advantage, keys.trainable, keys.weight]
         optional = {
-            keys.ref_log_prob: self.kl_coef,
+            keys.ref_log_prob: self.kl_coef and not self._over_words,
+            keys.teacher_kl: self._over_words,
             keys.old_log_prob: self._corrects,
             keys.response: self._per_response,
+            keys.covariance_rank: self._by_covariance,
+            keys.covariance_lot: self._by_covariance,
         }
         return names + [name for name, read in optional.items() if read]
 
@@ -115,7 +127,8 @@ class GRPOLoss(LossModule):
         [N] each: ``objective``, ``kl`` and ``entropy``, with gradient and without their coefficients; ``log_ratio`` to
         the sampler or, with a correction, to the trainer before the update; ``ratio``, as used by the surrogate;
         ``correction``, the importance weight in ``objective``, and ``corrected``, whether it reached a bound; and the
-        flags of :func:`clipped_tokens`. Values on untrained tokens mean nothing; their ``weight`` is 0.
+        flags of :func:`clipped_tokens`, and ``clip_off_policy``. Values on untrained tokens mean nothing; their
+        ``weight`` is 0.
 
         Raises:
             ValueError: an entry is missing.
@@ -127,9 +140,18 @@ class GRPOLoss(LossModule):
         response = _entry(tensordict, keys.response) if self._per_response else None
         old = self._read(tensordict, keys.old_log_prob) if self._corrects else sampler
         log_ratio = log_prob - old
+        trained = trainable.to(log_prob)
         leveled = leveled_log_ratio(log_ratio, settings.ratio, trainable, response)
-        weight, corrected = correction_weight(old - sampler, self._correction, self._level, response)
-        objective = call(self._surrogate, log_ratio=leveled, advantage=advantage, log_prob=log_prob)
+        weight, corrected = correction_weight(old - sampler, self._correction, self._level, response, trained)
+        kept = None
+        if settings.off_policy_bound is not None:
+            kept = near_sampler(log_prob - sampler, advantage, trained, response, settings.off_policy_bound)
+            # Before the surrogate: its value may overflow where it is left out.
+            advantage, leveled = (torch.where(kept, values, 0.0) for values in (advantage, leveled))
+        of_token = {"log_prob": log_prob, "trained": trained, "response": response}
+        if self._by_covariance:
+            of_token |= {name: self._read(tensordict, getattr(keys, name)) for name in COVARIANCE}
+        objective = call(self._surrogate, log_ratio=leveled, advantage=advantage, **of_token)
         terms = TensorDict(
             objective=weight * per_token(objective, log_prob, self._surrogate),
             entropy=self._read(tensordict, keys.entropy),
@@ -140,11 +162,15 @@ class GRPOLoss(LossModule):
             corrected=corrected,
             batch_size=log_ratio.shape,
         )
-        terms.update(clipped_tokens(self._surrogate.func, leveled.detach(), advantage, **self._surrogate.keywords))
+        clips = {"log_prob": log_prob.detach(), **self._surrogate.keywords}
+        terms.update(clipped_tokens(self._surrogate.func, leveled.detach(), advantage, **clips))
+        if kept is not None:
+            terms["clip_off_policy"] = ~kept
         if self.kl_coef:
+            name = "teacher_kl" if self._over_words else "ref_log_prob"
+            given = {name: self._read(tensordict, getattr(keys, name))}
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
-            ref = self._read(tensordict, keys.ref_log_prob)
-            estimate = call(self._kl, log_prob=log_prob, ref_log_prob=ref, log_ratio=log_prob - sampler)
+            estimate = call(self._kl, log_prob=log_prob, log_ratio=log_prob - sampler, **given)
             terms["kl"] = per_token(estimate, log_prob, self._kl)
         return terms
 
@@ -179,7 +205,7 @@ class GRPOLoss(LossModule):
                 "entropy": terms["entropy"],
                 "ratio": ratio,
                 "ratio_squared": ratio.square(),
-            } | {name: terms[name] for name in ("clip_low", "clip_high", "clip_dual") if name in terms.keys()}
+            } | {name: terms[name] for name in CLIPS if name in terms.keys()}
             if tensordict.get(keys.ref_log_prob, None) is not None:
                 sums["kl_ref"] = k3(log_prob, self._read(tensordict, keys.ref_log_prob))
             if self._corrects:
@@ -191,6 +217,8 @@ class GRPOLoss(LossModule):
 
 
 _WRITTEN_BY = {
+    **dict.fromkeys(COVARIANCE, "training_tensordict writes it with MicroBatching(covariance=...)"),
+    "teacher_kl": "TrainPolicy.score computes it where the policy has a teacher (TrainPolicy.distils)",
     "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step",
     "ref_log_prob": "write it with ReferencePolicy.add_log_probs",
 }

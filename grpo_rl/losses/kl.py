@@ -95,3 +95,20 @@ def k3_is(
 ) -> Float[Tensor, " N"]:
     """KL estimate per token, in nats: :func:`k3` times the ratio to the policy that sampled."""
     return log_ratio.exp() * k3(log_prob, ref_log_prob)
+
+
+def over_all_words(teacher_kl: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Divergence per token, in nats, over the whole vocabulary: no estimate from the sampled token.
+
+    `grpo_rl.policies.policy.TrainPolicy.score` computes it, as the kinds of `grpo_rl.policies.divergence`. Source: GKD,
+    https://arxiv.org/abs/2306.13649.
+    """
+    return teacher_kl
+
+
+for _name, _meaning in (
+    ("reverse", "KL(policy to reference) over all words"),
+    ("forward", "KL(reference to policy) over all words"),
+    ("jensen_shannon", "the mean of both to their middle"),
+):
+    KL.add(_name, _meaning)(over_all_words)

@@ -44,6 +44,30 @@ def leveled_log_ratio(
     return mean if level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
 
 
+def near_sampler(
+    log_ratio: Float[Tensor, " N"],
+    advantage: Float[Tensor, " N"],
+    trained: Float[Tensor, " N"],
+    response: Int[Tensor, " N"],
+    bound: float,
+) -> Bool[Tensor, " N"]:
+    """False on the tokens of responses with a negative advantage whose mean KL to the sampler is above ``bound``.
+
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1, and TRL's
+    ``off_policy_mask_threshold``: a response that has become unlikely is not pushed down further.
+
+    Args:
+        log_ratio: log pi_theta - log pi_sampler, 0 on tokens that are not trained on.
+        bound: in nats per token; the estimate is the mean of -log_ratio, k1.
+
+    >>> log_ratio, advantage = torch.tensor([-1.0, -3.0, -1.0]), torch.tensor([-1.0, -1.0, 1.0])
+    >>> near_sampler(log_ratio, advantage, torch.ones(3), torch.tensor([0, 0, 1]), bound=0.5)
+    tensor([False, False,  True])
+    """
+    tokens = sum_over_response(trained, response).clamp(min=1)
+    return (advantage >= 0) | (-sum_over_response(log_ratio.detach(), response) / tokens <= bound)
+
+
 def outside(
     log_ratio: Float[Tensor, " N"], clip_low: float = 0.2, clip_high: float = 0.2
 ) -> dict[str, Bool[Tensor, " N"]]:
@@ -184,7 +208,7 @@ def clipped_tokens(
     They come from the function's attribute ``clips``; without one nothing is clipped, or it is not known.
 
     Args:
-        clips: the surrogate's settings.
+        clips: the surrogate's settings, and ``log_prob`` of the tokens.
     """
     flags = getattr(surrogate if callable(surrogate) else SURROGATE.function(surrogate), "clips", None)
     if flags is None:

@@ -18,7 +18,8 @@ from grpo_rl.storage.yaml_text import read_yaml
 CALLS: dict[str, dict[str, str] | None] = {
     "GRPOConfig": None,
     "LoraConfig": {name: f"lora_{name.removeprefix('lora_')}"
-                   for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type")},
+                   for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type")}
+                  | {"use_rslora": "use_rslora", "use_dora": "use_dora"},
     "GRPOTrainer": {"model": "model_name_or_path", "reward_funcs": "reward_funcs"},
     "load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"},
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """The conversion of a GRPO config of TRL: the config that trains as it does, and every difference by name."""
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ def _of_type(name: str, value: Any) -> Any:
         if field in trl.LISTS:
             return [trl.LISTS[field](item) for item in ([value] if isinstance(value, str) else value)]
         value = dict(value) if field in trl.MAPPINGS else value
+        if field == "chat_template_kwargs" and isinstance(value, str):
+            value = json.loads(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r:.80}: {error}") from None
     if field == "lr_scheduler_kwargs":
@@ -194,7 +197,7 @@ def _convert_batches(made: Converted, processes: int | None, rows: int | None) -
     whole = (
         passes == 1 and trl.LOSS_TYPES[kind]["aggregate"] == "token_mean" and made.get("top_entropy_quantile", 1) == 1
     )
-    if made["entropy_coef"] and not whole:
+    if (made["entropy_coef"] or made["use_adaptive_entropy"]) and not whole:
         why = "TRL's bonus is the mean over the tokens of a pass that have a policy gradient; here over all tokens"
         made.differs("entropy_coef", f"{why}, as loss.aggregate has it")
     return ranks, steps
@@ -225,6 +228,12 @@ def _convert_loss(made: Converted) -> None:
         made.put({"loss.correction_low": low, "loss.correction_high": most})
         if kind == "truncate" and low:
             made.differs("vllm_importance_sampling_clip_min", "truncation has an upper bound alone here")
+    if made["use_adaptive_entropy"]:
+        made.put({"policy.target_entropy": made["entropy_target"]})
+        made.put({f"policy.{name}": made[name] for name in ("entropy_coef_delta", "entropy_coef_max")})
+        made.differs("use_adaptive_entropy", "TRL adapts after each optimizer step, here after each collection's")
+        if made["entropy_coef_min"]:
+            made.differs("entropy_coef_min", "the weight may fall to 0 here")
     if made["sync_ref_model"]:
         every = made.get("ref_model_sync_steps", 512)
         made.put({"ref_model.refresh": "steps", "ref_model.refresh_steps": every})
@@ -293,6 +302,7 @@ def _convert_model(made: Converted) -> None:
     if made["use_peft"]:
         targets = made["lora_target_modules"]
         lora = {name: made.get(f"lora_{field}", default) for name, (field, default) in trl.LORA.items()}
+        lora |= {name: True for name in ("rslora", "dora") if made[f"use_{name}"]}
         made.put({"train_model.lora": lora | {"targets": targets or "all-linear"}})
         if not targets:
             why = "peft's own choice by the type of model, such as q_proj and v_proj; here all-linear"

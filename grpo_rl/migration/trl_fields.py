@@ -20,6 +20,11 @@ DEFAULTS: Mapping[str, Any] = {
     "num_iterations": 1,
     "beta": 0.0,
     "entropy_coef": 0.0,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "use_adaptive_entropy": False,
     "epsilon": 0.2,
     "loss_type": "dapo",
     "importance_sampling_level": "token",
@@ -50,8 +55,8 @@ DEFAULTS: Mapping[str, Any] = {
 NUMBERS = {
     "ddp_timeout", "delta", "epsilon_high", "eval_steps", "generation_batch_size", "logging_steps", "lora_alpha",
     "lora_dropout", "lora_r", "max_completion_len", "max_prompt_length", "min_p", "num_processes",
-    "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos",
-    "save_total_limit", "soft_punish_cache", "steps_per_generation", "top_entropy_quantile",
+    "off_policy_mask_threshold", "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_neg",
+    "sapo_temperature_pos", "save_total_limit", "soft_punish_cache", "steps_per_generation", "top_entropy_quantile",
     "vllm_importance_sampling_clip_min", "vllm_max_model_length", "vllm_tensor_parallel_size",
 } | {name for name, default in DEFAULTS.items() if type(default) in (int, float)}  # fmt: skip
 COUNTS = (
@@ -71,7 +76,7 @@ CONVERTED = {
     *DEFAULTS, *NUMBERS, *LISTS, *MAPPINGS, "bf16", "bnb_4bit_quant_type", "dataset_config", "dataset_name",
     "dataset_prompt_column", "dataset_test_split", "dataset_train_split", "dtype", "eval_strategy", "fp16", "fsdp",
     "load_best_model_at_end", "load_in_4bit", "load_in_8bit", "lora_target_modules", "optim", "resume_from_checkpoint",
-    "sync_ref_model", "use_peft",
+    "sync_ref_model", "use_dora", "use_peft", "use_rslora",
 }  # fmt: skip
 """Fields with a counterpart, other than those whose value is taken over; three of them are Open-R1's."""
 UNNEEDED = (
@@ -92,8 +97,7 @@ NO_EFFECT = {
 } | dict.fromkeys(
     (
         "dataset_streaming", "full_determinism", "greater_is_better", "hub_private_repo", "log_multimodal",
-        "push_to_hub", "save_only_model", "tf32", "trust_remote_code", "use_adaptive_entropy", "use_bnb_nested_quant",
-        "use_dora", "use_rslora",
+        "push_to_hub", "save_only_model", "tf32", "trust_remote_code", "use_bnb_nested_quant",
     ),
     False,
 )  # fmt: skip

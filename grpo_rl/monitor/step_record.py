@@ -129,8 +129,8 @@ class StepRecord:
             # Without a reference, a dual clip or a correction there is nothing to log, not even 0.
             if "kl_ref" in self._sums:
                 metrics["kl/ref"] = self._sums["kl_ref"] / tokens
-            if "clip_dual" in self._sums:
-                metrics["clip/dual_fraction"] = self._sums["clip_dual"] / tokens
+            for name in {"clip_dual", "clip_off_policy"} & self._sums.keys():
+                metrics[f"clip/{name.removeprefix('clip_')}_fraction"] = self._sums[name] / tokens
             if "correction" in self._sums:
                 squared = self._sums["correction_squared"] * tokens
                 metrics |= {

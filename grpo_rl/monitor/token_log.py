@@ -101,13 +101,13 @@ class TokenLog:
             for group_id, piece in by_group(tokens, values).items():
                 update.scored[group_id][name] = piece
 
-    def write(self, step: int, groups: Sequence[Group] | None, kl_coef: float) -> None:
+    def write(self, step: int, groups: Sequence[Group] | None, coefs: Mapping[str, float]) -> None:
         """Writes the step's part.
 
         Args:
             groups: the whole collection, with advantages; None: the step was cut short, and is written only where all
                 groups are: those that optimizer steps took until then.
-            kl_coef: weight that the step was trained with, which ``policy.target_kl`` moves away from the config's.
+            coefs: weights of the loss's terms in this step, as far as they move away from the config's.
 
         Raises:
             OSError: the disk is full or read-only; names the file.
@@ -128,7 +128,7 @@ class TokenLog:
         first = {i: number for number, update in reversed([*enumerate(updates)]) for i in update.scored}
         by_first = sorted(groups, key=lambda group: first.get(group.group_id, len(updates)))
         with_text = {group.group_id for group in by_first[: self._groups]}
-        config = {**self._config, "policy": self._config["policy"] | {"kl_coef": kl_coef}}
+        config = {**self._config, "policy": self._config["policy"] | coefs}
         masked, epochs, tables = config["loss"]["mask_truncated"], Counter[int](), []
         for group, number, scored in visits:
             text = group.group_id in with_text

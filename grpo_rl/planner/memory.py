@@ -151,6 +151,8 @@ class Shape:
         norms = [name.rpartition(".")[2] for name in names]
         adapters = 0
         if lora and lora.rank:
+            if lora.dora:
+                raise NotPlannedError("train_model.lora.dora=true copies each adapted weight, which is not planned")
             targets = [model.get_submodule(name) for name in targeted(model, lora.targets)]
             adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)
         return cls(

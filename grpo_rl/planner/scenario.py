@@ -26,7 +26,7 @@ from grpo_rl.planner.memory import (
 from grpo_rl.policies.before_loading import local_folder
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
-from grpo_rl.settings.derived import adapters, dtype, responses_at_once
+from grpo_rl.settings.derived import adapters, dtype, loaded_references, responses_at_once
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.hub import why_no_hub
 
@@ -128,8 +128,8 @@ class Scenario:
 
     @property
     def has_reference(self) -> bool:
-        """True if the reference has its own weights: a policy with adapters is its own reference without them."""
-        return bool(self.settings.policy.kl_coef) and not self.shape.adapters
+        """True if a reference is loaded: a policy with adapters is its own without them, and some are served."""
+        return loaded_references(self.settings) > 0
 
     @property
     def engine_sleeps(self) -> bool:
@@ -156,9 +156,10 @@ class Scenario:
         return kept_state(self.shape, self.training, self.shards(ranks))
 
     def reference_bytes(self, ranks: int) -> float:
-        """Bytes on each of so many devices of the reference's own weights, if it has some, and of its averages."""
+        """Bytes on each of so many devices of the references' weights, each of the policy's size, and of averages."""
         averages = 4 * (self.settings.ref_model.refresh == "average")
-        return self.has_reference * self.shape.parameters * (self.shape.itemsize + averages) / self.shards(ranks)
+        held = loaded_references(self.settings) * self.shape.parameters * (self.shape.itemsize + averages)
+        return held / self.shards(ranks)
 
     def engine(self, size: int, engines: int = 1) -> EngineMemory:
         """Memory of each device of an engine that is spread over so many, one of so many engines."""

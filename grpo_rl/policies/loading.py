@@ -38,7 +38,8 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from grpo_rl.policies.before_loading import LoRA, Quantization
-from grpo_rl.policies.hub import generation_config, leave_out_ignored, weight_names
+from grpo_rl.policies.generation import generation_config, leave_out_ignored
+from grpo_rl.policies.hub import weight_names
 from grpo_rl.policies.lora import check_readable, last_names, targeted
 from grpo_rl.policies.probe import measured_logits
 from grpo_rl.policies.routing import check_replay

@@ -94,6 +94,8 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         r=lora.rank or 0,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=[],
         base_model_name_or_path=model.name_or_path,
     )
@@ -108,7 +110,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     layers = adapted_layers(model)
     assert list(layers) == names, (list(layers), names)
     for layer in layers.values():
-        for part in (layer.lora_A, layer.lora_B):
+        for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
             part.to(model.dtype)  # over 8-bit weights peft makes them fp32
     return model
 
@@ -156,6 +158,21 @@ def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
     a, b = (part[_ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
     dtype = torch.promote_types(a.dtype, torch.float32)
     return a.to(dtype), b.to(dtype) * layer.scaling[_ADAPTER]
+
+
+def merged(layer: Any, weight: Float[Tensor, "F E"]) -> Float[Tensor, "F E"]:
+    r"""The adapted layer's weight, in fp32 at least: $W + \frac{\alpha}{r} BA$, by DoRA scaled row by row.
+
+    The lengths of rows are rounded as in the layer itself, so that fresh adapters change nothing.
+    """
+    a, b = factors(layer)
+    summed = torch.addmm(weight.to(a.dtype), b, a)
+    if _ADAPTER not in layer.lora_magnitude_vector:
+        return summed
+    dora, own = layer.lora_magnitude_vector[_ADAPTER], (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER])
+    change, dtype = dora.get_lora_weight(*own).detach(), dora.weight.dtype
+    lengths = dora.get_weight_norm(weight.to(dtype), change, layer.scaling[_ADAPTER])
+    return summed * (dora.weight.detach() / lengths).to(summed.dtype)[:, None]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The policy that learns: a transformers model that scores groups without padding and without [N, V] logits."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group, Kept
 from grpo_rl.policies.attention import compile_model, forward_hidden, use_shared_prefix
 from grpo_rl.policies.before_loading import keep_freed_memory
+from grpo_rl.policies.divergence import Head, Teacher, WholeTeacher, divergence
 from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling, lookups_in
 from grpo_rl.policies.loading import Quantization, assign, check_model, load_quantized, load_whole, placed_like
 from grpo_rl.policies.lora import LoRA, adapters_off, add_adapters, has_adapters
@@ -58,6 +59,29 @@ class Peers(RankInfo, Protocol):
         """The values that all ranks passed, in rank order."""
 
 
+@runtime_checkable
+class Reference(Protocol):
+    """The model that the KL is measured to: in the process, on a server, or one for each task."""
+
+    def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
+        """The groups with ``ref_log_probs``."""
+
+    def known(self, groups: Sequence[Group], device: torch.device) -> Teacher:
+        """Its distributions at the groups' response tokens."""
+
+    def refresh(self, model: PreTrainedModel, decay: float = 0.0) -> None:
+        """Moves it towards ``model``, where it can be moved."""
+        raise NotImplementedError(f"{type(self).__name__} is never refreshed")
+
+    def state(self) -> dict[str, Tensor]:
+        """What :meth:`refresh` has changed."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        assert not state, state.keys()
+
+
 class TrainPolicy:
     """Scores the response tokens of groups under a model, with gradient.
 
@@ -76,6 +100,8 @@ class TrainPolicy:
     """True if the kernels without gradient have been compiled."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
+    distils: tuple["Reference", str] | None = None
+    """The reference, and the divergence from its whole distribution that is trained on."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self.model = use_shared_prefix(model)
@@ -144,30 +170,42 @@ class TrainPolicy:
         """The device that the model computes on."""
         return self.peers.device if self.peers else self.model.device
 
-    def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    def score(self, groups: Sequence[Group], teacher: Teacher | None = None) -> tuple[Float[Tensor, " N"], ...]:
         """Log-probability and entropy of every response token, flat in the groups' order, fp32, in nats.
 
         Where the sampler cut its distribution they are those of the model's, restricted to the same kept sets.
+
+        Args:
+            teacher: of :attr:`distils`, at these tokens: the divergence from it comes third, over all words.
         """
         packed = pack(groups, self.device)
         kept = Kept.joined((group.kept, len(group.response_ids)) for group in groups)
         call_whole = getattr(self.model, CALL_WHOLE, None)
-        arguments = packed, kept and kept.to(self.device)
+        arguments = packed, kept and kept.to(self.device), teacher
         return call_whole(self._score, *arguments) if call_whole else self._score(*arguments)
 
-    def _score(self, packed: Packed, kept: Kept | None) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        head: torch.nn.Linear = self.model.get_output_embeddings()  # pyrefly: ignore[bad-assignment]
+    def _score(self, packed: Packed, kept: Kept | None, teacher: Teacher | None) -> tuple[Float[Tensor, " N"], ...]:
+        head = self.head
         with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
-        temperature, targets = self.temperature / self.logit_factor, packed.target_ids
+        more = ()
+        if teacher is not None and self.distils is not None:
+            more = (divergence(packed.by_token(hidden), head, teacher, self.distils[1], owner),)
+        targets = packed.target_ids
         if kept is not None:  # equal tokens may have sets that differ by rounding
             hidden, targets = packed.by_token(hidden), packed.by_token(targets)
         scored = log_prob_and_entropy(
-            hidden, head.weight, targets, head.bias, temperature, self.softcap, owner=owner, kept=kept
+            hidden, head.weight, targets, head.bias, head.temperature, head.softcap, owner=owner, kept=kept
         )
         log_probs, entropies = map(packed.by_token, scored) if kept is None else scored
-        return log_probs, entropies
+        return log_probs, entropies, *more
+
+    @property
+    def head(self) -> Head:
+        """The model's head, with the temperature by which its product with hidden states is divided."""
+        layer: torch.nn.Linear = self.model.get_output_embeddings()  # pyrefly: ignore[bad-assignment]
+        return Head(layer.weight, layer.bias, self.temperature / self.logit_factor, self.softcap)
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``old_log_probs`` and ``old_entropies``, computed in micro-batches of ``max_tokens``.
@@ -197,7 +235,7 @@ class TrainPolicy:
         return [tuple(by_id[group.group_id]) for group in groups]
 
 
-class ReferencePolicy(TrainPolicy):
+class ReferencePolicy(TrainPolicy, Reference):
     """The frozen reference policy of the KL term.
 
     Args:
@@ -205,17 +243,29 @@ class ReferencePolicy(TrainPolicy):
             reference.
     """
 
+    reads: Callable[[Group], Group] | None = None
+    """Gives the group that it reads in the place of one: the same responses behind another prompt."""
+
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self._shared = has_adapters(model)
         self._averages: dict[str, Tensor] = {}
         super().__init__(model if self._shared else model.requires_grad_(False), temperature)
 
     @override
-    def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        # Its routers choose by themselves.
-        groups = [replace(group, routes=None, prompt_routes=None) for group in groups]
+    def score(self, groups: Sequence[Group], teacher: Teacher | None = None) -> tuple[Float[Tensor, " N"], ...]:
         with adapters_off(self.model) if self._shared else nullcontext():
-            return super().score(groups)
+            return super().score([self._read(group) for group in groups], teacher)
+
+    @torch.no_grad()
+    def known(self, groups: Sequence[Group], device: torch.device) -> WholeTeacher:
+        """Its distributions at the response tokens, by the hidden states that its head reads; on its own device."""
+        packed = pack([self._read(group) for group in groups], self.device)
+        with adapters_off(self.model) if self._shared else nullcontext():
+            return WholeTeacher(packed.by_token(forward_hidden(self.model, packed)), self.head)
+
+    def _read(self, group: Group) -> Group:
+        # Its routers choose by themselves.
+        return replace(self.reads(group) if self.reads else group, routes=None, prompt_routes=None)
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``ref_log_probs``, computed once for all epochs, in micro-batches of ``max_tokens``."""

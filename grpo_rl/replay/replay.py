@@ -21,7 +21,7 @@ from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.monitor.stored_tokens import StoredStep
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.settings.derived import micro_batching
+from grpo_rl.settings.derived import compares_all_words, micro_batching
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
@@ -98,6 +98,8 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
     Raises:
         ValueError: it needs what the run did not compute.
     """
+    if compares_all_words(settings):
+        raise ValueError(f"loss.kl={settings.loss.kl} is over all words, of which a run stores none; choose another")
     batching, loss, record = micro_batching(settings), make_loss(settings), StepRecord()
     compute_advantages = make_advantages(settings, [name for group in stored.groups for name in group.reward_parts])
     by_id = {group.group_id: group for group in compute_advantages(stored.groups)}
@@ -108,7 +110,7 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
         to_score = groups_to_score(batch, batching.skip_zero_advantage, batching.mask_truncated)
         not_scored += sum(group.group_id not in update.scored for group in to_score)
         # Those that were not scored count in the means all the same.
-        totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
+        totals = step_totals(batch, batching)
         known = [group for group in batch if group.group_id in update.scored]
         for tokens in scored_micro_batches(_StoredPolicy(update.scored), known, batching, totals):
             out = loss(tokens)
@@ -139,7 +141,7 @@ class _StoredPolicy(TrainPolicy):
         self._stored = scored
 
     @override
-    def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    def score(self, groups: Sequence[Group], teacher: object = None) -> tuple[Float[Tensor, " N"], ...]:
         # The log-probabilities are a leaf, which keeps its gradient.
         log_probs, entropies = zip(*[self._stored[group.group_id] for group in groups], strict=True)
         return torch.cat(log_probs).requires_grad_(), torch.cat(entropies)

@@ -11,13 +11,14 @@ from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
 from grpo_rl.envs.base import ScoreError
+from grpo_rl.envs.rewards.json_client import EndpointError
 from grpo_rl.run.parts import CommonParts
 from grpo_rl.storage.masking import printable
 from grpo_rl.training.optimizer import NonFiniteError
 
 DIAGNOSED = (MismatchError, NonFiniteError)
 """Errors that stop a run over its numbers."""
-NAMED_CAUSES = (EngineDeadError, OutOfMemoryError, ScoreError)
+NAMED_CAUSES = (EngineDeadError, OutOfMemoryError, ScoreError, EndpointError)
 """Errors with complete messages, which end a run without a traceback."""
 PROMPT_CHARACTERS = 60
 """The longest prompt that messages show whole."""

@@ -193,11 +193,14 @@ class Tokens(Hook):
     @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
-            self._log.write(run.step, groups, metrics.get("kl/coef", 0.0))
+            coefs = {"kl_coef": metrics.get("kl/coef", 0.0)}
+            if "entropy_coef" in metrics:
+                coefs["entropy_coef"] = metrics["entropy_coef"]
+            self._log.write(run.step, groups, coefs)
 
     @override
     def on_error(self, run: Any, error: BaseException) -> None:
-        self._log.write(run.step + 1, None, run.parts.schedules.kl_coef)
+        self._log.write(run.step + 1, None, run.parts.schedules.coefs)
 
 
 class Terminal(Hook):

@@ -12,7 +12,7 @@ from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import Sampler
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.policies.policy import Reference, TrainPolicy
 from grpo_rl.training import checkpoint
 from grpo_rl.training.micro_batches import WithinMemory
 from grpo_rl.training.optimizer import PolicyOptimizer
@@ -97,7 +97,7 @@ class Parts(CommonParts):
     env: LLMEnv
     engine: Sampler
     loss: GRPOLoss
-    reference: ReferencePolicy | None
+    reference: Reference | None
     compute_advantages: AdvantageEstimator
     buffer: GroupBuffer
     needs_old_log_probs: bool

@@ -13,7 +13,8 @@ from grpo_rl.assembly.environment import tool_parser_of
 from grpo_rl.assembly.sync import make_engine
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
-from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.policies.generation import load_tokenizer
+from grpo_rl.policies.hub import resolve_model
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 
@@ -54,7 +55,7 @@ def serve_model(settings: Settings, port: int) -> int:
         ValueError: the settings do not fit this machine or the model, or the port is taken.
     """
     folder = resolve_model(settings.model.name)
-    tokenizer = load_tokenizer(folder, settings.model.chat_template)
+    tokenizer = load_tokenizer(folder, settings.model)
     parser = tool_parser_of(settings)
     if settings.env.tool_parser is not None:
         parser(tokenizer, [])  # a wrong name is refused before anything starts

@@ -111,6 +111,8 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     ['env=own', 'env.dataset=grpo_rl.envs.gsm8k:GSM8K', '++env.correctness=1']
     >>> choosing_configs(["env.mixture={gsm8k: 1, math: 2}"])
     ['env=mixture', '++env.mixture={gsm8k: 1, math: 2}']
+    >>> choosing_configs(["model.chat_template_kwargs={enable_thinking: false}"])
+    ['++model.chat_template_kwargs={enable_thinking: false}']
     """
     words = []
     keys = {word.lstrip("+").partition("=")[0] for word in arguments if "=" in word}
@@ -121,7 +123,10 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
         key, equals, value = word.lstrip("+").partition("=")
         if key in ("env.dataset", "env.task"):
             words += [f"env={OWN}", f"env.dataset={value}"] if ":" in value else [f"env={value}"]
-        elif equals and (key.startswith("loss.") or (key.startswith("env.") and _is_of_a_task(key[4:]))):
+        elif equals and (
+            key.startswith(("loss.", "model.chat_template_kwargs"))
+            or (key.startswith("env.") and _is_of_a_task(key[4:]))
+        ):
             words.append(f"++{word.lstrip('+')}")
         else:
             words.append(word)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
-from grpo_rl.losses.factors import AGGREGATE
-from grpo_rl.policies.before_loading import LoRA, check_adapters
+from grpo_rl.losses.factors import AGGREGATE, COVARIANCE, KL, SURROGATE, asks_for
+from grpo_rl.policies.before_loading import LoRA, check_adapters, is_url
+from grpo_rl.settings.mixture import entries
 from grpo_rl.settings.sections import Sections
 
 if TYPE_CHECKING:
@@ -89,6 +90,33 @@ def kl_in_loss(settings: Sections) -> float:
     return settings.policy.kl_coef if settings.loss.kl_in == "loss" else 0.0
 
 
+def teachers(settings: Sections) -> dict[str, str]:
+    """The reference of each task of a mixture; empty where all prompts have the same."""
+    found = {name: entry.teacher or settings.ref_model.name for name, entry in entries(settings).items()}
+    if not any(entry.teacher for entry in entries(settings).values()):
+        return {}
+    if lacking := [name for name, teacher in found.items() if not teacher]:
+        raise ValueError(f"env.mixture.{lacking[0]} has no teacher; give it one, or set ref_model.name for the others")
+    return {name: str(teacher) for name, teacher in found.items()}
+
+
+def reference_names(settings: Sections) -> set[str]:
+    """The models and endpoints that references are; empty where it is the policy's own model."""
+    return {*teachers(settings).values()} or {name for name in (settings.ref_model.name,) if name}
+
+
+def loaded_references(settings: Sections) -> int:
+    """The number of references loaded next to the policy: not its own weights without adapters, nor served ones."""
+    names = reference_names(settings)
+    loaded = sum(not is_url(name) for name in names) if names else int(not settings.train_model.lora.rank)
+    return loaded if settings.policy.kl_coef > 0 else 0
+
+
+def compares_all_words(settings: Sections) -> bool:
+    """True if the KL in the loss is over the reference's whole distribution."""
+    return kl_in_loss(settings) > 0 and asks_for(KL.function(settings.loss.kl), "teacher_kl")
+
+
 def kl_in_reward(settings: Sections) -> float:
     """Weight of the KL that is subtracted from rewards."""
     return settings.policy.kl_coef if settings.loss.kl_in == "reward" else 0.0
@@ -99,14 +127,21 @@ def micro_batching(settings: Sections) -> MicroBatching:
     from grpo_rl.data.batching import MicroBatching  # torch, which the check of a config does without
 
     loss, most = settings.loss, settings.sampling.max_new_tokens
+    surrogate = SURROGATE.function(loss.surrogate)
     return MicroBatching(
         max_tokens=settings.train.micro_batch_tokens,
         count=settings.train.gradient_accumulation_steps,
         aggregate=AGGREGATE.chosen(loss, normalizer=most if loss["normalizer"] is None else loss["normalizer"]),
-        # With a KL or entropy term every group has a gradient.
-        skip_zero_advantage=not (kl_in_loss(settings) or settings.policy.entropy_coef),
+        # With a KL or entropy term, or one of the surrogate's, every group has a gradient.
+        skip_zero_advantage=not (
+            kl_in_loss(settings)
+            or settings.policy.entropy_coef
+            or settings.policy.target_entropy is not None
+            or any(loss.get(name) for name in getattr(surrogate, "trains_all", ()))
+        ),
         mask_truncated=loss.mask_truncated,
         top_entropy_fraction=loss.top_entropy_fraction,
+        covariance=(loss.covariance_low, loss.covariance_high) if asks_for(surrogate, *COVARIANCE) else None,
         on_policy=steps_once(settings),
     )
 

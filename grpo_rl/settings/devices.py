@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.envs.sources import Source, repository_of
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.policies.before_loading import check_name, need
-from grpo_rl.settings.derived import adapters, divisors, eval_source, train_source
+from grpo_rl.policies.before_loading import check_name, is_url, need
+from grpo_rl.settings.derived import adapters, divisors, eval_source, reference_names, train_source
 from grpo_rl.settings.sections import Sections
 from grpo_rl.storage.cache import cache_folder
 
@@ -338,8 +338,10 @@ def check_machine(settings: Sections, mode: str = "sync") -> None:
     cache_folder()
     check_engine(settings)
     adapters(settings)
-    for name in filter(None, (settings.model.name, settings.ref_model.name)):
-        check_name(name)
+    check_name(settings.model.name)
+    for name in reference_names(settings):
+        if not is_url(name):
+            check_name(name)
     _check_rows(settings, train_source(settings), "train")
     if settings.env.eval_path:
         _check_rows(settings, eval_source(settings), "test")

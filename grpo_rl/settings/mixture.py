@@ -37,6 +37,7 @@ class Entry(Section):
     task: str = setting(REQUIRED, "the task, where the entry has another name")
     weight: float = setting(REQUIRED, "the share of prompts that are drawn from it", gt=0)
     scale: float = setting(1.0, "factor of its rewards", gt=0)
+    teacher: str | None = setting(None, "the reference of its prompts, as ref_model.name")
     env: Mapping[str, Any] = Field(default_factory=dict)
     """Its task's own settings."""
 

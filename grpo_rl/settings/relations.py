@@ -3,10 +3,17 @@
 from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.loggers.base import logger_names
-from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, check_advantage, check_loss
-from grpo_rl.policies.before_loading import LoRA, check_quantization
+from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, SURROGATE, check_advantage, check_loss
+from grpo_rl.policies.before_loading import LoRA, check_quantization, is_url
 from grpo_rl.section import plain, select
-from grpo_rl.settings.derived import adapters, kl_in_loss, kl_in_reward
+from grpo_rl.settings.derived import (
+    adapters,
+    compares_all_words,
+    kl_in_loss,
+    kl_in_reward,
+    reference_names,
+    teachers,
+)
 from grpo_rl.settings.mixture import read_tasks
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.training.schedules import AdaptiveKL
@@ -80,7 +87,13 @@ def _check_lora(settings: Sections) -> None:
         return
     if lora.push == "adapter" and settings.inference_model.engine != "vllm":
         raise ValueError("train_model.lora.push=adapter needs inference_model.engine=vllm; use merged")
-    if settings.policy.kl_coef and _reference_has_devices(settings):
+    if lora.dora and lora.push == "adapter":
+        raise ValueError(
+            "train_model.lora.dora=true: vLLM computes with no such adapter; set train_model.lora.push=merged"
+        )
+    if lora.dora and (train.parallel == "fsdp" or train.quantization):
+        raise ValueError("train_model.lora.dora=true: with fsdp or a quantised base this was never run; leave it out")
+    if settings.policy.kl_coef and _reference_has_devices(settings) and not reference_names(settings):
         raise ValueError(f"with train_model.lora the reference is on the policy's device; {NO_DEVICES}")
 
 
@@ -108,6 +121,16 @@ def _check_loss(settings: Sections) -> None:
             "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
             "loss.ratio=sequence_token"
         )
+    surrogate = SURROGATE.function(loss.surrogate)
+    if (needed := getattr(surrogate, "ratio", loss.ratio)) != loss.ratio:
+        raise ValueError(f"loss.surrogate={loss.surrogate} is of each token's ratio; set loss.ratio={needed}")
+    if loss.surrogate == "gmpo" and (masks_tokens or loss.top_entropy_fraction < 1):
+        raise ValueError(
+            "loss.surrogate=gmpo has one value for all tokens of a response, and can leave out none; leave "
+            "loss.top_entropy_fraction at 1, and use loss.correction_level=sequence"
+        )
+    if loss.surrogate == "none" and loss.off_policy_bound is not None:
+        raise ValueError("loss.off_policy_bound has no effect with loss.surrogate=none; set it to null")
     if loss["normalizer"] is not None and "normalizer" not in AGGREGATE.chosen(loss).keywords:
         raise ValueError(f"loss.normalizer={loss['normalizer']}: loss.aggregate={loss.aggregate} reads none, use null")
     check_loss(loss, kl_in_loss(settings))
@@ -120,24 +143,59 @@ def _check_distillation(settings: Sections) -> None:
     """Refuses a teacher that is the policy itself, or becomes it, and dynamic sampling."""
     reference = settings.ref_model
     what = "loss.surrogate=none trains on the KL to a teacher alone"
-    if settings.train_model.lora.rank:
-        raise ValueError(f"{what}, and with train_model.lora the reference is the policy; set train_model.lora.rank=0")
-    if reference.name in (None, settings.model.name):
+    if settings.train.max_resamples:
+        raise ValueError(f"{what}, and all groups teach; set train.max_resamples to 0")
+    if reference.hint is not None:
+        return
+    if not (reference_names(settings) - {settings.model.name}):
         raise ValueError(f"{what}, and the reference is the policy's own model; set ref_model.name=TEACHER")
     if reference.refresh != "never":
         raise ValueError(f"{what}, and ref_model.refresh={reference.refresh} would renew it; set it to never")
-    if settings.train.max_resamples:
-        raise ValueError(f"{what}, and all groups teach; set train.max_resamples to 0")
 
 
 def _check_reference(settings: Sections) -> None:
     reference, policy = settings.ref_model, settings.policy
     AdaptiveKL(policy.kl_coef, policy.target_kl)
-    other = reference.refresh != "never" or reference.name is not None
-    if other and not policy.kl_coef:
-        raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
-    if other and settings.train_model.lora.rank:
-        raise ValueError("with train_model.lora the reference is the policy; leave ref_model.name and refresh out")
+    if policy.entropy_coef > policy.entropy_coef_max:
+        raise ValueError(
+            f"policy.entropy_coef={policy.entropy_coef} is above policy.entropy_coef_max; raise the latter"
+        )
+    if reference.hint is not None and ("{gold}" not in reference.hint or settings.env.dataset == "agent"):
+        raise ValueError("ref_model.hint is a text with {gold} in it, for tasks whose prompts are the task's own")
+    names, refreshed = reference_names(settings), reference.refresh != "never"
+    if (names or refreshed or reference.hint is not None) and not policy.kl_coef:
+        raise ValueError("ref_model and a task's teacher are of the KL term's reference; set policy.kl_coef")
+    if teachers(settings) and (refreshed or _reference_has_devices(settings)):
+        raise ValueError(f"tasks of env.mixture have teachers; leave ref_model.refresh out, and {NO_DEVICES}")
+    if refreshed and settings.train_model.lora.rank:
+        raise ValueError("with train_model.lora the policy's weights are no reference's; leave ref_model.refresh out")
+    served = [name for name in names if is_url(name)]
+    if reference.top and not (served and compares_all_words(settings)):
+        raise ValueError(
+            "ref_model.top is read by loss.kl=reverse, forward or jensen_shannon to a served teacher; use 0"
+        )
+    if served:
+        _check_served(settings, served[0])
+    elsewhere = settings.train_model.parallel == "fsdp" or _reference_has_devices(settings)
+    if len(served) < max(len(names), 1) and compares_all_words(settings) and elsewhere:
+        raise ValueError(
+            f"loss.kl={settings.loss.kl} compares both models' whole distributions on the training device; leave "
+            "ref_model.devices out, and use train_model.parallel=ddp"
+        )
+
+
+def _check_served(settings: Sections, url: str) -> None:
+    what = f"{url} is a served teacher"
+    if settings.sampling.temperature != 1:
+        raise ValueError(f"{what}, whose log-probabilities are of temperature 1; set sampling.temperature=1")
+    if Sampling(**settings.sampling).cuts:
+        raise ValueError(
+            f"{what}, whose log-probabilities are of all words; leave top_p, top_k and min_p out of sampling"
+        )
+    if settings.ref_model.refresh != "never" or settings.ref_model.hint or _reference_has_devices(settings):
+        raise ValueError(f"{what}; leave ref_model.refresh, hint, num_devices and devices out")
+    if compares_all_words(settings) and not settings.ref_model.top:
+        raise ValueError(f"{what}, and loss.kl={settings.loss.kl} compares words; set ref_model.top=20")
 
 
 OF_GRPO = (

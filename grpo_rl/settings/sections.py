@@ -22,6 +22,9 @@ class Model(Section):
         "a local folder, a hub name, or the default, downloaded from the hub or PyPI",
     )
     chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
+    chat_template_kwargs: Mapping[str, Any] = setting(
+        {}, "values of the template's variables: {enable_thinking: false}; the trained model's template has them, too"
+    )
 
 
 class TrainModel(Section):
@@ -63,7 +66,15 @@ class RefModel(Section):
         None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", ge=1
     )
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
-    name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
+    name: str | None = setting(
+        None, "its model, a folder or a hub name, or the URL of a served teacher (docs/losses.md); null: model.name"
+    )
+    hint: str | None = setting(
+        None,
+        "text behind the question that the reference alone reads, {gold} in it replaced by the gold answer: what the "
+        "policy would say if it knew teaches it (docs/losses.md)",
+    )
+    top: int = setting(0, "of a served teacher: likeliest words of each token, which loss.kl over words needs", ge=0)
     refresh: Refresh = setting(
         "never",
         "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
@@ -210,6 +221,14 @@ class Policy(Section):
         None, "KL to the sampling policy, in nats per token, above which training on a collection stops", gt=0
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
+    target_entropy: float | None = setting(
+        None,
+        "entropy, in nats per token, below which the bonus is in force; its weight rises by entropy_coef_delta after "
+        "each such step, and falls after others",
+        gt=0,
+    )
+    entropy_coef_delta: float = setting(0.005, "for target_entropy: the change of the bonus's weight in a step", gt=0)
+    entropy_coef_max: float = setting(1.0, "for target_entropy: largest weight of the bonus", gt=0)
     router_replay: bool = setting(
         False, "train a mixture with the experts that the sampler's routers chose (docs/models.md)"
     )

@@ -18,6 +18,8 @@ from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import OutOfMemoryError, free_memory, is_out_of_memory, reason
 from grpo_rl.losses.aggregate import StepTotals, token_weights
+from grpo_rl.losses.covariance import Covariance
+from grpo_rl.losses.factors import COVARIANCE
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.routing import router_record
 from grpo_rl.training.checkpoint import rng_state, set_rng_state
@@ -40,7 +42,7 @@ def scored_micro_batches(
     missing = [group.group_id for group in groups if group.advantages is None]
     if missing:
         raise ValueError(f"groups {missing} have no advantages; write them with AdvantageEstimator")
-    totals = totals or step_totals(groups, batching.mask_truncated, batching.top_entropy_fraction)
+    totals = totals or step_totals(groups, batching)
     to_score = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
     if policy.peers:
         ids = policy.peers.gather([group.group_id for group in to_score])
@@ -48,46 +50,71 @@ def scored_micro_batches(
             raise ValueError(f"processes were given different groups for one step: {ids}; broadcast them, in one order")
     micros, owned = micro_batches_of(policy.peers, to_score, batching.max_tokens, batching.count)
     record = router_record(getattr(policy, "model", None))  # what scores by a stored table has no model
+    distils = getattr(policy, "distils", None)
     for i, micro in enumerate(micros):
+        known = [distils[0].known(micro, policy.device)] if distils else []
         with record.recording() if record and i < owned else nullcontext():
-            log_prob, entropy = policy.score(micro)
+            log_prob, entropy, *more = policy.score(micro, *known)
         trainable = torch.cat([group.trained_tokens(batching.mask_truncated) for group in micro])
         lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
         weight = token_weights(lengths, trainable, batching.aggregate, totals, sizes, log_prob.dtype)
         if i >= owned:
             trainable, weight = torch.zeros_like(trainable), torch.zeros_like(weight)
-        yield training_tensordict(micro, weight, log_prob, entropy, trainable, totals.entropy_floor, batching.on_policy)
+        yield training_tensordict(micro, weight, log_prob, entropy, trainable, totals, batching.on_policy, *more)
 
 
-def step_totals(groups: Sequence[Group], mask_truncated: bool = False, top_entropy_fraction: float = 1.0) -> StepTotals:
-    """The counts of the optimizer step that trains on ``groups``; for the arguments see `MicroBatching`.
+def step_totals(groups: Sequence[Group], batching: MicroBatching) -> StepTotals:
+    """The counts of the optimizer step that trains on ``groups``.
 
     Raises:
         ValueError: entropies are needed and were not written.
 
     >>> from grpo_rl.testing import random_group
-    >>> step_totals([random_group(lengths=[1, 3]), random_group(lengths=[2, 0])])
-    StepTotals(sequences=4, tokens=6, prompts=2, entropy_floor=None)
+    >>> step_totals([random_group(lengths=[1, 3]), random_group(lengths=[2, 0])], MicroBatching(max_tokens=64))
+    StepTotals(sequences=4, tokens=6, prompts=2, entropy_floor=None, covariance=None)
     """
-    trained = [group.trained_tokens(mask_truncated) for group in groups]
-    floor = None
-    if top_entropy_fraction < 1:
+    trained = [group.trained_tokens(batching.mask_truncated) for group in groups]
+    floor = covariance = None
+    if (fraction := batching.top_entropy_fraction) < 1:
         missing = [group.group_id for group in groups if group.old_entropies is None]
         if missing:
             raise ValueError(
-                f"groups {missing} have no entropies, which loss.top_entropy_fraction={top_entropy_fraction} selects "
+                f"groups {missing} have no entropies, which loss.top_entropy_fraction={fraction} selects "
                 "tokens by; write them with TrainPolicy.add_log_probs"
             )
         floor = top_entropy_floor(
             torch.cat([group.old_entropies[tokens] for group, tokens in zip(groups, trained, strict=True)]),
-            top_entropy_fraction,
+            fraction,
         )
+    if batching.covariance:
+        tokens = torch.cat(trained)
+        log_probs, advantages, lots = (values[tokens] for values in _for_covariance(groups))
+        covariance = Covariance(log_probs, advantages, lots, batching.covariance)
     return StepTotals(
         sequences=sum(group.size for group in groups),
         tokens=sum(int(tokens.sum()) for tokens in trained),
         prompts=len(groups),
         entropy_floor=floor,
+        covariance=covariance,
     )
+
+
+def _for_covariance(groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, advantage and lot of each token; lots are those of the group, however the step is split."""
+    lots = [torch.Generator().manual_seed(group.group_id) for group in groups]
+    return (
+        torch.cat([group.log_probs for group in groups]).double(),
+        torch.cat([token_advantages(group) for group in groups]).double(),
+        torch.cat([torch.rand(len(g.response_ids), generator=lot) for g, lot in zip(groups, lots, strict=True)]),
+    )
+
+
+def token_advantages(group: Group) -> Float[Tensor, " N"]:
+    """The advantage of each token: its own, or its response's."""
+    if group.token_advantages is not None:
+        return group.token_advantages
+    assert group.advantages is not None
+    return group.advantages.repeat_interleave(group.lengths)
 
 
 def top_entropy_floor(entropies: Float[Tensor, " N"], fraction: float) -> float:
@@ -111,8 +138,9 @@ def training_tensordict(
     log_prob: Float[Tensor, " N"],
     entropy: Float[Tensor, " N"],
     trainable: Bool[Tensor, " N"] | None = None,
-    entropy_floor: float | None = None,
+    totals: StepTotals | None = None,
     on_policy: bool = False,
+    teacher_kl: Float[Tensor, " N"] | None = None,
 ) -> TensorDict:
     """The entries that `GRPOLoss` reads, flat over the N response tokens of the groups.
 
@@ -122,15 +150,16 @@ def training_tensordict(
         weight: of each token in the step's loss.
         log_prob: from :meth:`TrainPolicy.score`, like ``entropy``.
         trainable: the tokens that are trained on; by default those that the policy sampled.
-        entropy_floor: tokens with a lower entropy get no advantage, and so no policy gradient.
+        totals: of the step; tokens below its entropy floor get no advantage, and so no policy gradient.
         on_policy: see `MicroBatching`.
+        teacher_kl: from :meth:`TrainPolicy.score`, where the policy has a teacher.
     """
     lengths = torch.cat([group.lengths for group in groups])
     entries = {
         "log_prob": log_prob,
         "entropy": entropy,
         "sampler_log_prob": torch.cat([group.log_probs for group in groups]),
-        "advantage": torch.cat([group.advantages for group in groups]).repeat_interleave(lengths),
+        "advantage": torch.cat([token_advantages(group) for group in groups]),
         "trainable": torch.cat([group.trainable for group in groups]) if trainable is None else trainable,
         "weight": weight,
         "response": torch.repeat_interleave(lengths),
@@ -142,8 +171,12 @@ def training_tensordict(
         entries["old_log_prob"] = log_prob.detach()
     elif all(group.old_log_probs is not None for group in groups):
         entries["old_log_prob"] = torch.cat([group.old_log_probs for group in groups])
-    if entropy_floor is not None:
-        low = torch.cat([group.old_entropies for group in groups]) < entropy_floor
+    if teacher_kl is not None:
+        entries["teacher_kl"] = teacher_kl
+    if totals and totals.covariance:
+        entries |= zip(COVARIANCE, totals.covariance.ranks(*_for_covariance(groups)), strict=True)
+    if totals and totals.entropy_floor is not None:
+        low = torch.cat([group.old_entropies for group in groups]) < totals.entropy_floor
         entries["advantage"] = entries["advantage"].masked_fill(low, 0.0)
     device = log_prob.device
     return TensorDict({name: value.to(device) for name, value in entries.items()}, batch_size=[len(log_prob)])
@@ -202,7 +235,7 @@ class WithinMemory:
     ) -> Iterator[AbstractContextManager[TensorDict]]:
         """The optimizer step's micro-batches, scored, each as a block that computes its loss and goes back from it.
 
-        Inside the block the gradient goes back to the tokens' ``log_prob`` and ``entropy``; it goes through the model
+        Inside the block the gradient goes back to the policy's outputs, as ``log_prob``; it goes through the model
         at the end of the block, so that no variable of the caller holds on to the memory that is lacking.
 
         Args:
@@ -244,7 +277,8 @@ class WithinMemory:
 
     @contextmanager
     def _given(self, tokens: TensorDict) -> Iterator[TensorDict]:
-        outputs = {name: tokens[name] for name in ("log_prob", "entropy") if tokens[name].requires_grad}
+        scored = [name for name in ("log_prob", "entropy", "teacher_kl") if name in tokens.keys()]
+        outputs = {name: tokens[name] for name in scored if tokens[name].requires_grad}
         leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
         with self._watched():
             yield tokens.update(leaves)

@@ -1,4 +1,4 @@
-"""Schedules of a run: the KL coefficient, and when the reference is refreshed."""
+"""Schedules of a run: the coefficients of KL and entropy, and when the reference is refreshed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from grpo_rl.data.advantages import AdvantageEstimator
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+    from grpo_rl.policies.policy import Reference, TrainPolicy
 
 Refresh = Literal["never", "steps", "average"]
 
@@ -52,6 +52,34 @@ class AdaptiveKL:
         return self.coef
 
 
+class AdaptiveEntropy:
+    """The coefficient of the entropy bonus, adapted to hold the policy's entropy near a target.
+
+    It rises by ``delta`` after each step whose entropy is at most the target, falls by as much after others, between 0
+    and ``most``, and is in force only after the former; not before the first. Source: Skywork-OR1,
+    https://arxiv.org/abs/2505.22312; TRL's ``use_adaptive_entropy``, which adapts after each optimizer step.
+
+    Args:
+        coef: the coefficient at the start.
+        target: entropy in nats per token; None keeps the coefficient constant.
+
+    >>> entropy = AdaptiveEntropy(target=0.2)
+    >>> [entropy.update(value) for value in (0.1, 0.3, 0.1)]
+    [0.005, 0.0, 0.005]
+    """
+
+    def __init__(self, coef: float = 0.0, target: float | None = None, delta: float = 0.005, most: float = 1.0) -> None:
+        self.coef, self.target, self._delta, self._most = coef, target, delta, most
+
+    def update(self, entropy: float) -> float:
+        """The weight of the bonus after a step of this entropy."""
+        if self.target is None:
+            return self.coef
+        below = entropy <= self.target
+        self.coef = min(max(self.coef + (self._delta if below else -self._delta), 0.0), self._most)
+        return self.coef if below else 0.0
+
+
 class RefreshRule:
     """The rule by which the frozen reference is refreshed from the policy.
 
@@ -88,6 +116,7 @@ class Schedules:
 
     Args:
         terms: the owner of ``kl_coef``: the loss, or the advantage estimator for KL-penalised rewards.
+        loss: the owner of ``entropy_coef``; None: there is none.
     """
 
     def __init__(
@@ -95,23 +124,32 @@ class Schedules:
         kl: AdaptiveKL,
         refresh: RefreshRule,
         terms: GRPOLoss | AdvantageEstimator,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         policy: TrainPolicy | None = None,
+        entropy: AdaptiveEntropy | None = None,
+        loss: GRPOLoss | None = None,
     ) -> None:
         self._kl, self._refresh = kl, refresh
         self._terms, self._reference, self._policy = terms, reference, policy
+        self._entropy, self._loss = entropy or AdaptiveEntropy(), loss
         self._refreshed = 0
 
     @property
-    def kl_coef(self) -> float:
-        """The current weight of the KL term."""
-        return self._terms.kl_coef
+    def coefs(self) -> dict[str, float]:
+        """The current weights of the loss's terms, by their settings."""
+        own = {"entropy_coef": self._loss.entropy_coef} if self._loss else {}
+        return {"kl_coef": self._terms.kl_coef} | own
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Advances the schedules after a step with these metrics; returns further metrics."""
+        logged: dict[str, float] = {}
+        if self._loss and self._entropy.target is not None:
+            logged["entropy_coef"] = self._loss.entropy_coef
+            if (entropy := metrics.get("entropy")) is not None:  # none where nothing was trained on
+                self._loss.entropy_coef = self._entropy.update(entropy)
         if self._reference is None:
-            return {}
-        logged = {"kl/coef": self.kl_coef}  # that of the step itself
+            return logged
+        logged["kl/coef"] = self._terms.kl_coef  # that of the step itself
         self._terms.kl_coef = self._kl.update(metrics.get("kl/ref", math.nan))
         if self._refresh.is_due():
             assert self._policy is not None
@@ -123,12 +161,15 @@ class Schedules:
         """The state that a checkpoint stores: the coefficient, and the reference once it was refreshed."""
         weights = self._reference.state() if self._reference is not None and self._refreshed else None
         counts = {"refreshed": self._refreshed, "steps": self._refresh.steps}
-        return {"kl_coef": self._kl.coef, **counts, "reference": weights}
+        entropy = [self._entropy.coef, self._loss.entropy_coef] if self._loss else None
+        return {"kl_coef": self._kl.coef, "entropy_coef": entropy, **counts, "reference": weights}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         self._kl.coef, self._refreshed = state["kl_coef"], state["refreshed"]
         self._refresh.steps = state["steps"]
+        if self._loss and self._entropy.target is not None:
+            self._entropy.coef, self._loss.entropy_coef = state["entropy_coef"]
         if self._reference is not None:
             self._terms.kl_coef = self._kl.coef
             if state["reference"] is not None:

@@ -25,7 +25,7 @@ from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.engines.base import ADAPTER_NAME, Engine
 from grpo_rl.engines.fingerprint import batch_on, digest, fingerprint
 from grpo_rl.policies.loading import CheckpointNames, whole
-from grpo_rl.policies.lora import adapted_layers, base_weights, factors, has_adapters, saved_buffers
+from grpo_rl.policies.lora import adapted_layers, base_weights, factors, has_adapters, merged, saved_buffers
 from grpo_rl.waits import waiting
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ class WeightSync:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    r"""All weights under the base checkpoint's names, made one at a time: $W + \frac{\alpha}{r} BA$ where W is adapted.
+    """All weights under the base checkpoint's names, made one at a time, with what adapters add to them.
 
     Tied ones come once. The sum is made in fp32, and the model itself stays as it is. The engine rounds the sum to its
     dtype, in which small adapters may drown: what it samples from is then a little off what is trained.
@@ -327,8 +327,7 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, weight in base_weights(model):
         path, _, kind = name.rpartition(".")
         if kind == "weight" and path in layers:
-            a, b = factors(layers[path])
-            weight = torch.addmm(weight.to(a.dtype), b, a)
+            weight = merged(layers[path], weight)
         yield name, weight
 
 
@@ -346,5 +345,5 @@ def export_merged(model: PreTrainedModel, folder: Path) -> None:
         delattr(config, "quantization_config")
     buffers = saved_buffers(model)
     weights = merged_weights(model)
-    merged = {name: weight.cpu() if name in buffers else weight.to("cpu", model.dtype) for name, weight in weights}
-    export_model(merged, config, folder, model.dtype, model.generation_config)
+    sums = {name: weight.cpu() if name in buffers else weight.to("cpu", model.dtype) for name, weight in weights}
+    export_model(sums, config, folder, model.dtype, model.generation_config)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.losses.advantage import batch_advantages, group_advantages
 from grpo_rl.testing import random_group
+from grpo_rl.training.micro_batches import training_tensordict
 
 GROUP_KINDS = ("zscore", "no_std", "leave_one_out")
 BATCH_KINDS = ("batch_std", "batch_zscore", "multi_reward")
@@ -156,3 +157,21 @@ def test_an_own_function_asks_for_groups_or_for_the_collection_and_returns_a_lis
         AdvantageEstimator(both)
     with pytest.raises(ValueError, match=r"first returned tensors of shapes \[\[2, 2\]\]; return a list of .*\[1, 3\]"):
         batch_advantages([torch.zeros(2, 2), torch.zeros(1, 3)], first)
+
+
+def test_credit_by_turn_is_added_to_the_responses_and_reaches_the_tokens_that_are_trained():
+    # Replies 9 and 8: the first turns are compared, and the second ones of the first and third response.
+    group = random_group(lengths=[3, 3, 3], rewards=[1.0, 0.0, 0.0])
+    replied = torch.tensor([True, False, True] * 3)
+    group = replace(group, response_ids=torch.tensor([1, 9, 2, 3, 8, 4, 5, 9, 6]), trainable=replied)
+    [found] = AdvantageEstimator("no_std", turn_credit=2.0, turn_discount=0.5)([group])
+    # By hand: deviations 2/3, -1/3, -1/3; of the first turns 1/3, -1/6, -1/6; of the second 1/2, none, -1/2.
+    third = torch.tensor([2.0, -1.0, -1.0]) / 3
+    expected = third.repeat_interleave(3) + 2 * torch.tensor([1 / 3, 0, 1 / 2, -1 / 6, 0, 0, -1 / 6, 0, -1 / 2])
+    torch.testing.assert_close(found.advantages, third)
+    torch.testing.assert_close(found.token_advantages, expected)
+    tokens = training_tensordict([found], torch.ones(9), torch.zeros(9), torch.zeros(9))
+    torch.testing.assert_close(tokens["advantage"], expected)
+    assert torch.equal(found.with_only([2]).token_advantages, found.token_advantages[6:])
+    with pytest.raises(ValueError, match="loss.turn_credit"):
+        AdvantageEstimator("batch_std", turn_credit=1.0)

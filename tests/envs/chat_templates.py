@@ -44,7 +44,9 @@ QWEN3 = """{%- set ns = namespace(last=0) %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
 {%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
 
 LLAMA3 = """{{- '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\n' }}
 {%- if tools %}{{- 'Environment: ipython\\n' }}{% endif %}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, encode_reply, harmless
 from grpo_rl.envs.prompt_response import PromptResponse
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
 from tests.envs.scoring import scored

@@ -1,10 +1,12 @@
 """Rows that this run finds too easy or too hard rest, come back, and never leave a run without prompts."""
 
 import json
+import random
 
 import pytest
 
 from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.curriculum import Bounds, Curriculum
 from grpo_rl.envs.mixture import MixtureEnv
 from tests.envs.scoring import playing
 
@@ -66,11 +68,52 @@ def test_rows_that_are_too_long_do_not_count_as_drawn(tokenizer):
     assert [levels(env, sampler.collect()) for _ in range(3)] == [[0, 0]] * 3 and env.skipped == 1
 
 
+def rewards(*right):
+    return [Reward({"right": 2.0 * value}) for value in right]
+
+
+def test_a_row_is_drawn_the_more_seldom_the_more_of_its_last_groups_had_zero_variance():
+    curriculum, epochs = Curriculum(Bounds(low=0, high=1, explore=0.5), Levels()), range(4000)
+    for times in range(4):
+        # A binomial share of 4,000 draws, within four deviations.
+        share, expected = sum(curriculum.keeps(7, epoch, seed=times) for epoch in epochs) / 4000, 0.5**times
+        assert abs(share - expected) <= 4 * (expected * (1 - expected) / 4000) ** 0.5
+        curriculum.note(7, rewards(0, 0, 0, 0), epoch=0)
+    curriculum.note(7, rewards(0, 1, 0, 0), epoch=0)
+    assert all(curriculum.keeps(7, epoch) for epoch in epochs)
+
+
+def test_the_share_of_draws_adapts_by_a_hundredth_to_what_32_groups_were():
+    curriculum = Curriculum(Bounds(low=0, high=1, explore=0.5), Levels())
+    # A quarter of 32 is 8: 2.7 that pass, 5.3 that don't. There are 2 and 6.
+    for row, right in enumerate([(1, 1)] * 2 + [(0, 0)] * 6 + [(0, 1)] * 24):
+        curriculum.note(row, rewards(*right), epoch=0)
+    found = curriculum.metrics()
+    assert (found["curriculum/explore_easy"], found["curriculum/explore_hard"]) == pytest.approx((0.51, 0.49))
+
+
+def test_what_is_drawn_does_not_depend_on_how_it_is_rewarded():
+    chance = random.Random(0)
+    passes = {row: rate for row, rate in enumerate((0.0, 0.02, 0.3, 0.9, 1.0))}
+    curriculum, drawn = Curriculum(Bounds(low=0, high=1, explore=0.5), Levels()), {row: [] for row in passes}
+    for epoch in range(5000):
+        for row, rate in passes.items():
+            if curriculum.keeps(row, epoch):
+                right = [chance.random() < rate for _ in range(4)]
+                drawn[row] += right
+                curriculum.note(row, rewards(*right), epoch)
+    for row, rate in passes.items():
+        count = len(drawn[row])
+        assert count > 16 and abs(sum(drawn[row]) / count - rate) <= 4 * (rate * (1 - rate) / count) ** 0.5
+    assert len(drawn[2]) > 10 * len(drawn[0])
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("explore", [None, 0.5])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed):
+def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed, explore):
     def begin():
-        env = make(tokenizer, Levels(0, 1, 2, 4, 3, 0, 0, 4), {"low": 0.2, "high": 0.8})
+        env = make(tokenizer, Levels(0, 1, 2, 4, 3, 0, 0, 4), {"low": 0.2, "high": 0.8, "explore": explore})
         if mixed:
             envs = {"a": env, "b": make(tokenizer, Levels(0, 2, 4), {"low": 0.2, "high": 0.8, "passing": 2.0})}
             env = MixtureEnv(envs, {"a": 2, "b": 1}, 3, 4, scales={"b": 0.1})

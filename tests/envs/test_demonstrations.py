@@ -11,7 +11,7 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from tests.envs.chat_templates import tokenizer_of
 
 END = 0

@@ -20,12 +20,15 @@ RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is
         ("mask", "token", [0, 0.5, 1, 2, 0], [1, 0, 0, 0, 1]),
         ("truncate", "sequence", [0.125, 0.125, 2, 2, 3], [0, 0, 0, 0, 1]),
         ("mask", "sequence", [0, 0, 2, 2, 0], [1, 1, 0, 0, 1]),
+        # Geometric means: the roots of 1/8 and of 2, and 4.
+        ("truncate", "geometric", [0.125**0.5, 0.125**0.5, 2**0.5, 2**0.5, 3], [0, 0, 0, 0, 1]),
+        ("mask", "geometric", [0, 0, 2**0.5, 2**0.5, 0], [1, 1, 0, 0, 1]),
     ],
 )
 def test_weights_match_the_table_worked_out_by_hand(how, level, weights, bounded):
     log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log()
     function = CORRECTION.bound(how, correction_low=0.4, correction_high=3.0)
-    got, met_bound = correction_weight(log_ratio, function, level, RESPONSE)
+    got, met_bound = correction_weight(log_ratio, function, level, RESPONSE, torch.ones(5))
     assert got.tolist() == pytest.approx(weights) and met_bound.int().tolist() == bounded
 
 

@@ -1,13 +1,30 @@
 """Distillation: the KL to a teacher on the policy's own tokens is the whole loss."""
 
+from dataclasses import replace
+
 import torch
 from tensordict import TensorDict
 
-from grpo_rl.assembly.training import make_loss
+from grpo_rl.assembly.training import make_loss, with_hint
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import random_group
 
 TEACHER = ["loss=distill", "policy.kl_coef=1", "ref_model.name=teacher", "mode=sync"]
+
+
+def test_the_reference_that_is_given_a_hint_reads_the_gold_answer_behind_the_question(tokenizer):
+    env = LLMEnv(GSM8K([{"question": "2 + 3?", "answer": "#### 5"}]), tokenizer, 1, 2)
+    prompt = env.next_prompts()[0].ids
+    group = replace(random_group(lengths=[2, 3], group_id=0), row=0, prompt_ids=prompt)
+    hinted = with_hint(env, "The answer is {gold}.", group)
+    told, plain = tokenizer.decode(hinted.prompt_ids), tokenizer.decode(prompt)
+    assert told == plain.replace("2 + 3?", "2 + 3?\n\nThe answer is 5.") and told != plain
+    assert torch.equal(hinted.response_ids, group.response_ids)
+    hint = ["loss=distill", "policy.kl_coef=1", "ref_model.hint='is {gold}'", "mode=sync"]
+    assert Settings.read(compose_config("grpo_gsm8k", hint)).ref_model.hint == "is {gold}"
 
 
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():

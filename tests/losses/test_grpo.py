@@ -13,15 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torchrl.trainers.trainers import OptimizerHook
 
 from grpo_rl.losses.aggregate import StepTotals, token_weights
-from grpo_rl.losses.factors import AGGREGATE, KL, SURROGATE, Ratio
+from grpo_rl.losses.factors import AGGREGATE, KL, SURROGATE, Ratio, asks_for
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS, GRPOLoss
 
-CORRECTIONS = ("none", "token truncate", "sequence truncate", "token mask", "sequence mask")
+CORRECTIONS = ("none", "token truncate", "sequence truncate", "token mask", "sequence mask", "geometric truncate")
 FACTORS = {
     # The surrogate "none" has no policy gradient, and is in test_distill.py.
     "surrogate": (*(name for name in SURROGATE.functions if name != "none"), "clipped dual"),
     "ratio": get_args(Ratio),
-    "kl": ("none", *(name for name in KL.functions if name != "k1")),  # k1 is refused in the loss
+    # k1 is refused in the loss, and those over all words are in tests/policies/test_divergence.py.
+    "kl": ("none", *(name for name, kl in KL.functions.items() if name != "k1" and not asks_for(kl, "teacher_kl"))),
     "correction": CORRECTIONS,
     "aggregate": tuple(AGGREGATE.functions),
     "entropy_coef": (0.0, 0.3),
@@ -69,6 +70,8 @@ def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
         trainable=trainable,
         weight=token_weights(LENGTHS, trainable, AGGREGATE.bound(aggregate, normalizer=4.0), totals, SIZES, dtype),
         response=torch.repeat_interleave(LENGTHS),
+        covariance_rank=torch.linspace(0, 1, n, dtype=dtype),
+        covariance_lot=torch.ones(n, dtype=dtype),  # Clip-Cov draws none of them
         batch_size=[n],
     )
 

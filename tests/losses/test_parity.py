@@ -55,6 +55,16 @@ VARIANTS = {
     "top_entropy": {"top_entropy_fraction": 0.237, "aggregate": "token_mean"},
     "truncated": {"mask_truncated": True},
     "sequence_tis": {"correction": "truncate", "correction_level": "sequence"},
+    "dppo_narrow": {"surrogate": "dppo_tv", "move_low": 0.05, "move_high": 0.1, "ratio_cap": 2.0},
+    "dppo_by_kl": {"surrogate": "dppo_kl", "move_low": 0.05, "move_high": 0.1},
+    "opsm": {"off_policy_bound": 0.1},
+    "clip_cov_all": {
+        "surrogate": "clip_cov",
+        "clip_cov_fraction": 1.0,
+        "covariance_low": 0.1,
+        "covariance_high": 1.0,
+    },
+    "kl_cov_many": {"surrogate": "kl_cov", "kl_cov_fraction": 0.21, "kl_cov_coef": 0.5},
     "sequence_mis": {"correction": "mask", "correction_level": "sequence", "correction_low": 0.1},
 }
 SETTINGS = PRESETS | {name: PRESETS["grpo"] | change for name, change in VARIANTS.items()}
@@ -131,7 +141,7 @@ def random_batch(seed: int, responses: int = 8, longest: int = 12) -> Batch:
     n = int(lengths.sum())
     noise = torch.randn(4, n, generator=g, dtype=torch.float64)
     old = -4 * torch.rand(n, generator=g, dtype=torch.float64)
-    log_prob = old + (0.8 * noise[0]).clamp(-3, 3)
+    log_prob = (old + (0.8 * noise[0]).clamp(-3, 3)).clamp(max=-1e-3)  # no probability is above 1
     return Batch(
         lengths=lengths,
         sizes=torch.tensor([3, 2, responses - 5]),
@@ -163,6 +173,7 @@ def ours(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0
     """Loss, gradient by log-probability [N] and metric sums of a step, cut into micro-batches."""
     loss = GRPOLoss(**settings, kl_coef=kl_coef, entropy_coef=entropy_coef)
     weighing = {name: settings[name] for name in ("mask_truncated", "top_entropy_fraction")}
+    weighing["covariance"] = settings["covariance_low"], settings["covariance_high"]
     weighing["aggregate"] = AGGREGATE.chosen(settings, normalizer=settings["normalizer"] or LONGEST)
     policy, total, sums = Table(batch), 0.0, defaultdict(float)
     for tokens in scored_micro_batches(policy, batch.groups, MicroBatching(10**6, count, **weighing)):
@@ -230,7 +241,8 @@ def trl(batch: Batch, settings: dict, kl_coef: float):
         current_gradient_accumulation_steps=1,
         max_completion_length=settings["normalizer"] or LONGEST,
         top_entropy_quantile=settings["top_entropy_fraction"],
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=settings["off_policy_bound"],
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         use_vllm=settings["correction"] != "none",
         vllm_importance_sampling_correction=True,
         _entropy_bonus_enabled=False,
@@ -261,18 +273,26 @@ def verl(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0
         "dp_size": 1, "global_batch_size": len(batch.lengths), "batch_num_tokens": int(trained.sum()),
         "loss_scale_factor": settings["normalizer"] or LONGEST,
     }  # fmt: skip
-    config = verl_config(*(settings[name] for name in ("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg")))
+    clips = ("clip_low", "clip_high", "dual_clip")
+    if settings["surrogate"].startswith("dppo"):
+        clips = ("move_low", "move_high", "ratio_cap")
+    if settings["surrogate"] == "gmpo":
+        clips = ("log_clip", "log_clip", "dual_clip")
+    config = verl_config(*(settings[name] for name in (*clips, "tau_pos", "tau_neg", *OF_COVARIANCE)))
     config.global_batch_info.update(counts)
     flat = batch.log_prob.clone().requires_grad_()
     log_prob, old, mask = batch.padded(flat), batch.padded(batch.old(settings)), batch.padded(trained.to(flat.dtype))
-    policy_loss = core.get_policy_loss_fn(
-        settings["surrogate"]
-        if settings["surrogate"] in ("cispo", "sapo")
-        else "vanilla" if settings["ratio"] == "token" else "gspo"
-    )  # fmt: skip
+    clipped = "vanilla" if settings["ratio"] == "token" else "gspo"
+    names = {"clipped": clipped, "gmpo": "geo_mean"}
     correction = weights(batch, settings)
-    if settings["surrogate"] == "plain":
+    if settings["surrogate"] in ("plain", "topr"):
         policy_loss, correction = core.compute_policy_loss_reinforce, (log_prob - old).exp().detach()
+        if settings["surrogate"] == "topr":
+            mean = ((log_prob - old) * mask).sum(1) / mask.sum(1).clamp(min=1)
+            tapered = torch.where(batch.advantages > 0, 1.0, mean.detach().exp().clamp(max=1))
+            correction = tapered[:, None].expand_as(mask)
+    else:
+        policy_loss = core.get_policy_loss_fn(names.get(settings["surrogate"], settings["surrogate"]))
     loss, _ = policy_loss(
         old,
         log_prob,
@@ -294,29 +314,49 @@ def verl(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0
 def verl_core():
     """verl's algorithms, without the 1e-8 that they add to counts and variances before they divide by them.
 
-    A count of nothing is divided by as 1 instead.
+    A count of nothing is divided by as 1 instead. Covariances are those of the policy that sampled, tokens that PPO
+    clips are among Clip-Cov's, and the share of KL-Cov's is rounded up.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
-    for module, name, instead in (
-        (core, "agg_loss", ".clamp(min=1)"),
-        (core.verl_F, "masked_mean", ".clamp(min=1)"),
-        (core.verl_F, "masked_whiten", ""),
+    mean = [(" + 1e-8", ".clamp(min=1)", 1)]
+    fresh = [("log_prob - verl_F.masked_mean(log_prob.", "old_log_prob - verl_F.masked_mean(old_log_prob.", 1)]
+    fresh += [("cov_all[clip_by_origin] = -torch.inf", "pass", 1)]
+    largest = [("log_prob[all_valid]", "old_log_prob[all_valid]", 1)]
+    largest += [("len(cov_lst_all) * kl_cov_ratio", "np.ceil(len(cov_lst_all) * kl_cov_ratio)", 1)]
+    for module, name, changes in (
+        (core, "agg_loss", mean),
+        (core, "compute_policy_loss_geo_mean", [(" + 1e-8", ".clamp(min=1)", 3)]),
+        (core, "compute_policy_loss_dppo_kl", [(" + 1e-8", "", 2)]),
+        (core, "compute_policy_loss_clip_cov", fresh),
+        (core, "compute_policy_loss_kl_cov", largest),
+        (core.verl_F, "masked_mean", mean),
+        (core.verl_F, "masked_whiten", [(" + 1e-8", "", 1)]),
     ):
         source = inspect.getsource(getattr(module, name))
-        assert source.count(" + 1e-8") == 1, name
-        exec(source.replace(" + 1e-8", instead), module.__dict__)
+        for old, instead, count in changes:
+            assert source.count(old) == count, name
+            source = source.replace(old, instead)
+        exec(source, module.__dict__)
     return core
 
 
+OF_COVARIANCE = {
+    "clip_cov_fraction": "clip_cov_ratio", "covariance_low": "clip_cov_lb", "covariance_high": "clip_cov_ub",
+    "kl_cov_fraction": "kl_cov_ratio", "kl_cov_coef": "ppo_kl_coef",
+}  # fmt: skip
+"""Our settings, and verl's names of them."""
+
+
 @functools.cache
-def verl_config(clip_low, clip_high, dual_clip, tau_pos, tau_neg):
-    from verl.workers.config import ActorConfig
+def verl_config(clip_low, clip_high, dual_clip, tau_pos, tau_neg, *by_covariance):
+    from verl.workers.config import ActorConfig, PolicyLossConfig
 
     return ActorConfig(
         strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, global_batch_info={}, clip_ratio_low=clip_low,
         clip_ratio_high=clip_high, clip_ratio_c=dual_clip or 1e9, tau_pos=tau_pos, tau_neg=tau_neg,
+        policy_loss=PolicyLossConfig(**dict(zip(OF_COVARIANCE.values(), by_covariance, strict=True))),
     )  # fmt: skip
 
 
@@ -369,6 +409,12 @@ def has(peer, settings: dict) -> bool:
     """True if a peer has these settings; their KL is left out where it has no such estimate."""
     if settings["kl_in"] == "reward" or settings["surrogate"] == "plain":
         return False  # RLOO: below
+    if settings["surrogate"] in ("dppo_tv", "dppo_kl", "gmpo", "topr", "kl_cov"):
+        return peer is verl
+    if settings["surrogate"] == "clip_cov":
+        return peer is verl and settings["clip_cov_fraction"] == 1  # which of more candidates it draws is chance
+    if settings["off_policy_bound"]:
+        return peer is trl
     if peer is verl:
         # Its GSPO is GSPO-token, which is the same only while a response's tokens weigh the same.
         return settings["top_entropy_fraction"] == 1 and (
@@ -409,7 +455,7 @@ def test_loss_and_gradient_equal_the_peers_on_random_ragged_batches(name, peer, 
 
 
 def test_every_preset_has_a_peer():
-    assert {case.values[0] for case in CASES} | {"rloo"} >= PRESETS.keys()
+    assert {case.values[0] for case in CASES} | {"rloo", "gpg", "clip_cov"} >= PRESETS.keys()  # see `has`
 
 
 @pytest.mark.slow
@@ -418,6 +464,8 @@ def test_the_batches_meet_every_clip_and_bound():
     for name, flags in {
         "grpo": ("clip_low", "clip_high"), "gspo": ("clip_low", "clip_high"), "cispo": ("clip_high",),
         "dual_clip": ("clip_dual",), "tis": ("corrected",), "icepop": ("corrected",), "sequence_mis": ("corrected",),
+        "dppo": ("clip_low", "clip_high"), "dppo_narrow": ("clip_low", "clip_high"), "dppo_by_kl": ("clip_low",),
+        "gmpo": ("clip_low", "clip_high"), "opsm": ("clip_off_policy",),
     }.items():  # fmt: skip
         for flag in flags:
             tokens = sum(our_loss(name, seed, KL_COEF)[2]["tokens"] for seed in BATCHES[:20])
@@ -631,6 +679,14 @@ def random_rewards(group_size: int, groups: int = 5, seed: int = 0) -> torch.Ten
 def test_other_advantages_of_a_group_equal_verls(kind, name, settings):
     rewards = random_rewards(4)
     assert_verls(getattr(verl_core(), name), rewards, group_advantages(rewards, kind), **settings)
+
+
+def test_gpgs_advantages_equal_verls_where_zero_rewards_are_those_of_zero_variance_groups():
+    """verl divides by the share of rewards other than 0, and we by that of responses in groups with variance."""
+    rewards = random_rewards(4) + 1
+    rewards[1] = 0.0
+    (got,) = batch_advantages([rewards], "gpg")
+    assert_verls(verl_core().compute_gpg_outcome_advantage, rewards, got)
 
 
 def test_the_std_of_a_collections_rewards_equals_trls(nanstd):

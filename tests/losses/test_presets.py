@@ -68,11 +68,14 @@ def tiny(tiny_run, own_cache):
     "overrides",
     [
         ["loss=dapo", "loss.mask_truncated=false", "loss.top_entropy_fraction=0.5"],  # a random model never ends
+        ["loss=kl_cov", "loss.kl=reverse"],
         ["loss=icepop", "loss.aggregate=prompt_mean"],
         ["loss=dr_grpo"],
         ["loss=gspo"],
         ["loss=cispo", "loss.kl=k3_is"],
         ["loss=rloo"],
+        ["loss=clip_cov", "policy.target_entropy=0.5"],
+        ["loss=distill", "ref_model.hint='is {gold}'", "loss.kl=jensen_shannon"],
         ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"],
     ],
     ids=" ".join,

@@ -10,7 +10,7 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.losses.sft import SFTLoss, sft_loss
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training.micro_batches import scored_micro_batches
 from tests.helpers import to_fp64

@@ -22,6 +22,9 @@ LOSS_SETTINGS = (
     {"ratio": "sequence", "clip_low": 0.1, "clip_high": 0.1},
     {"surrogate": "cispo", "correction": "truncate", "kl": "k3_is", "kl_coef": 0.1},
     {"surrogate": "sapo", "correction": "mask", "correction_level": "sequence"},
+    {"surrogate": "gmpo", "correction": "truncate", "correction_level": "geometric", "off_policy_bound": 0.1},
+    {"surrogate": "kl_cov", "kl_cov_fraction": 0.3},
+    {"surrogate": "clip_cov", "clip_cov_fraction": 0.1},
 )
 MASKS = ({}, {"mask_truncated": True, "top_entropy_fraction": 0.4})
 
@@ -75,7 +78,7 @@ def whole_step():
 def gradient(groups, loss, share=None, totals=None, **settings):
     """Gradient by every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
     settings["aggregate"] = AGGREGATE.bound(settings.get("aggregate", "sequence_mean"), normalizer=9.0)
-    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(**settings)
+    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(**settings, covariance=(-0.5, 1.0))
     for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
         loss(tokens)["loss"].backward()
     return policy.gradient()
@@ -83,7 +86,7 @@ def gradient(groups, loss, share=None, totals=None, **settings):
 
 @pytest.mark.parametrize("masks", MASKS, ids=["all", "masked"])
 @pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("loss", LOSS_SETTINGS, ids=["kl", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss", LOSS_SETTINGS, ids=["kl", "gspo", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov"])
 def test_neither_splits_nor_orders_nor_shares_of_a_step_change_its_gradient(loss, aggregate, masks):
     groups, settings = whole_step(), {"loss": loss, "aggregate": aggregate, **masks}
     expected = gradient(groups, max_tokens=10**6, **settings)
@@ -93,7 +96,7 @@ def test_neither_splits_nor_orders_nor_shares_of_a_step_change_its_gradient(loss
             got = gradient(groups, share=order, **split, **settings)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     # As of two ranks: four groups and three, of other lengths, each scored under the totals of the step.
-    totals = step_totals(groups, **masks)
+    totals = step_totals(groups, MicroBatching(1, **masks, covariance=(-0.5, 1.0)))
     shares = [gradient(groups, share=groups[rank::2], totals=totals, max_tokens=30, **settings) for rank in range(2)]
     torch.testing.assert_close(sum(shares), expected, rtol=0, atol=1e-12)
 
@@ -159,9 +162,9 @@ def test_the_entropy_floor_keeps_the_tokens_that_the_quantile_keeps(count, fract
 
 def test_totals_count_empty_responses_and_not_what_is_masked():
     groups = whole_step()
-    totals = step_totals(groups)
+    totals = step_totals(groups, MicroBatching(1))
     assert totals == StepTotals(17, sum(int(group.trainable.sum()) for group in groups), 7)
-    masked = step_totals(groups, mask_truncated=True)
+    masked = step_totals(groups, MicroBatching(1, mask_truncated=True))
     assert masked.sequences == 17 and 0 < masked.tokens < totals.tokens
 
 

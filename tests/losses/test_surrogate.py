@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
+from grpo_rl.losses.factors import SURROGATE, call
 from grpo_rl.losses.surrogate import (
     cispo_surrogate,
     clipped_surrogate,
     clipped_tokens,
     leveled_log_ratio,
-    plain_surrogate,
     sapo_surrogate,
 )
+from grpo_rl.losses.surrogate_dppo import dppo_tv_surrogate
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,27 @@ def test_the_soft_gate_matches_the_table_worked_out_by_hand(ratio, advantage, lo
     assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
 
 
-@pytest.mark.parametrize("surrogate", [sapo_surrogate, plain_surrogate])
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATE.functions if name != "none"])
 def test_a_response_without_advantage_has_no_loss_even_where_its_ratio_overflows(surrogate):
-    log_ratio = torch.tensor([1000.0, math.inf, -1000.0], requires_grad=True)
-    loss = surrogate(log_ratio, torch.zeros(3))
+    log_ratio, log_prob = torch.tensor([[1000.0, math.inf, -1000.0], [-1.0] * 3]).requires_grad_().unbind()
+    tokens = {"trained": torch.ones(3), "response": torch.arange(3)}
+    tokens |= {"covariance_rank": torch.ones(3), "covariance_lot": torch.ones(3)}
+    function = SURROGATE.function(surrogate)
+    loss = call(function, log_ratio=log_ratio, advantage=torch.zeros(3), log_prob=log_prob, **tokens)
+    assert loss.eq(0).all()
+    for gradient in torch.autograd.grad(loss.sum(), (log_ratio, log_prob), allow_unused=True):
+        assert gradient is None or gradient.eq(0).all()
+
+
+def test_dppos_squared_term_holds_every_token_and_its_cap_bounds_the_weight():
+    log_prob = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    log_ratio, advantage = log_prob + 1 + math.log(4), torch.tensor([0.0, -1.0]).double()
+    loss = dppo_tv_surrogate(log_ratio, advantage, log_prob, ratio_cap=2.0, squared_coef=0.5)
     loss.sum().backward()
-    assert loss.eq(0).all() and log_ratio.grad.eq(0).all()
+    # By hand: ln 4 squared / 2, and where A is -1 also 2 log pi, of weight min(4, 2).
+    square = math.log(4) ** 2 / 2
+    assert loss.tolist() == pytest.approx([square, square - 2])
+    assert log_prob.grad.tolist() == pytest.approx([math.log(4), math.log(4) + 2])
 
 
 TRAINED = torch.tensor([True, True, False, True, True])

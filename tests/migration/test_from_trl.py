@@ -133,6 +133,9 @@ CONVERTED_VALUES = [
     ({"save_steps": 0.5, "max_steps": 10}, "train.checkpoint_frequency", 5),
     ({"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 50}, "evaluate.frequency", 5),
     ({"use_peft": True}, "train_model.lora.alpha", 32),
+    ({"use_peft": True, "use_rslora": True}, "train_model.lora.rslora", True),
+    ({"off_policy_mask_threshold": 0.5}, "loss.off_policy_bound", 0.5),
+    ({"chat_template_kwargs": '{"enable_thinking": false}'}, "model.chat_template_kwargs.enable_thinking", False),
     ({"bf16": False}, "train_model.dtype", "float32"),
     ({"model_init_kwargs": {"dtype": "torch.bfloat16"}, "bf16": False}, "train_model.dtype", "bfloat16"),
     ({"lr_scheduler_kwargs": {"min_lr": 1e-7}, "learning_rate": 1e-6}, "optimizer.min_lr_fraction", 0.1),
@@ -251,11 +254,14 @@ def test_text_of_digits_stays_text_and_numbers_without_a_point_are_numbers(tmp_p
 
 def test_adapters_of_a_script_have_pefts_defaults(tmp_path):
     lora = pytest.importorskip("peft").LoraConfig(target_modules="all-linear")
-    (tmp_path / "train.py").write_text("GRPOConfig()\nLoraConfig(target_modules='all-linear', use_dora=True)\n")
+    (tmp_path / "train.py").write_text(
+        "GRPOConfig()\nLoraConfig(target_modules='all-linear', use_dora=True, bias='all')\n"
+    )
     fields, unknown = read_trl(tmp_path / "train.py")
     made = convert(fields).config["train_model"]["lora"]
-    assert made == {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": "all-linear"}
-    assert unknown == ["LoraConfig(use_dora=True): not taken over"]
+    theirs = {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": "all-linear"}
+    assert made == theirs | {"dora": True}
+    assert unknown == ["LoraConfig(bias='all'): not taken over"]
 
 
 def test_a_script_is_never_run(tmp_path):

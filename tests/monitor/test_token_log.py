@@ -56,7 +56,7 @@ def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **sett
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, batching):
             log.add(tokens, loss(tokens))
-    log.write(step, groups, kl_coef=0.0)
+    log.write(step, groups, coefs={})
     return read(run_dir, step)
 
 
@@ -158,14 +158,14 @@ def test_without_lineage_the_text_of_the_group_that_was_scored_first_is_recorded
         ids = torch.tensor([group_id for group_id in (6, 5) for _ in range(3)])
         numbers = first - torch.arange(6.0)
         log.add(TensorDict(group_id=ids, log_prob=numbers, entropy=-numbers, batch_size=[6]), None)
-    log.write(3, [left_out, group, other], 0.0)
+    log.write(3, [left_out, group, other], {})
     found = read(tmp_path, 3)
     assert found[["step", "group_id", "epoch"]].drop_duplicates().to_numpy().tolist() == [[3, 5, 0]]
     assert found["text"].tolist() == ["a", "b", "c"]
     assert found["sampler_log_prob"].isna().tolist() == [False, False, True]  # no one sampled what a tool wrote
     assert found["log_prob"].tolist() == [-3.0, -4.0, -5.0] and found["entropy"].tolist() == [3.0, 4.0, 5.0]
     log.begin([group])
-    log.write(4, [group], 0.0)  # all of this step had zero variance
+    log.write(4, [group], {})  # all of this step had zero variance
     assert read(tmp_path, 4)["log_prob"].isna().all() and len(read(tmp_path, 4)) == 3
 
 

@@ -190,6 +190,8 @@ def test_a_reference_apart_holds_bf16_weights_and_no_gradients(model):
     scenario = scenario_of(model, "16xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1")
     assert scenario.reference_bytes(8) == 2 * PARAMETERS / 8
     assert scenario.with_overrides({"ref_model.refresh": "average"}).reference_bytes(8) == 6 * PARAMETERS / 8
+    served = scenario.with_overrides({"ref_model.name": "http://localhost:8000/v1"})
+    assert not served.has_reference and served.reference_bytes(8) == 0
     parts = next(role.parts for role in make_plan(with_devices(scenario)[0]).roles if role.name == "ref")
     assert parts["weights"] == 2 * PARAMETERS
     assert not {"gradients", "optimizer", "fp32 masters"} & parts.keys()

@@ -157,6 +157,15 @@ def plain_road(
     model: PreTrainedModel, groups: Sequence[Group], temperature: float, attention: str = "eager"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every response token, at least in fp32."""
+    log_p = plain_distributions(model, groups, temperature, attention)
+    target = torch.cat([g.response_ids for g in groups])
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def plain_distributions(
+    model: PreTrainedModel, groups: Sequence[Group], temperature: float, attention: str = "eager"
+) -> torch.Tensor:
+    """[N, V] log-probability of every word at every response token, at least in fp32."""
     sequences = [(len(g.prompt_ids), torch.cat([g.prompt_ids, ids])) for g in groups for ids in g.responses]
     batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
     mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
@@ -164,9 +173,7 @@ def plain_road(
     with KeepFp64() if model.dtype == torch.float64 else nullcontext():
         logits = model(batch, attention_mask=mask).logits
     logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    target = torch.cat([g.response_ids for g in groups])
-    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:

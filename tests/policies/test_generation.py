@@ -1,15 +1,18 @@
 """Generation configs that transformers reads and would not write again, as of Llama 2 and Vicuna."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_rl.policies.hub import end_ids, leave_out_ignored, load_tokenizer
+from grpo_rl.envs.chat import encode_prompts, encode_reply
+from grpo_rl.policies.generation import end_ids, leave_out_ignored, load_tokenizer
 from grpo_rl.policies.loading import check_written, load_whole
 from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
+from tests.envs.chat_templates import QWEN3
 
 VICUNA = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False, "temperature": 0.9, "top_p": 0.6}
 
@@ -50,6 +53,25 @@ def test_a_model_with_such_a_config_is_written_and_stops_where_it_did(model, tmp
     export(load_whole(model, dtype=torch.bfloat16), tokenizer, tmp_path / "written")
     assert end_ids(tmp_path / "written") == end_ids(model) == (0,)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "written").generation_config.do_sample is False
+
+
+def test_values_of_the_chat_templates_variables_hold_in_all_prompts_and_in_the_saved_model(model, tmp_path):
+    question = [{"role": "user", "content": "2 + 3?"}]
+    plain = load_tokenizer(model, {"chat_template": QWEN3})
+    quiet = load_tokenizer(model, {"chat_template": QWEN3, "chat_template_kwargs": {"enable_thinking": False}})
+    shutil.copytree(model, tmp_path / "saved")
+    quiet.save_pretrained(tmp_path / "saved")
+    expected = plain.apply_chat_template(question, add_generation_prompt=True, return_dict=False, enable_thinking=False)
+    assert plain.decode(expected).endswith("<think>\n\n</think>\n\n")
+    for tokenizer in (quiet, load_tokenizer(tmp_path / "saved")):
+        assert encode_prompts(tokenizer, [question]) == [expected]
+        reply = encode_reply(tokenizer, [{"role": "tool", "content": "5"}])
+        assert tokenizer.decode(reply).endswith("<think>\n\n</think>\n\n")
+    assert encode_prompts(plain, [question]) == encode_prompts(
+        load_tokenizer(tmp_path / "saved", {"chat_template_kwargs": {"enable_thinking": True}}), [question]
+    )
+    with pytest.raises(ValueError, match=r"model\.chat_template_kwargs: .* has no variable thinking"):
+        load_tokenizer(model, {"chat_template": QWEN3, "chat_template_kwargs": {"thinking": False}})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from grpo_rl.policies.lora import adapted_layers, add_adapters, base_weights, ch
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
+from grpo_rl.weights.push import merged_weights
 from tests.helpers import to_fp64
 from tests.policies.test_every_model import tiny_config
 from tests.policies.test_exactness import SIZES, groups_of, plain_road, random_loss
@@ -72,6 +73,35 @@ def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(fa
         assert parameter.grad.abs().max() > 1e-3, name  # something to compare
         torch.testing.assert_close(parameter.grad, expected_adapters[name].grad, rtol=0, atol=1e-9)
     assert [name for name, p in ours.named_parameters() if p.grad is not None] == list(adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rslora", "dora"])
+def test_rslora_and_dora_are_scored_trained_and_merged_as_by_peft(kind):
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaForCausalLM.config_class(**SIZES))
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", **{f"use_{kind}": True})
+    theirs = to_fp64(peft.get_peft_model(copy.deepcopy(base), config))
+    ours = to_fp64(add_adapters(base, LoRA(rank=3, alpha=5, **{kind: True})))
+    adapters, expected_adapters = adapters_of(randomize(ours)), adapters_of(randomize(theirs))
+    assert adapters.keys() == expected_adapters.keys()
+    expected, scored = plain_road(theirs, GROUPS, 0.7), TrainPolicy(ours, 0.7).score(GROUPS)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-9)
+    for values in (expected, scored):
+        random_loss(*values, GROUPS).backward()
+    for name, parameter in adapters.items():
+        assert parameter.grad.abs().max() > 1e-3, name  # something to compare
+        torch.testing.assert_close(parameter.grad, expected_adapters[name].grad, rtol=0, atol=1e-9)
+    whole = theirs.merge_and_unload().state_dict()
+    for name, weight in merged_weights(ours):
+        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-12)
+
+
+def test_fresh_adapters_that_train_the_rows_lengths_are_merged_to_the_bits_of_the_base(tiny_model):
+    policy = TrainPolicy.load(tiny_model, torch.bfloat16, lora=LoRA(rank=2, dora=True))
+    base = dict(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).named_parameters())
+    for name, weight in merged_weights(policy.model):
+        assert torch.equal(weight.bfloat16(), base[name]), name
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ class Optimizer:
 class Schedules:
     """Changes nothing."""
 
-    kl_coef = 0.0
+    coefs = {"kl_coef": 0.0}
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return {}

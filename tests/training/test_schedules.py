@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.policies.policy import ReferencePolicy
 from grpo_rl.testing import random_group
-from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveEntropy, AdaptiveKL, RefreshRule, Schedules
 
 
 def test_the_coefficient_rises_above_the_target_and_falls_below_it_by_the_clipped_error():
@@ -54,6 +54,22 @@ def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_whe
         for _ in range(3):
             schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
         assert reference.calls == calls
+
+
+def test_the_entropy_bonus_is_in_force_below_the_target_and_a_resumed_run_goes_on_with_it():
+    def make_entropy():
+        loss, entropy = SimpleNamespace(kl_coef=0.0, entropy_coef=0.01), AdaptiveEntropy(0.01, 0.2, 0.005, most=0.02)
+        return loss, Schedules(AdaptiveKL(0.0), RefreshRule(), loss, entropy=entropy, loss=loss)
+
+    loss, first = make_entropy()
+    logged = [first.after_step({"entropy": entropy})["entropy_coef"] for entropy in (0.1, 0.1, 0.1, 0.3, 0.2)]
+    # By hand: it rises to 0.015 and 0.02, stays there, and falls to 0.015, out of force; then it is 0.02 again.
+    assert logged == pytest.approx([0.01, 0.015, 0.02, 0.02, 0.0]) and loss.entropy_coef == pytest.approx(0.02)
+    first.after_step({"entropy": 0.3})
+    loss, second = make_entropy()
+    second.restore(first.state())
+    assert loss.entropy_coef == 0 == second.after_step({"entropy": 0.1})["entropy_coef"]
+    assert loss.entropy_coef == pytest.approx(0.02)
 
 
 def test_a_resumed_run_has_the_coefficient_the_count_of_steps_and_the_reference_of_the_first():

@@ -22,7 +22,7 @@ from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
-from grpo_rl.policies.hub import end_ids
+from grpo_rl.policies.generation import end_ids
 from grpo_rl.policies.loading import model_config
 
 

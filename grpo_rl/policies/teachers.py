@@ -1,0 +1,50 @@
+"""TaskTeachers: a teacher for each task of a mixture."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from typing_extensions import override
+
+from grpo_rl.data.group import Group
+from grpo_rl.policies.divergence import SeveralTeachers
+from grpo_rl.policies.policy import Reference
+
+
+class TaskTeachers(Reference):
+    """The reference of a mixture whose tasks have teachers of their own.
+
+    Args:
+        teachers: by the task's name.
+        by_task: the indices of those of some groups that are of each task.
+    """
+
+    def __init__(
+        self,
+        teachers: Mapping[str, Reference],
+        by_task: Callable[[Sequence[Group]], Mapping[str, Sequence[int]]],
+    ) -> None:
+        self._teachers, self._by_task = teachers, by_task
+
+    @override
+    def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
+        """The groups with the log-probabilities of their task's teacher."""
+        scored = list(groups)
+        for name, own in self._by_task(groups).items():
+            if not own:
+                continue
+            found = self._teachers[name].add_log_probs([groups[i] for i in own], max_tokens)
+            for i, group in zip(own, found, strict=True):
+                scored[i] = group
+        return scored
+
+    @override
+    def known(self, groups: Sequence[Group], device: torch.device) -> SeveralTeachers:
+        """The distributions of each group's teacher."""
+        known, whose = [], [0] * len(groups)
+        for name, own in self._by_task(groups).items():
+            if own:
+                for i in own:
+                    whose[i] = len(known)
+                known.append(self._teachers[name].known([groups[i] for i in own], device))
+        lengths = torch.tensor([len(group.response_ids) for group in groups])
+        return SeveralTeachers(known, torch.tensor(whose).repeat_interleave(lengths).to(device))
