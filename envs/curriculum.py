@@ -14,7 +14,7 @@ ROUNDING = 1e-9
 
 WINDOW = 32
 """Groups between two adaptations of ``explore``."""
-STEP = 0.01
+EXPLORE_STEP = 0.01
 """Change of ``explore`` in an adaptation, as in GRESO's paper."""
 SHARES = {"easy": 1 / 3, "hard": 2 / 3, "unknown": 1.0}
 """Kinds of zero-variance groups, by what the task judges right, and their shares of ``zero_variance``."""
@@ -64,7 +64,7 @@ class Curriculum:
     Groups that were seen earlier weigh half as much with each one that follows, as the policy changes. A row that was
     not seen yet is kept, and one out of bounds is tried again when it has rested.
 
-    With ``explore`` a row is drawn the more seldom the more of its last groups had zero variance: GRESO,
+    With ``explore`` a row is drawn less often the more of its last groups had zero variance: GRESO,
     https://arxiv.org/abs/2506.02177, algorithm 1. The draw does not depend on how a row would be rewarded now, so that
     the rewards of drawn groups are unbiased.
 
@@ -101,7 +101,8 @@ class Curriculum:
         verdicts = [self._passes(result) for result in results if isinstance(result, Reward)]
         known = [verdict for verdict in verdicts if verdict is not None]
         if self._bounds.explore is not None and len(verdicts) > 1:
-            same = len({result.total for result in results if isinstance(result, Reward)}) == 1
+            totals = [result.total for result in results if isinstance(result, Reward)]
+            same = math.isclose(min(totals), max(totals), rel_tol=ROUNDING, abs_tol=ROUNDING)
             self._note_variance(row, ("unknown" if not known else "easy" if all(known) else "hard") if same else "")
         if known:
             passed, judged, _ = self._seen.get(row, (0.0, 0.0, 0))
@@ -116,7 +117,8 @@ class Curriculum:
         if len(self._window) == WINDOW:
             for kind, share in SHARES.items():
                 too_many = self._window.count(kind) >= share * self._bounds.zero_variance * WINDOW
-                self._explore[kind] = min(max(self._explore[kind] + (-STEP if too_many else STEP), STEP), 1.0)
+                moved = self._explore[kind] + (-EXPLORE_STEP if too_many else EXPLORE_STEP)
+                self._explore[kind] = min(max(moved, EXPLORE_STEP), 1.0)
             self._window = []
 
     def rate(self, row: int) -> float:
@@ -138,7 +140,8 @@ class Curriculum:
         # A copy in one step: an asynchronous collection may note a group meanwhile, in another thread.
         rates = [passed / judged for passed, judged, _ in list(self._seen.values())]
         easy, hard = (sum(rate > self._bounds.high for rate in rates), sum(rate < self._bounds.low for rate in rates))
-        kinds = ("easy", "hard") if self._task.tells_right else ("unknown",)
+        judged = self._task.tells_right or self._bounds.passing is not None
+        kinds = ("easy", "hard") if judged else ("unknown",)
         explored = {f"curriculum/explore_{kind}": self._explore[kind] for kind in kinds}
         return (explored if self._bounds.explore is not None else {}) | {
             "curriculum/in_bounds": len(rates) - easy - hard,

@@ -101,6 +101,10 @@ class Mixture(Task):
         """The reward of the row's task for a conversation."""
         return self.named(row[TASK], self.tasks[row[TASK]].score_dialog(row[ROW], messages))
 
+    def tools_of(self, row: dict) -> Sequence[Any]:
+        """The tools of the row's task."""
+        return self.tasks[row[TASK]].tools_of(row[ROW])
+
     def gold(self, row: dict) -> str | None:
         """The gold answer of the row's task."""
         return self.tasks[row[TASK]].gold(row[ROW])

@@ -161,7 +161,7 @@ class Task(ABC):
         return None
 
     def gold(self, row: dict) -> str | None:
-        """The gold answer, for logs; None where the task has no single one."""
+        """The gold answer, for logs and `ref_model.hint`; None where the task has no single one."""
         return None
 
     def is_right(self, reward: Reward) -> bool | None:

@@ -129,7 +129,8 @@ class JsonClient:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.url}/models lists no models; {remedy}") from error
         if len(names) != 1:
-            raise ValueError(f"{self.url} serves {', '.join(names) or 'no model'}; {remedy}")
+            listed = " ".join(self.without_key(", ".join(names))[:EXCERPT].split())
+            raise ValueError(f"{self.url} serves {listed or 'no model'}; {remedy}")
         return names[0]
 
     def without_key(self, text: str) -> str:

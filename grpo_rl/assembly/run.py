@@ -148,8 +148,8 @@ def build_run(
         assert collector
         stack.callback(collector.shutdown)
 
-        if reference and derived.compares_all_words(settings):
-            policy.distils = reference, settings.loss.kl
+        if reference and derived.compares_full_vocabulary(settings):
+            policy.distillation = reference, settings.loss.kl
         coefs = settings.policy
         if coefs.target_entropy is not None:
             loss.entropy_coef = 0.0  # until an entropy is known

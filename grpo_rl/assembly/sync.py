@@ -59,6 +59,8 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "adapter_rank": lora.rank if separate else 0,
         "adapter_targets": target_names(model_folder, lora) if separate else (),
         "router_replay": settings.policy.router_replay,
+        "speculative": model.speculative,
+        "draft_tokens": model.draft_tokens,
         "sampling": _started_for(settings),
     }
 

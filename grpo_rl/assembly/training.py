@@ -85,6 +85,8 @@ def make_reference(
     """
     if not settings.policy.kl_coef:
         return None
+    if settings.ref_model.hint is not None and all(env.task.gold(row) is None for row in env.task.rows):
+        raise ValueError(f"ref_model.hint has the gold answer, and no row of {settings.env.dataset} has one")
     teachers = derived.teachers(settings)
     # In one order on all ranks, which load them together.
     names = dict.fromkeys(teachers.values()) or {settings.ref_model.name: None}
@@ -98,10 +100,10 @@ def _make_one(
     settings: Settings, name: str | None, model_folder: Path, devices: Devices, policy: TrainPolicy, env: LLMEnv
 ) -> Reference:
     if name and is_url(name):
-        words = policy.model.get_input_embeddings().weight.shape[0]
+        vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         key = os.environ.get("OPENAI_API_KEY")
-        given = name, env.tokenizer, words, settings.ref_model.top, key, policy.peers
-        served = importlib.import_module("grpo_rl.policies.served")
+        given = name, env.tokenizer, vocabulary, settings.ref_model.top, key, policy.peers
+        served = importlib.import_module("grpo_rl.policies.served")  # for those alone who have a server
         return agreed(policy.peers, lambda: served.ServedTeacher(*given))
     if has_adapters(policy.model) and not name:
         made = ReferencePolicy(policy.model, settings.sampling.temperature)
@@ -124,8 +126,8 @@ def with_hint(env: LLMEnv, hint: str, group: Group) -> Group:
     if gold is None:
         return group
     *before, asked = env.task.prompt(row)
-    told = {**asked, "content": f"{asked['content']}\n\n{hint.replace('{gold}', gold)}"}
-    ids = encode_prompts(env.tokenizer, [[*before, told]], list(env.task.tools_of(row)))[0]
+    hinted = {**asked, "content": f"{asked['content']}\n\n{hint.replace('{gold}', gold)}"}
+    ids = encode_prompts(env.tokenizer, [[*before, hinted]], list(env.task.tools_of(row)))[0]
     return replace(group, prompt_ids=torch.tensor(ids))
 
 

@@ -53,12 +53,11 @@ class AdvantageEstimator:
         function = ADVANTAGE.bound(kind, **settings)
         if unread := settings.keys() - function.keywords.keys():
             raise ValueError(f"loss.advantage={named(function)} has no {', '.join(sorted(unread))}")
-        check_advantage(function, kl_coef, kl, reward_clip)
+        check_advantage(function, kl_coef, kl, reward_clip, turn_credit)
         self._function, self._clip = function, clip
+        self._most = math.inf if clip is None else clip
         self.kl_coef, self._kl = kl_coef, kl
         self._turn_credit, self._turn_discount = turn_credit, turn_discount
-        if turn_credit and "rewards" not in inspect.signature(function).parameters:
-            raise ValueError(f"loss.turn_credit: loss.advantage={named(function)} is none of each group by itself")
         self._reward_clip = math.inf if reward_clip is None else reward_clip
 
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
@@ -81,13 +80,17 @@ class AdvantageEstimator:
         advantages = batch_advantages(rewards, self._function, self._clip, parts)
         rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
                 for i, row in zip(members, table, strict=True)}  # fmt: skip
-        return [self._with_turns(group.with_advantages(rows[i][sessions[i][1]])) for i, group in enumerate(groups)]
+        found = [group.with_advantages(rows[i][sessions[i][1]]) for i, group in enumerate(groups)]
+        return [self._with_turns(group) for group in found] if self._turn_credit else found
 
     def _with_turns(self, group: Group) -> Group:
-        if not self._turn_credit or group.advantages is None or not group.advantages.any():
+        assert group.advantages is not None
+        if not group.advantages.any():  # it takes no part in the step
             return group
-        turns = self._turn_credit * turn_advantages(group, self._turn_discount, self._function)
-        return group.with_advantages(group.advantages, group.advantages.repeat_interleave(group.lengths) + turns)
+        rewards = self._penalised_rewards([group])[0][_sessions(group)[1]]
+        turns = turn_advantages(group, rewards, self._turn_discount, self._function)
+        summed = group.advantages.repeat_interleave(group.lengths) + self._turn_credit * turns
+        return group.with_advantages(group.advantages, summed.clamp(-self._most, self._most))
 
     def _penalised_rewards(self, groups: Sequence[Group]) -> Float[Tensor, "N G"]:
         rewards = torch.stack([group.rewards[_sessions(group)[0]] for group in groups])

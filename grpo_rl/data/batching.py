@@ -97,8 +97,8 @@ class MicroBatching:
             all prompts share, it may be 3 % more: sharing would cost more than it saves (`grpo_rl.policies.packing`).
         count: exactly this many micro-batches in each process instead.
         aggregate: how tokens are weighted in the loss, see `grpo_rl.losses.aggregate.token_weights`.
-        skip_zero_advantage: leave out zero-variance groups. They still count in the step's mean; without a KL and an
-            entropy term their gradient is zero, so scoring them would be wasted work.
+        skip_zero_advantage: leave out zero-variance groups. They still count in the step's mean; without a KL, an
+            entropy term and one of the surrogate's for all tokens their gradient is zero.
         mask_truncated: leave responses that reached the length limit out of the loss.
         top_entropy_fraction: only this share of the step's trained tokens, those of highest entropy, carries the policy
             gradient; KL and entropy terms apply to all.

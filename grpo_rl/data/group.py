@@ -1,7 +1,7 @@
 """A group: one prompt and the G responses sampled for it, ragged and without padding; a trajectory becomes one of them.
 
 Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, N tokens, K ids of their kept
-sets, L decoder layers, X experts of a token, W words of a teacher.
+sets, L decoder layers, X experts of a token, W likeliest tokens of a teacher's.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Group:
         advantages: [G], once they are computed.
         token_advantages: [R] those of the tokens, where the turns of a response have several.
         ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.
-        teacher_ids: [R, W] the likeliest words of a served teacher at each token, if it gave any.
+        teacher_ids: [R, W] the likeliest tokens of a served teacher at each token, if it gave any.
         teacher_log_probs: [R, W] their log-probabilities, in nats.
         old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, if they are needed.
         old_entropies: [R] the trainer's entropies, computed with ``old_log_probs``.
@@ -248,7 +248,7 @@ class Group:
         advantage for all its tokens. Tokens that the policy did not sample have NaN for the sampler's log-probability,
         which excludes them from the loss.
 
-        The trainer's own ``old_log_probs`` and ``old_entropies``, and a served teacher's words, are left out.
+        ``old_log_probs``, ``old_entropies``, ``token_advantages`` and a served teacher's tokens are left out.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
         """

@@ -1,8 +1,8 @@
-"""Credit within conversations, by turns of a group that follow the same reply. Letter: R tokens of the responses."""
+"""Credit within conversations, by turns of a group that follow the same reply. Letters: G responses, R tokens."""
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.advantage import group_advantages
 
 
-def turn_advantages(group: Group, discount: float, kind: Callable[..., Any] | str = "zscore") -> Float[Tensor, " R"]:
+def turn_advantages(
+    group: Group, rewards: Float[Tensor, " G"], discount: float, kind: Callable[..., Any] | str = "zscore"
+) -> Float[Tensor, " R"]:
     r"""Advantage of each turn's tokens among all turns of the group behind the same reply; 0 where there is no other.
 
     A turn's return is the response's reward times $\gamma^n$ with n turns to come. The first turns, behind the prompt,
@@ -21,6 +23,7 @@ def turn_advantages(group: Group, discount: float, kind: Callable[..., Any] | st
     the replies here.
 
     Args:
+        rewards: of the responses.
         discount: gamma.
         kind: of the advantage, from the returns of one state, see `grpo_rl.losses.advantage.group_advantages`.
 
@@ -31,11 +34,11 @@ def turn_advantages(group: Group, discount: float, kind: Callable[..., Any] | st
     >>> group = random_group(lengths=[3, 3], rewards=[1.0, 0.0])
     >>> replied = torch.tensor([True, False, True, True, False, True])
     >>> group = replace(group, response_ids=torch.tensor([1, 9, 2, 3, 9, 4]), trainable=replied)
-    >>> turn_advantages(group, discount=0.5, kind="no_std")
+    >>> turn_advantages(group, group.rewards, discount=0.5, kind="no_std")
     tensor([ 0.2500,  0.0000,  0.5000, -0.2500,  0.0000, -0.5000])
     """
     states: dict[tuple[int, ...], list[tuple[slice, float]]] = defaultdict(list)
-    for start, end, reward in zip(group.offsets[:-1].tolist(), group.offsets[1:].tolist(), group.rewards, strict=True):
+    for (start, end), reward in zip(pairwise(group.offsets.tolist()), rewards.tolist(), strict=True):
         chosen, ids = group.trainable[start:end].tolist(), group.response_ids[start:end].tolist()
         turns: list[tuple[tuple[int, ...], slice]] = []
         reply: tuple[int, ...] = ()
@@ -46,11 +49,11 @@ def turn_advantages(group: Group, discount: float, kind: Callable[..., Any] | st
             else:
                 reply = tuple(ids[place] for place in places)
         for to_come, (state, span) in enumerate(reversed(turns)):
-            states[state].append((span, float(reward) * discount**to_come))
+            states[state].append((span, reward * discount**to_come))
     advantages = torch.zeros(len(group.response_ids))
     for turns_of_state in states.values():
         if len(turns_of_state) > 1:
             returns = torch.tensor([value for _, value in turns_of_state])
-            for (span, _), advantage in zip(turns_of_state, group_advantages(returns, kind), strict=True):
+            for (span, _), advantage in zip(turns_of_state, group_advantages(returns[None], kind)[0], strict=True):
                 advantages[span] = advantage
     return advantages

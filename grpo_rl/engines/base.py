@@ -212,6 +212,10 @@ class Sampler(Protocol):
     def abort(self) -> None:
         """Drops the queued prompts that are not finished."""
 
+    def metrics(self) -> dict[str, float]:
+        """Further counts of this engine, so far; none by default."""
+        return {}
+
     def sleep(self) -> None:
         """Frees what it can until :meth:`wake`; a sleeping engine generates nothing."""
 

@@ -91,6 +91,10 @@ class TransformersEngine(StepByGenerate, Engine):
             samples += found or []
         return samples
 
+    @override
+    def metrics(self) -> dict[str, float]:
+        return {"engine/out_of_memory": self.out_of_memory}
+
     def state(self) -> dict[str, int]:
         """The number of responses at the same time, and how often memory ran out, for a checkpoint."""
         return {"max_batch": self._max_batch, "out_of_memory": self.out_of_memory}

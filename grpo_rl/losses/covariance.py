@@ -17,8 +17,8 @@ class Covariance:
     Args:
         log_probs: of sampling, so that they stay the same while the step is computed.
         advantages: of each token's response.
-        lots: random numbers in [0, 1), one for each token.
-        window: the lowest and highest covariance of the tokens that are drawn by lot.
+        draws: uniform in [0, 1), one for each token.
+        window: the lowest and highest covariance of the tokens that may be drawn.
 
     Three tokens of mean log-probability -2 and mean advantage 0, with covariances of 1, 0 and 1:
 
@@ -29,19 +29,19 @@ class Covariance:
 
     log_probs: Float[Tensor, " N"]
     advantages: Float[Tensor, " N"]
-    lots: Float[Tensor, " N"]
+    draws: Float[Tensor, " N"]
     window: tuple[float, float]
 
     def ranks(
-        self, log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"], lots: Float[Tensor, " M"]
+        self, log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"], draws: Float[Tensor, " M"]
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """For each of these tokens two shares of the step's tokens: of larger covariance, and drawn earlier by lot.
+        """For each of these tokens two shares of the step's tokens: of larger covariance, and drawn earlier.
 
         The second is 1 outside the window.
         """
-        own, count = self._of(log_probs, advantages), max(len(self.lots), 1)
-        larger = len(self.lots) - torch.searchsorted(self._sorted, own, right=True)
-        earlier = torch.searchsorted(self._candidates, lots)
+        own, count = self._of(log_probs, advantages), max(len(self.draws), 1)
+        larger = len(self.draws) - torch.searchsorted(self._sorted, own, right=True)
+        earlier = torch.searchsorted(self._candidates, draws)
         return larger.double() / count, torch.where(self._inside(own), earlier.double() / count, 1.0)
 
     def _of(self, log_probs: Tensor, advantages: Tensor) -> Tensor:
@@ -60,4 +60,4 @@ class Covariance:
 
     @cached_property
     def _candidates(self) -> Tensor:
-        return self.lots[self._inside(self._of(self.log_probs, self.advantages))].sort().values
+        return self.draws[self._inside(self._of(self.log_probs, self.advantages))].sort().values

@@ -136,7 +136,7 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 _OR_A_FUNCTION = WrapValidator(lambda value, check: value if callable(value) else check(value))
-COVARIANCE = ("covariance_rank", "covariance_lot")
+COVARIANCE = ("covariance_rank", "covariance_draw")
 """Arguments of surrogates that choose tokens by their covariance in the whole step."""
 SURROGATE = Factor("surrogate", "clipped", ("log_ratio", "advantage", "log_prob", "trained", "response", *COVARIANCE))
 """The loss per token, [N], from tensors of [N]."""
@@ -251,6 +251,10 @@ def check_loss(loss: Loss, kl_coef: float) -> None:
             "loss.surrogate=none trains on the KL to the reference alone, which is off; set policy.kl_coef=1 and "
             "ref_model.name=TEACHER, with loss.kl_in=loss"
         )
+    if (needed := getattr(SURROGATE.function(loss.surrogate), "ratio", loss.ratio)) != loss.ratio:
+        raise ValueError(f"loss.surrogate={loss.surrogate} is of each token's ratio; set loss.ratio={needed}")
+    if loss.covariance_low >= loss.covariance_high:
+        raise ValueError(f"loss.covariance_low={loss.covariance_low} is not below covariance_high: no token is between")
     dual_clip, clip_high = loss["dual_clip"], loss["clip_high"]
     low, high = loss["correction_low"], loss["correction_high"]
     if dual_clip is not None and not dual_clip >= 1 + clip_high:
@@ -264,7 +268,11 @@ def check_loss(loss: Loss, kl_coef: float) -> None:
 
 
 def check_advantage(
-    function: Callable[..., Any], kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
+    function: Callable[..., Any],
+    kl_coef: float = 0.0,
+    kl: str = "k1",
+    reward_clip: float | None = None,
+    turn_credit: float = 0.0,
 ) -> None:
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:
@@ -272,6 +280,8 @@ def check_advantage(
     if kl_coef and getattr(getattr(function, "func", function), "never_negative", False):
         raise ValueError(f"loss.advantage={named(function)} takes no negative rewards; use loss.kl_in=loss")
     takes = {*inspect.signature(function).parameters}
+    if turn_credit and "rewards" not in takes:
+        raise ValueError(f"loss.turn_credit: loss.advantage={named(function)} is none of each group by itself")
     if "rewards" in takes and (rest := takes & {"tables", "parts"}):
         wanted = f"{named(function)} asks for rewards, of each group by itself, and for {', '.join(sorted(rest))}"
         raise ValueError(f"loss.advantage={wanted}, of the whole collection; ask for tables instead of rewards")

@@ -21,6 +21,7 @@ from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, near_sam
 from grpo_rl.section import read_section
 
 CLIPS = ("clip_low", "clip_high", "clip_dual", "clip_off_policy")
+"""Counts of trained tokens that a bound has changed or left out."""
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
 """The terms of the loss; their sum is the entry ``loss``, which is minimised."""
 METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "entropy", "ratio", "ratio_squared")
@@ -69,7 +70,7 @@ class GRPOLoss(LossModule):
         ref_log_prob: NestedKey = "ref_log_prob"
         """[N] the reference's log-probability; required if kl_coef is not 0."""
         advantage: NestedKey = "advantage"
-        """[N] the advantage of each token's response; 0 on tokens without a policy gradient."""
+        """[N] the advantage of each token, without turns its response's; 0 on tokens without a policy gradient."""
         trainable: NestedKey = "trainable"
         """[N] False on tokens that are not trained on, such as those that the policy did not sample."""
         weight: NestedKey = "weight"
@@ -77,10 +78,10 @@ class GRPOLoss(LossModule):
         response: NestedKey = "response"
         """[N] index of each token's response; read only if something is per response."""
         teacher_kl: NestedKey = "teacher_kl"
-        """[N] divergence from the reference over all words, with gradient; read only by such a KL."""
+        """[N] divergence from the reference over the full vocabulary, with gradient; read only by such a KL."""
         covariance_rank: NestedKey = "covariance_rank"
-        """[N] from `grpo_rl.losses.covariance.Covariance`, like the lot; read only by surrogates that ask for one."""
-        covariance_lot: NestedKey = "covariance_lot"
+        """[N] from `grpo_rl.losses.covariance.Covariance`, like the draw; read only by surrogates that ask for one."""
+        covariance_draw: NestedKey = "covariance_draw"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -100,7 +101,7 @@ class GRPOLoss(LossModule):
         self._level = loss.correction_level if self._corrects else "token"
         per_response = asks_for(self._surrogate.func, "response") or loss.off_policy_bound is not None
         self._per_response = per_response or self._level != "token" or loss.ratio != "token"
-        self._over_words = bool(kl_coef) and asks_for(self._kl.func, "teacher_kl")
+        self._full_vocabulary = bool(kl_coef) and asks_for(self._kl.func, "teacher_kl")
         self._by_covariance = asks_for(self._surrogate.func, *COVARIANCE)
 
     @property
@@ -109,12 +110,12 @@ class GRPOLoss(LossModule):
         keys = self.tensor_keys
         names = [keys.log_prob, keys.entropy, keys.sampler_log_prob, keys.advantage, keys.trainable, keys.weight]
         optional = {
-            keys.ref_log_prob: self.kl_coef and not self._over_words,
-            keys.teacher_kl: self._over_words,
+            keys.ref_log_prob: self.kl_coef and not self._full_vocabulary,
+            keys.teacher_kl: self._full_vocabulary,
             keys.old_log_prob: self._corrects,
             keys.response: self._per_response,
             keys.covariance_rank: self._by_covariance,
-            keys.covariance_lot: self._by_covariance,
+            keys.covariance_draw: self._by_covariance,
         }
         return names + [name for name, read in optional.items() if read]
 
@@ -167,7 +168,7 @@ class GRPOLoss(LossModule):
         if kept is not None:
             terms["clip_off_policy"] = ~kept
         if self.kl_coef:
-            name = "teacher_kl" if self._over_words else "ref_log_prob"
+            name = "teacher_kl" if self._full_vocabulary else "ref_log_prob"
             given = {name: self._read(tensordict, getattr(keys, name))}
             # The ratio is to the sampler, also if the surrogate's is to the trainer.
             estimate = call(self._kl, log_prob=log_prob, log_ratio=log_prob - sampler, **given)
@@ -185,8 +186,8 @@ class GRPOLoss(LossModule):
 
         TorchRL's ``Trainer`` adds up all entries that begin with "loss"; tell it ``loss_components=["loss"]``.
 
-        The sums are :data:`METRIC_SUMS`, with a reference ``kl_ref``, with a dual clip ``clip_dual``, and with a
-        correction ``correction``, ``correction_squared`` and ``corrected``.
+        The sums are :data:`METRIC_SUMS`, with a reference ``kl_ref``, with a dual clip ``clip_dual``, with a bound
+        ``clip_off_policy``, and with a correction ``correction``, ``correction_squared`` and ``corrected``.
         """
         keys = self.tensor_keys
         terms, weight = self.terms(tensordict), tensordict[keys.weight]
@@ -218,7 +219,7 @@ class GRPOLoss(LossModule):
 
 _WRITTEN_BY = {
     **dict.fromkeys(COVARIANCE, "training_tensordict writes it with MicroBatching(covariance=...)"),
-    "teacher_kl": "TrainPolicy.score computes it where the policy has a teacher (TrainPolicy.distils)",
+    "teacher_kl": "TrainPolicy.score computes it where the policy has a teacher (TrainPolicy.distillation)",
     "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step",
     "ref_log_prob": "write it with ReferencePolicy.add_log_probs",
 }

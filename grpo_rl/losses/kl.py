@@ -97,7 +97,7 @@ def k3_is(
     return log_ratio.exp() * k3(log_prob, ref_log_prob)
 
 
-def over_all_words(teacher_kl: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def over_full_vocabulary(teacher_kl: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """Divergence per token, in nats, over the whole vocabulary: no estimate from the sampled token.
 
     `grpo_rl.policies.policy.TrainPolicy.score` computes it, as the kinds of `grpo_rl.policies.divergence`. Source: GKD,
@@ -107,8 +107,8 @@ def over_all_words(teacher_kl: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
 
 
 for _name, _meaning in (
-    ("reverse", "KL(policy to reference) over all words"),
-    ("forward", "KL(reference to policy) over all words"),
+    ("reverse", "KL(policy to reference) over the full vocabulary"),
+    ("forward", "KL(reference to policy) over the full vocabulary"),
     ("jensen_shannon", "the mean of both to their middle"),
 ):
-    KL.add(_name, _meaning)(over_all_words)
+    KL.add(_name, _meaning)(over_full_vocabulary)

@@ -15,10 +15,10 @@ from grpo_rl.losses.surrogate import ClipHigh, ClipLow, clipped_surrogate, plain
 def clip_cov_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
-    covariance_lot: Float[Tensor, " N"],
+    covariance_draw: Float[Tensor, " N"],
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
-    clip_cov_fraction: Annotated[float, Field(description="share of the step's tokens without gradient", gt=0)] = 2e-4,
+    clip_cov_fraction: Annotated[float, Field(description="share of tokens without gradient", gt=0, le=1)] = 2e-4,
 ) -> Float[Tensor, " N"]:
     """Loss per token: PPO's; 0, without gradient, for tokens that are drawn among those of high covariance.
 
@@ -28,12 +28,12 @@ def clip_cov_surrogate(
     Args:
         log_ratio: log pi_theta - log pi_old of the token.
         advantage: of the token's response.
-        covariance_lot: share of the step's tokens that are drawn earlier; 1: not among the candidates.
+        covariance_draw: share of the step's tokens that are drawn earlier; 1: not among the candidates.
 
     >>> clip_cov_surrogate(torch.zeros(3), torch.ones(3), torch.tensor([0.0, 0.5, 1.0]), clip_cov_fraction=0.5)
     tensor([-0., -1., -1.])
     """
-    drawn = covariance_lot < clip_cov_fraction
+    drawn = covariance_draw < clip_cov_fraction
     log_ratio, advantage = (torch.where(drawn, 0.0, values) for values in (log_ratio, advantage))
     return clipped_surrogate(log_ratio, advantage, clip_low, clip_high)
 

@@ -129,8 +129,9 @@ class StepRecord:
             # Without a reference, a dual clip or a correction there is nothing to log, not even 0.
             if "kl_ref" in self._sums:
                 metrics["kl/ref"] = self._sums["kl_ref"] / tokens
-            for name in {"clip_dual", "clip_off_policy"} & self._sums.keys():
-                metrics[f"clip/{name.removeprefix('clip_')}_fraction"] = self._sums[name] / tokens
+            for name in ("dual", "off_policy"):
+                if f"clip_{name}" in self._sums:
+                    metrics[f"clip/{name}_fraction"] = self._sums[f"clip_{name}"] / tokens
             if "correction" in self._sums:
                 squared = self._sums["correction_squared"] * tokens
                 metrics |= {

@@ -17,6 +17,7 @@ from grpo_rl.planner.memory import (
     QUANTIZED_BYTES,
     EngineMemory,
     Footprint,
+    NotPlannedError,
     Shape,
     Training,
     engine_memory,
@@ -26,7 +27,7 @@ from grpo_rl.planner.memory import (
 from grpo_rl.policies.before_loading import local_folder
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
-from grpo_rl.settings.derived import adapters, dtype, loaded_references, responses_at_once
+from grpo_rl.settings.derived import adapters, compares_full_vocabulary, dtype, loaded_references, responses_at_once
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.hub import why_no_hub
 
@@ -96,7 +97,13 @@ class Scenario:
 
     @cached_property
     def shape(self) -> Shape:
-        """The model's shape, with the config's adapters."""
+        """The model's shape, with the config's adapters.
+
+        Raises:
+            NotPlannedError: what the config trains is not planned.
+        """
+        if compares_full_vocabulary(self.settings):
+            raise NotPlannedError(f"loss.kl={self.settings.loss.kl} holds whole distributions, which is not planned")
         return _shape(self.model, adapters(self.settings))
 
     @cached_property

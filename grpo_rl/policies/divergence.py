@@ -1,6 +1,6 @@
 """Divergence of policy and teacher over the whole vocabulary, some rows at a time.
 
-Letters: N tokens, E and T hidden sizes of policy and teacher, V vocabulary, W words of a served teacher; n rows of a
+Letters: N tokens, E and T hidden sizes of policy and teacher, V vocabulary, W tokens of a served teacher's; n rows of a
 tile.
 """
 
@@ -27,7 +27,7 @@ def reverse_kl(log_p: Float[Tensor, "n V"], log_q: Float[Tensor, "n V"]) -> Floa
     >>> reverse_kl(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log())  # ln 2 / 2 - ln 1.5 / 2
     tensor([0.1438])
     """
-    # A word that the model masks out has no probability, and log 0 times 0 counts nothing.
+    # A token that the model masks out has no probability, and log 0 times 0 counts nothing.
     return (log_p.exp() * (log_p - log_q).masked_fill(log_p.isneginf(), 0.0)).sum(-1)
 
 
@@ -92,16 +92,16 @@ class WholeTeacher:
     head: Head
 
     def compare(self, log_p: Float[Tensor, "n V"], rows: Rows, kind: Callable[..., Tensor]) -> Float[Tensor, " n"]:
-        """The divergence of these rows, over the words of the smaller vocabulary."""
-        words = min(log_p.shape[1], len(self.head.weight))
+        """The divergence of these rows, over the smaller vocabulary."""
+        size = min(log_p.shape[1], len(self.head.weight))
         with torch.no_grad():
-            log_q = self.head.logits(self.head.product(self.hidden[rows]))[:, :words].log_softmax(-1).to(log_p)
-        return kind(log_p[:, :words].log_softmax(-1) if words < log_p.shape[1] else log_p, log_q)
+            log_q = self.head.logits(self.head.product(self.hidden[rows]))[:, :size].log_softmax(-1).to(log_p)
+        return kind(log_p[:, :size].log_softmax(-1) if size < log_p.shape[1] else log_p, log_q)
 
 
 @dataclass(frozen=True)
 class TopTeacher:
-    """A teacher of whose distribution the likeliest words are known, and the rest as one: a lower bound of divergences.
+    """A teacher's likeliest tokens, and the sum of the rest as one: divergences have a lower bound by it.
 
     Args:
         ids: [N, W].
@@ -112,7 +112,7 @@ class TopTeacher:
     log_probs: Float[Tensor, "N W"]
 
     def compare(self, log_p: Float[Tensor, "n V"], rows: Rows, kind: Callable[..., Tensor]) -> Float[Tensor, " n"]:
-        """The divergence of these rows over the teacher's words and the rest."""
+        """The divergence of these rows over the teacher's tokens and the rest."""
         return kind(_with_rest(log_p.gather(1, self.ids[rows])), _with_rest(self.log_probs[rows].to(log_p)))
 
 
@@ -121,7 +121,7 @@ class SeveralTeachers:
     """Teachers of some of the tokens each.
 
     Args:
-        teachers: each knows its own tokens alone.
+        teachers: each of its own tokens alone.
         whose: [N] index of each token's teacher.
     """
 
@@ -143,7 +143,7 @@ Teacher = WholeTeacher | TopTeacher | SeveralTeachers
 
 
 def _with_rest(log_p: Float[Tensor, "n W"]) -> Float[Tensor, "n W1"]:
-    """The same with the log-probability of all other words, at least 1e-6: sums are rounded.
+    """The same with the log-probability of all other tokens, at least 1e-6: sums are rounded.
 
     >>> _with_rest(torch.tensor([[0.5, 0.25]]).log()).exp()
     tensor([[0.5000, 0.2500, 0.2500]])
@@ -166,7 +166,7 @@ def divergence(
     Args:
         owner: the tensor that gets the gradient of the policy's head instead (`head.Lookups.stand_in`).
 
-    Two words, of which the teacher knows nothing:
+    A vocabulary of two, of which the teacher prefers neither:
 
     >>> head = Head(torch.eye(2), None, 1.0, None)
     >>> even = WholeTeacher(torch.zeros(2, 2), head)
@@ -213,6 +213,6 @@ def _of_rows(ctx: Any, product: Tensor, rows: slice) -> Tensor:
     return ctx.teacher.compare(ctx.head.logits(product).log_softmax(-1), rows, ctx.kind)
 
 
-def _tiles(hidden: Tensor, words: int) -> list[slice]:
-    rows = max(1, TILE_LOGITS[hidden.device.type] // words)
+def _tiles(hidden: Tensor, vocabulary: int) -> list[slice]:
+    rows = max(1, TILE_LOGITS[hidden.device.type] // vocabulary)
     return [slice(first, first + rows) for first in range(0, max(len(hidden), 1), rows)]

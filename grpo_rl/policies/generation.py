@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, meta
+from jinja2 import Environment, TemplateError, meta
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -25,7 +25,7 @@ def load_tokenizer(folder: str | Path, model: Mapping[str, Any] = {}) -> PreTrai
     has the ids at which generation stops, which are no part of a response's text.
 
     Raises:
-        ValueError: the template reads no such variable.
+        ValueError: the template can't be read or reads no such variable, or there is not one alone.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
     if template := model.get("chat_template"):
@@ -44,7 +44,10 @@ def _with_defaults(template: Any, values: Mapping[str, Any]) -> str:
     """
     if not isinstance(template, str):
         raise ValueError("model.chat_template_kwargs: the model has not one chat template; set model.chat_template")
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateError as error:
+        raise ValueError(f"model.chat_template_kwargs: the chat template can't be read: {error}") from None
     reads = meta.find_undeclared_variables(parsed) - _GIVEN
     if unread := [name for name in values if name not in reads]:
         raise ValueError(f"model.chat_template_kwargs: the chat template has no variable {', '.join(unread)} to set")

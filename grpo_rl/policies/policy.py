@@ -66,7 +66,7 @@ class Reference(Protocol):
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``ref_log_probs``."""
 
-    def known(self, groups: Sequence[Group], device: torch.device) -> Teacher:
+    def distributions(self, groups: Sequence[Group], device: torch.device) -> Teacher:
         """Its distributions at the groups' response tokens."""
 
     def refresh(self, model: PreTrainedModel, decay: float = 0.0) -> None:
@@ -100,7 +100,7 @@ class TrainPolicy:
     """True if the kernels without gradient have been compiled."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
-    distils: tuple["Reference", str] | None = None
+    distillation: tuple["Reference", str] | None = None
     """The reference, and the divergence from its whole distribution that is trained on."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -176,7 +176,7 @@ class TrainPolicy:
         Where the sampler cut its distribution they are those of the model's, restricted to the same kept sets.
 
         Args:
-            teacher: of :attr:`distils`, at these tokens: the divergence from it comes third, over all words.
+            teacher: of :attr:`distillation`, at these tokens: the divergence from it comes third.
         """
         packed = pack(groups, self.device)
         kept = Kept.joined((group.kept, len(group.response_ids)) for group in groups)
@@ -190,8 +190,8 @@ class TrainPolicy:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
         more = ()
-        if teacher is not None and self.distils is not None:
-            more = (divergence(packed.by_token(hidden), head, teacher, self.distils[1], owner),)
+        if teacher is not None and self.distillation is not None:
+            more = (divergence(packed.by_token(hidden), head, teacher, self.distillation[1], owner),)
         targets = packed.target_ids
         if kept is not None:  # equal tokens may have sets that differ by rounding
             hidden, targets = packed.by_token(hidden), packed.by_token(targets)
@@ -257,15 +257,15 @@ class ReferencePolicy(TrainPolicy, Reference):
             return super().score([self._read(group) for group in groups], teacher)
 
     @torch.no_grad()
-    def known(self, groups: Sequence[Group], device: torch.device) -> WholeTeacher:
+    def distributions(self, groups: Sequence[Group], device: torch.device) -> WholeTeacher:
         """Its distributions at the response tokens, by the hidden states that its head reads; on its own device."""
         packed = pack([self._read(group) for group in groups], self.device)
         with adapters_off(self.model) if self._shared else nullcontext():
             return WholeTeacher(packed.by_token(forward_hidden(self.model, packed)), self.head)
 
     def _read(self, group: Group) -> Group:
-        # Its routers choose by themselves.
-        return replace(self.reads(group) if self.reads else group, routes=None, prompt_routes=None)
+        group = replace(group, routes=None, prompt_routes=None)  # its routers choose by themselves
+        return self.reads(group) if self.reads else group
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``ref_log_probs``, computed once for all epochs, in micro-batches of ``max_tokens``."""

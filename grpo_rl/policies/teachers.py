@@ -38,13 +38,13 @@ class TaskTeachers(Reference):
         return scored
 
     @override
-    def known(self, groups: Sequence[Group], device: torch.device) -> SeveralTeachers:
+    def distributions(self, groups: Sequence[Group], device: torch.device) -> SeveralTeachers:
         """The distributions of each group's teacher."""
-        known, whose = [], [0] * len(groups)
+        parts, whose = [], [0] * len(groups)
         for name, own in self._by_task(groups).items():
             if own:
                 for i in own:
-                    whose[i] = len(known)
-                known.append(self._teachers[name].known([groups[i] for i in own], device))
+                    whose[i] = len(parts)
+                parts.append(self._teachers[name].distributions([groups[i] for i in own], device))
         lengths = torch.tensor([len(group.response_ids) for group in groups])
-        return SeveralTeachers(known, torch.tensor(whose).repeat_interleave(lengths).to(device))
+        return SeveralTeachers(parts, torch.tensor(whose).repeat_interleave(lengths).to(device))

@@ -21,7 +21,7 @@ from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.monitor.stored_tokens import StoredStep
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.settings.derived import compares_all_words, micro_batching
+from grpo_rl.settings.derived import compares_full_vocabulary, micro_batching
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
@@ -98,8 +98,8 @@ def recompute(stored: StoredStep, settings: Settings) -> Outcome:
     Raises:
         ValueError: it needs what the run did not compute.
     """
-    if compares_all_words(settings):
-        raise ValueError(f"loss.kl={settings.loss.kl} is over all words, of which a run stores none; choose another")
+    if compares_full_vocabulary(settings):
+        raise ValueError(f"loss.kl={settings.loss.kl} is over the full vocabulary, which no run stores; choose another")
     batching, loss, record = micro_batching(settings), make_loss(settings), StepRecord()
     compute_advantages = make_advantages(settings, [name for group in stored.groups for name in group.reward_parts])
     by_id = {group.group_id: group for group in compute_advantages(stored.groups)}

@@ -15,7 +15,7 @@ from grpo_rl.storage.yaml_text import flat
 UNSET = "unset"
 SAME_FOR_A_PAIR = ("env.", "evaluate.")
 """Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""
-OF_TOKENS = ("model.name", "model.chat_template", "model.chat_template_kwargs")
+OF_TOKENS = ("model.name", "model.chat_template")
 """Settings that decide what a token is: nats a token compare where these are the same, too."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
 """Settings that do not affect a run's results."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_rl.policies.before_loading import is_url
 from grpo_rl.section import declared
 from grpo_rl.settings.sections import Sections
 from grpo_rl.storage.yaml_text import flat
@@ -33,9 +34,17 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_change)
+        if before.get(key) != now.get(key)
+        and not any(key == k or key.startswith(k + ".") for k in may_change)
+        and not _moved(key, before.get(key), now.get(key))
     ]
     if different:
         if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine
             different.append(f"(set train_model.dtype={before['train_model.dtype']}, as when the run began)")
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))
+
+
+def _moved(key: str, before: object, now: object) -> bool:
+    """True for a served teacher at another address."""
+    is_teacher = key == "ref_model.name" or key.endswith(".teacher")
+    return is_teacher and all(isinstance(name, str) and is_url(name) for name in (before, now))

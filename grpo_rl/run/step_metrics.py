@@ -37,8 +37,7 @@ def step_metrics(
         | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
     )
     metrics |= memory_metrics(getattr(parts.engine, "held_gib", 0.0))
-    if (ran_out := getattr(parts.engine, "out_of_memory", None)) is not None:  # vLLM looks after its own memory
-        metrics["engine/out_of_memory"] = ran_out
+    metrics |= getattr(parts.engine, "metrics", dict)()  # other ranks have no engine
     batching = parts.within_memory.batching
     scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
     metrics["train/skipped_groups"] = len(groups) - len(scored)

@@ -112,7 +112,7 @@ def loaded_references(settings: Sections) -> int:
     return loaded if settings.policy.kl_coef > 0 else 0
 
 
-def compares_all_words(settings: Sections) -> bool:
+def compares_full_vocabulary(settings: Sections) -> bool:
     """True if the KL in the loss is over the reference's whole distribution."""
     return kl_in_loss(settings) > 0 and asks_for(KL.function(settings.loss.kl), "teacher_kl")
 

@@ -1,14 +1,16 @@
 """Constraints between settings; constraints on a single setting are in its declaration."""
 
+from grpo_rl.by_name import is_name
 from grpo_rl.engines.sampling import Sampling
+from grpo_rl.envs.own import is_env, own_class
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.loggers.base import logger_names
-from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, SURROGATE, check_advantage, check_loss
+from grpo_rl.losses.factors import ADVANTAGE, AGGREGATE, check_advantage, check_loss
 from grpo_rl.policies.before_loading import LoRA, check_quantization, is_url
 from grpo_rl.section import plain, select
 from grpo_rl.settings.derived import (
     adapters,
-    compares_all_words,
+    compares_full_vocabulary,
     kl_in_loss,
     kl_in_reward,
     reference_names,
@@ -41,8 +43,19 @@ def check_relations(settings: Sections) -> None:
     _check_parallel(settings)
     _check_loss(settings)
     _check_reference(settings)
+    _check_drafts(settings)
     if settings.policy.router_replay and settings.inference_model.engine != "vllm":
         raise ValueError("policy.router_replay=true needs inference_model.engine=vllm, which records experts")
+
+
+def _check_drafts(settings: Sections) -> None:
+    asked = f"inference_model.speculative={settings.inference_model.speculative}"
+    if settings.inference_model.speculative is None:
+        return
+    if settings.inference_model.engine != "vllm" or settings.policy.router_replay:
+        raise ValueError(f"{asked} needs inference_model.engine=vllm and policy.router_replay=false")
+    if Sampling(**settings.sampling).cuts:
+        raise ValueError(f"{asked}: vLLM can't cut tokens of drafts off; leave top_p, top_k and min_p out of sampling")
 
 
 def _check_data(settings: Sections) -> None:
@@ -116,14 +129,14 @@ def _check_parallel(settings: Sections) -> None:
 def _check_loss(settings: Sections) -> None:
     loss = settings.loss
     masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
-    if loss.ratio == "sequence" and (masks_tokens or loss.top_entropy_fraction < 1):
+    shared = loss.ratio == "sequence" and loss.surrogate != "topr"  # its gradient is each token's own
+    if shared and (masks_tokens or loss.top_entropy_fraction < 1):
         raise ValueError(
             "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
             "loss.ratio=sequence_token"
         )
-    surrogate = SURROGATE.function(loss.surrogate)
-    if (needed := getattr(surrogate, "ratio", loss.ratio)) != loss.ratio:
-        raise ValueError(f"loss.surrogate={loss.surrogate} is of each token's ratio; set loss.ratio={needed}")
+    if loss.turn_credit:
+        _check_turns(settings)
     if loss.surrogate == "gmpo" and (masks_tokens or loss.top_entropy_fraction < 1):
         raise ValueError(
             "loss.surrogate=gmpo has one value for all tokens of a response, and can leave out none; leave "
@@ -136,7 +149,20 @@ def _check_loss(settings: Sections) -> None:
     check_loss(loss, kl_in_loss(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
-    check_advantage(ADVANTAGE.chosen(loss), kl_in_reward(settings), loss.kl, settings.train.reward_clip)
+    check_advantage(
+        ADVANTAGE.chosen(loss), kl_in_reward(settings), loss.kl, settings.train.reward_clip, loss.turn_credit
+    )
+
+
+def _check_turns(settings: Sections) -> None:
+    loss, env = settings.loss, settings.env
+    if env.dataset == "agent" or env.max_turns == 1:
+        raise ValueError("loss.turn_credit is of conversations with replies; set it to 0 where there is one turn")
+    if loss.ratio == "sequence" or loss.surrogate == "gmpo" or loss.off_policy_bound is not None:
+        raise ValueError(
+            "loss.turn_credit gives a response's tokens advantages of their own; it can't go with loss.ratio=sequence, "
+            "loss.surrogate=gmpo or loss.off_policy_bound, which take one for all"
+        )
 
 
 def _check_distillation(settings: Sections) -> None:
@@ -147,7 +173,7 @@ def _check_distillation(settings: Sections) -> None:
         raise ValueError(f"{what}, and all groups teach; set train.max_resamples to 0")
     if reference.hint is not None:
         return
-    if not (reference_names(settings) - {settings.model.name}):
+    if settings.model.name in (reference_names(settings) or {settings.model.name}):
         raise ValueError(f"{what}, and the reference is the policy's own model; set ref_model.name=TEACHER")
     if reference.refresh != "never":
         raise ValueError(f"{what}, and ref_model.refresh={reference.refresh} would renew it; set it to never")
@@ -156,11 +182,11 @@ def _check_distillation(settings: Sections) -> None:
 def _check_reference(settings: Sections) -> None:
     reference, policy = settings.ref_model, settings.policy
     AdaptiveKL(policy.kl_coef, policy.target_kl)
-    if policy.entropy_coef > policy.entropy_coef_max:
+    if policy.target_entropy is not None and policy.entropy_coef > policy.entropy_coef_max:
         raise ValueError(
             f"policy.entropy_coef={policy.entropy_coef} is above policy.entropy_coef_max; raise the latter"
         )
-    if reference.hint is not None and ("{gold}" not in reference.hint or settings.env.dataset == "agent"):
+    if reference.hint is not None and ("{gold}" not in reference.hint or _writes_prompts(settings.env.dataset)):
         raise ValueError("ref_model.hint is a text with {gold} in it, for tasks whose prompts are the task's own")
     names, refreshed = reference_names(settings), reference.refresh != "never"
     if (names or refreshed or reference.hint is not None) and not policy.kl_coef:
@@ -170,18 +196,23 @@ def _check_reference(settings: Sections) -> None:
     if refreshed and settings.train_model.lora.rank:
         raise ValueError("with train_model.lora the policy's weights are no reference's; leave ref_model.refresh out")
     served = [name for name in names if is_url(name)]
-    if reference.top and not (served and compares_all_words(settings)):
+    if reference.top and not (served and compares_full_vocabulary(settings)):
         raise ValueError(
             "ref_model.top is read by loss.kl=reverse, forward or jensen_shannon to a served teacher; use 0"
         )
     if served:
         _check_served(settings, served[0])
-    elsewhere = settings.train_model.parallel == "fsdp" or _reference_has_devices(settings)
-    if len(served) < max(len(names), 1) and compares_all_words(settings) and elsewhere:
+    if compares_full_vocabulary(settings) and (
+        settings.train_model.parallel == "fsdp" or _reference_has_devices(settings)
+    ):
         raise ValueError(
             f"loss.kl={settings.loss.kl} compares both models' whole distributions on the training device; leave "
             "ref_model.devices out, and use train_model.parallel=ddp"
         )
+
+
+def _writes_prompts(dataset: str) -> bool:
+    return dataset == "agent" or (is_name(dataset) and is_env(own_class(dataset)))
 
 
 def _check_served(settings: Sections, url: str) -> None:
@@ -190,12 +221,12 @@ def _check_served(settings: Sections, url: str) -> None:
         raise ValueError(f"{what}, whose log-probabilities are of temperature 1; set sampling.temperature=1")
     if Sampling(**settings.sampling).cuts:
         raise ValueError(
-            f"{what}, whose log-probabilities are of all words; leave top_p, top_k and min_p out of sampling"
+            f"{what}, whose log-probabilities are of the full vocabulary; leave top_p, top_k and min_p out of sampling"
         )
     if settings.ref_model.refresh != "never" or settings.ref_model.hint or _reference_has_devices(settings):
         raise ValueError(f"{what}; leave ref_model.refresh, hint, num_devices and devices out")
-    if compares_all_words(settings) and not settings.ref_model.top:
-        raise ValueError(f"{what}, and loss.kl={settings.loss.kl} compares words; set ref_model.top=20")
+    if compares_full_vocabulary(settings) and not settings.ref_model.top:
+        raise ValueError(f"{what}, and loss.kl={settings.loss.kl} compares distributions; set ref_model.top=20")
 
 
 OF_GRPO = (

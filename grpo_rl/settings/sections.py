@@ -71,10 +71,12 @@ class RefModel(Section):
     )
     hint: str | None = setting(
         None,
-        "text behind the question that the reference alone reads, {gold} in it replaced by the gold answer: what the "
-        "policy would say if it knew teaches it (docs/losses.md)",
+        "text behind the prompt's last message that the reference alone reads, with the gold answer in the place of "
+        "{gold}: so informed, it teaches the policy (docs/losses.md)",
     )
-    top: int = setting(0, "of a served teacher: likeliest words of each token, which loss.kl over words needs", ge=0)
+    top: int = setting(
+        0, "of a served teacher: likeliest tokens at each place, which loss.kl over the vocabulary needs", ge=0
+    )
     refresh: Refresh = setting(
         "never",
         "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
@@ -111,6 +113,13 @@ class InferenceModel(Section):
     enforce_eager: bool | None = setting(
         None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
+    speculative: Literal["ngram", "suffix", "responses"] | None = setting(
+        None,
+        "drafts of the next tokens, checked in one forward: ngram, from the response's own words; suffix, from its and "
+        "others' (needs arctic-inference); responses, what others went on with; null: none (docs/speed.md)",
+        mode="sync",
+    )
+    draft_tokens: int = setting(4, "for speculative: longest draft, in tokens", ge=1, le=16)
     sleep: bool = setting(False, "on GPUs that also train: the engine frees their memory during training", mode="sync")
     max_restarts: int = changeable(
         3, "how often an engine that dies is replaced, its groups sampled again; 0: the run stops", ge=0, mode="async"

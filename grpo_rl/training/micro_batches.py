@@ -50,11 +50,11 @@ def scored_micro_batches(
             raise ValueError(f"processes were given different groups for one step: {ids}; broadcast them, in one order")
     micros, owned = micro_batches_of(policy.peers, to_score, batching.max_tokens, batching.count)
     record = router_record(getattr(policy, "model", None))  # what scores by a stored table has no model
-    distils = getattr(policy, "distils", None)
+    distillation = getattr(policy, "distillation", None)
     for i, micro in enumerate(micros):
-        known = [distils[0].known(micro, policy.device)] if distils else []
+        teachers = [distillation[0].distributions(micro, policy.device)] if distillation else []
         with record.recording() if record and i < owned else nullcontext():
-            log_prob, entropy, *more = policy.score(micro, *known)
+            log_prob, entropy, *more = policy.score(micro, *teachers)
         trainable = torch.cat([group.trained_tokens(batching.mask_truncated) for group in micro])
         lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
         weight = token_weights(lengths, trainable, batching.aggregate, totals, sizes, log_prob.dtype)
@@ -88,8 +88,8 @@ def step_totals(groups: Sequence[Group], batching: MicroBatching) -> StepTotals:
         )
     if batching.covariance:
         tokens = torch.cat(trained)
-        log_probs, advantages, lots = (values[tokens] for values in _for_covariance(groups))
-        covariance = Covariance(log_probs, advantages, lots, batching.covariance)
+        log_probs, advantages, draws = (values[tokens] for values in _for_covariance(groups))
+        covariance = Covariance(log_probs, advantages, draws, batching.covariance)
     return StepTotals(
         sequences=sum(group.size for group in groups),
         tokens=sum(int(tokens.sum()) for tokens in trained),
@@ -100,12 +100,12 @@ def step_totals(groups: Sequence[Group], batching: MicroBatching) -> StepTotals:
 
 
 def _for_covariance(groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, advantage and lot of each token; lots are those of the group, however the step is split."""
-    lots = [torch.Generator().manual_seed(group.group_id) for group in groups]
+    """Log-probability, advantage and draw of each token; draws are those of the group, however the step is split."""
+    generators = [torch.Generator().manual_seed(group.group_id) for group in groups]
     return (
         torch.cat([group.log_probs for group in groups]).double(),
         torch.cat([token_advantages(group) for group in groups]).double(),
-        torch.cat([torch.rand(len(g.response_ids), generator=lot) for g, lot in zip(groups, lots, strict=True)]),
+        torch.cat([torch.rand(len(g.response_ids), generator=own) for g, own in zip(groups, generators, strict=True)]),
     )
 
 

@@ -27,6 +27,7 @@ REWARDS = st.lists(st.integers(-4, 12).map(lambda quarter: quarter / 4), min_siz
         ("no_std", [-1.25, -1.25, 0.75, 1.75]),
         # 0 - 5/3, 0 - 5/3, 2 - 3/3, 3 - 2/3
         ("leave_one_out", [-5 / 3, -5 / 3, 1.0, 7 / 3]),
+        ("maxrl", [-1.0, -1.0, 0.6, 1.4]),  # over 5/4
     ],
 )
 def test_advantages_match_the_table_worked_out_by_hand(kind, expected):
@@ -170,6 +171,10 @@ def test_credit_by_turn_is_added_to_the_responses_and_reaches_the_tokens_that_ar
     expected = third.repeat_interleave(3) + 2 * torch.tensor([1 / 3, 0, 1 / 2, -1 / 6, 0, 0, -1 / 6, 0, -1 / 2])
     torch.testing.assert_close(found.advantages, third)
     torch.testing.assert_close(found.token_advantages, expected)
+    # Rewards clipped to a half have half of both, and their sum is clipped like the response's.
+    [bounded] = AdvantageEstimator("no_std", 0.25, reward_clip=0.5, turn_credit=2.0, turn_discount=0.5)([group])
+    halves = (third / 2).clamp(max=0.25).repeat_interleave(3) + (expected - third.repeat_interleave(3)) / 2
+    torch.testing.assert_close(bounded.token_advantages, halves.clamp(-0.25, 0.25))
     tokens = training_tensordict([found], torch.ones(9), torch.zeros(9), torch.zeros(9))
     torch.testing.assert_close(tokens["advantage"], expected)
     assert torch.equal(found.with_only([2]).token_advantages, found.token_advantages[6:])

@@ -72,7 +72,7 @@ def rewards(*right):
     return [Reward({"right": 2.0 * value}) for value in right]
 
 
-def test_a_row_is_drawn_the_more_seldom_the_more_of_its_last_groups_had_zero_variance():
+def test_a_row_is_drawn_less_often_the_more_of_its_last_groups_had_zero_variance():
     curriculum, epochs = Curriculum(Bounds(low=0, high=1, explore=0.5), Levels()), range(4000)
     for times in range(4):
         # A binomial share of 4,000 draws, within four deviations.
@@ -92,7 +92,7 @@ def test_the_share_of_draws_adapts_by_a_hundredth_to_what_32_groups_were():
     assert (found["curriculum/explore_easy"], found["curriculum/explore_hard"]) == pytest.approx((0.51, 0.49))
 
 
-def test_what_is_drawn_does_not_depend_on_how_it_is_rewarded():
+def test_rewards_of_drawn_groups_are_unbiased_and_rows_without_variance_are_drawn_less():
     chance = random.Random(0)
     passes = {row: rate for row, rate in enumerate((0.0, 0.02, 0.3, 0.9, 1.0))}
     curriculum, drawn = Curriculum(Bounds(low=0, high=1, explore=0.5), Levels()), {row: [] for row in passes}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
+from grpo_rl.assembly.training import with_hint
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
@@ -163,6 +164,8 @@ def test_each_task_has_its_own_tools_and_its_turns_read_by_its_own_parser(in_rou
         assert (SHOWN in tokenizer.decode(group.prompt_ids)) is (row["task"] == "calculator")
         assert group.prompt_ids.tolist() == env.encode(row)
         assert group.rewards.tolist() == [REWARDS[row["task"]]] * 2, row
+        hinted = tokenizer.decode(with_hint(env, "It is {gold}.", group).prompt_ids)
+        assert ((SHOWN in hinted), "It is 42." in hinted) == (row["task"] == "calculator",) * 2
 
 
 def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():

@@ -20,11 +20,9 @@ def test_the_reference_that_is_given_a_hint_reads_the_gold_answer_behind_the_que
     prompt = env.next_prompts()[0].ids
     group = replace(random_group(lengths=[2, 3], group_id=0), row=0, prompt_ids=prompt)
     hinted = with_hint(env, "The answer is {gold}.", group)
-    told, plain = tokenizer.decode(hinted.prompt_ids), tokenizer.decode(prompt)
-    assert told == plain.replace("2 + 3?", "2 + 3?\n\nThe answer is 5.") and told != plain
+    read, plain = tokenizer.decode(hinted.prompt_ids), tokenizer.decode(prompt)
+    assert read == plain.replace("2 + 3?", "2 + 3?\n\nThe answer is 5.") and read != plain
     assert torch.equal(hinted.response_ids, group.response_ids)
-    hint = ["loss=distill", "policy.kl_coef=1", "ref_model.hint='is {gold}'", "mode=sync"]
-    assert Settings.read(compose_config("grpo_gsm8k", hint)).ref_model.hint == "is {gold}"
 
 
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():

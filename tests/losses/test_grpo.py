@@ -21,7 +21,7 @@ FACTORS = {
     # The surrogate "none" has no policy gradient, and is in test_distill.py.
     "surrogate": (*(name for name in SURROGATE.functions if name != "none"), "clipped dual"),
     "ratio": get_args(Ratio),
-    # k1 is refused in the loss, and those over all words are in tests/policies/test_divergence.py.
+    # k1 is refused in the loss, and those over the full vocabulary are in tests/policies/test_divergence.py.
     "kl": ("none", *(name for name, kl in KL.functions.items() if name != "k1" and not asks_for(kl, "teacher_kl"))),
     "correction": CORRECTIONS,
     "aggregate": tuple(AGGREGATE.functions),
@@ -44,6 +44,7 @@ def pairwise(factors):
 def make_loss(surrogate="clipped", ratio="token", kl="none", correction="none", entropy_coef=0.0):
     surrogate, _, dual = surrogate.partition(" ")
     level, _, how = correction.rpartition(" ")
+    ratio = getattr(SURROGATE.function(surrogate), "ratio", ratio)  # some are of one alone
     return GRPOLoss(
         kl_coef=0.0 if kl == "none" else 0.2, kl="k3" if kl == "none" else kl, entropy_coef=entropy_coef,
         surrogate=surrogate, ratio=ratio, dual_clip=2.0 if dual else None,
@@ -71,7 +72,7 @@ def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
         weight=token_weights(LENGTHS, trainable, AGGREGATE.bound(aggregate, normalizer=4.0), totals, SIZES, dtype),
         response=torch.repeat_interleave(LENGTHS),
         covariance_rank=torch.linspace(0, 1, n, dtype=dtype),
-        covariance_lot=torch.ones(n, dtype=dtype),  # Clip-Cov draws none of them
+        covariance_draw=torch.ones(n, dtype=dtype),  # Clip-Cov draws none of them
         batch_size=[n],
     )
 

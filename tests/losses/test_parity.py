@@ -407,8 +407,8 @@ def liger(batch: Batch, settings: dict, kl_coef: float):
 
 def has(peer, settings: dict) -> bool:
     """True if a peer has these settings; their KL is left out where it has no such estimate."""
-    if settings["kl_in"] == "reward" or settings["surrogate"] == "plain":
-        return False  # RLOO: below
+    if settings["kl_in"] == "reward" or settings["surrogate"] == "plain" or settings["advantage"] == "maxrl":
+        return False  # RLOO: below; of MaxRL the advantage alone is its own: tests/data/test_advantages.py
     if settings["surrogate"] in ("dppo_tv", "dppo_kl", "gmpo", "topr", "kl_cov"):
         return peer is verl
     if settings["surrogate"] == "clip_cov":
@@ -455,7 +455,7 @@ def test_loss_and_gradient_equal_the_peers_on_random_ragged_batches(name, peer, 
 
 
 def test_every_preset_has_a_peer():
-    assert {case.values[0] for case in CASES} | {"rloo", "gpg", "clip_cov"} >= PRESETS.keys()  # see `has`
+    assert {case.values[0] for case in CASES} | {"rloo", "gpg", "maxrl", "clip_cov"} >= PRESETS.keys()  # see `has`
 
 
 @pytest.mark.slow

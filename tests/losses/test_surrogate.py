@@ -91,7 +91,7 @@ def test_the_soft_gate_matches_the_table_worked_out_by_hand(ratio, advantage, lo
 def test_a_response_without_advantage_has_no_loss_even_where_its_ratio_overflows(surrogate):
     log_ratio, log_prob = torch.tensor([[1000.0, math.inf, -1000.0], [-1.0] * 3]).requires_grad_().unbind()
     tokens = {"trained": torch.ones(3), "response": torch.arange(3)}
-    tokens |= {"covariance_rank": torch.ones(3), "covariance_lot": torch.ones(3)}
+    tokens |= {"covariance_rank": torch.ones(3), "covariance_draw": torch.ones(3)}
     function = SURROGATE.function(surrogate)
     loss = call(function, log_ratio=log_ratio, advantage=torch.zeros(3), log_prob=log_prob, **tokens)
     assert loss.eq(0).all()

@@ -1,4 +1,4 @@
-"""The divergence from a teacher over all words equals the dense computation, in value and gradient."""
+"""The divergence from a teacher over the full vocabulary equals the dense computation, in value and gradient."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def make(model_class, seed, **config):
 
 def compared(policy, groups):
     """The divergence of each token, as training computes it."""
-    return policy.score(groups, policy.distils[0].known(groups, policy.device))[2]
+    return policy.score(groups, policy.distillation[0].distributions(groups, policy.device))[2]
 
 
 def dense(kind, log_p, log_q):
@@ -61,7 +61,7 @@ def test_value_and_gradient_equal_the_dense_computation_in_any_tiles(kind, stude
     weights = torch.linspace(-1, 2, len(expected), dtype=torch.float64)
     (weights * expected).sum().backward()
     policy = TrainPolicy(model, 0.7)
-    policy.distils = ReferencePolicy(teacher, 0.7), kind
+    policy.distillation = ReferencePolicy(teacher, 0.7), kind
     for rows in (3, 10**6):
         monkeypatch.setitem(divergence.TILE_LOGITS, "cpu", rows * VOCAB)
         model.zero_grad()
@@ -83,7 +83,7 @@ def test_adapters_learn_from_their_base_or_another_teacher_by_the_loss(own):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     policy = TrainPolicy(model, 1.0)
     reference = ReferencePolicy(model if own else make(LlamaForCausalLM, 1), 1.0)
-    policy.distils = reference, "reverse"
+    policy.distillation = reference, "reverse"
     groups = [group.with_advantages(torch.zeros(group.size)) for group in GROUPS]
     loss, total = GRPOLoss(surrogate="none", kl="reverse", kl_coef=1.0, aggregate="token_mean"), 0.0
     for tokens in scored_micro_batches(policy, groups, MicroBatching(30, aggregate="token_mean")):
@@ -103,11 +103,11 @@ def test_each_task_of_a_mixture_is_compared_with_its_own_teacher():
         references[name] = ReferencePolicy(make(LlamaForCausalLM, seed), 1.0)
     tasks = {"a": [0, 2], "b": [1, 3], "c": []}
     teachers = TaskTeachers(references, lambda groups: tasks)
-    policy.distils, found = (teachers, "reverse"), teachers.add_log_probs(GROUPS, 64)
+    policy.distillation, found = (teachers, "reverse"), teachers.add_log_probs(GROUPS, 64)
     mixed = compared(policy, GROUPS).split([len(group.response_ids) for group in GROUPS])
     for name, own in tasks.items():
         for i in own:
-            policy.distils = references[name], "reverse"
+            policy.distillation = references[name], "reverse"
             torch.testing.assert_close(mixed[i], compared(policy, [GROUPS[i]]), rtol=0, atol=1e-9)
             [alone] = references[name].add_log_probs([GROUPS[i]], 64)
             torch.testing.assert_close(found[i].ref_log_probs, alone.ref_log_probs, rtol=0, atol=1e-9)
@@ -118,18 +118,23 @@ def test_a_teacher_that_reads_more_of_the_question_is_compared_at_the_same_respo
     policy, reference = (kind(make(LlamaForCausalLM, 0), 1.0) for kind in (TrainPolicy, ReferencePolicy))
     hint = torch.tensor([7, 8, 9])
     reference.reads = lambda group: replace(group, prompt_ids=torch.cat([group.prompt_ids, hint]))
-    policy.distils = reference, "forward"
+    policy.distillation = reference, "forward"
     log_q = plain_distributions(make(LlamaForCausalLM, 0), [reference.reads(group) for group in GROUPS], 1.0)
     expected = dense("forward", plain_distributions(make(LlamaForCausalLM, 0), GROUPS, 1.0), log_q)
     torch.testing.assert_close(compared(policy, GROUPS), expected, rtol=0, atol=1e-9)
     assert expected.min() > 1e-3
-    scored = torch.cat([group.ref_log_probs for group in reference.add_log_probs(GROUPS, 64)])
+    # A reference's routers choose by themselves, also for the tokens that it alone reads.
+    routed = [
+        replace(group, routes=group.response_ids[:, None, None], prompt_routes=group.prompt_ids[:, None, None])
+        for group in GROUPS
+    ]
+    scored = torch.cat([group.ref_log_probs for group in reference.add_log_probs(routed, 64)])
     ids = torch.cat([group.response_ids for group in GROUPS])
     torch.testing.assert_close(scored, log_q.gather(1, ids[:, None])[:, 0], rtol=0, atol=1e-9)
 
 
 REFUSED = [
-    (["ref_model.top=5"], "ref_model.top is read by a KL over all words|ref_model.top is read by loss.kl"),
+    (["ref_model.top=5"], "ref_model.top is read by loss.kl"),
     (["ref_model.name=http://127.0.0.1:9/v1", "sampling.temperature=0.7"], "sampling.temperature=1"),
     (["ref_model.name=http://127.0.0.1:9/v1", "sampling.top_p=0.9"], "top_p, top_k and min_p"),
     (["ref_model.name=http://127.0.0.1:9/v1", "loss.kl=reverse"], "set ref_model.top=20"),
@@ -137,16 +142,22 @@ REFUSED = [
     (["ref_model.hint=right"], "a text with {gold} in it"),
     (["loss.kl=forward", "train_model.parallel=fsdp", "train_model.num_devices=2"], "parallel=ddp"),
     (["env.mixture={gsm8k: {weight: 1, teacher: a/b}, math: 1}"], "env.mixture.math has no teacher"),
+    (["loss=maxrl", "loss.kl_in=reward", "loss.kl=k1"], "takes no negative rewards"),
+    (["loss=clip_cov", "loss.covariance_low=5"], "no token is between"),
+    (["loss.turn_credit=1", "env.max_turns=1"], "turn_credit is of conversations"),
+    (["loss.turn_credit=1", "loss=gspo"], "can't go with loss.ratio=sequence"),
+    (["loss.turn_credit=1", "loss=gpg"], "none of each group by itself"),
+    (["inference_model.speculative=ngram", "sampling.top_p=0.9"], "leave top_p, top_k and min_p out"),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "why"), REFUSED)
-def test_teachers_that_contradict_other_settings_are_refused(overrides, why):
+def test_settings_that_contradict_each_other_are_refused(overrides, why):
     with pytest.raises(ValueError, match=why):
         Settings.read(compose_config("grpo_gsm8k", ["mode=sync", "policy.kl_coef=0.1", *overrides]))
 
 
-def test_words_that_a_model_masks_out_count_nothing():
+def test_tokens_that_a_model_masks_out_count_nothing():
     log_p = torch.tensor([[0.25, 0.75, 0.0]]).log().requires_grad_()
     log_q = torch.tensor([[0.5, 0.5, 0.0]]).log()
     for kind, function in divergence.DIVERGENCES.items():

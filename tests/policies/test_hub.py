@@ -153,7 +153,7 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
         policy = SimpleNamespace(peers=peers, model=torch.nn.Module())
         message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
         with pytest.raises((ValueError, OSError), match=message) as told:
-            build.make_reference(cfg, tiny_model, Devices(cpu, cpu, cpu), policy)
+            build.make_reference(cfg, tiny_model, Devices(cpu, cpu, cpu), policy, SimpleNamespace())
         return str(told.value)
 
     first, second = of_two_ranks(work)

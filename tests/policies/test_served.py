@@ -33,10 +33,11 @@ def folders(tmp_path_factory):
 
 
 class Server(ThreadingHTTPServer):
-    """`vllm serve`'s replies, of a model in the process: token ids in, each token's likeliest words out."""
+    """`vllm serve`'s replies, of a model in the process: token ids in, each token's likeliest tokens out."""
 
     def __init__(self, folder, spoil=lambda reply: reply, fails=0):
-        self.model, self.tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.spoil, self.asked, self.to_fail = spoil, [], itertools.chain([True] * fails, itertools.repeat(False))
         self.models = ["teacher"]
         super().__init__(("127.0.0.1", 0), Handler)
@@ -51,10 +52,10 @@ class Server(ThreadingHTTPServer):
         ids, top = asked["prompt"], asked["prompt_logprobs"]
         log_p = self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         rows = [None]
-        for own, of_words in zip(ids[1:], log_p, strict=False):
-            words = {*of_words.topk(top).indices.tolist(), own}
-            decoded = {w: self.tokenizer.decode([w]) for w in words}
-            rows.append({str(w): {"logprob": of_words[w].item(), "decoded_token": decoded[w]} for w in words})
+        for own, log_probs in zip(ids[1:], log_p, strict=False):
+            tokens = {*log_probs.topk(top).indices.tolist(), own}
+            decoded = {w: self.tokenizer.decode([w]) for w in tokens}
+            rows.append({str(w): {"logprob": log_probs[w].item(), "decoded_token": decoded[w]} for w in tokens})
         return {"choices": [{"text": "", "prompt_logprobs": rows}]}
 
 
@@ -110,31 +111,36 @@ def loss_of(policy, groups, kl):
 @pytest.mark.parametrize("kl", ["k3+", "reverse", "forward", "jensen_shannon"])
 def test_a_served_teacher_gives_the_loss_and_gradient_of_one_in_the_process(folders, serve, kl):
     policy = TrainPolicy.load(folders[0], torch.float32)
-    words = len(policy.model.get_input_embeddings().weight)
-    groups = [replace(group, response_ids=group.response_ids % words) for group in groups_of(LENGTHS)]
+    tokens = len(policy.model.get_input_embeddings().weight)
+    groups = [replace(group, response_ids=group.response_ids % tokens) for group in groups_of(LENGTHS)]
     local = ReferencePolicy.load(folders[1], torch.float32)
     in_process = local.add_log_probs(groups, 64)
-    policy.distils = None if kl == "k3+" else (local, kl)
+    policy.distillation = None if kl == "k3+" else (local, kl)
     expected = loss_of(policy, in_process, kl)
     server = serve(fails=1)
-    # All words but one, which is the rest.
+    # All tokens but one, which is the rest.
     teacher = ServedTeacher(
-        server.url, AutoTokenizer.from_pretrained(folders[0]), words, 0 if kl == "k3+" else words - 1
+        server.url, AutoTokenizer.from_pretrained(folders[0]), tokens, 0 if kl == "k3+" else tokens - 1
     )
     served = teacher.add_log_probs(groups, 64)
     for ours, theirs in zip(served, in_process, strict=True):
         torch.testing.assert_close(ours.ref_log_probs, theirs.ref_log_probs, rtol=0, atol=1e-5)
-    policy.distils = None if kl == "k3+" else (teacher, kl)
+    policy.distillation = None if kl == "k3+" else (teacher, kl)
     total, gradient = loss_of(policy, served, kl)
     assert total == pytest.approx(expected[0], abs=2e-5) and expected[0] > 0.01
-    torch.testing.assert_close(gradient, expected[1], rtol=0, atol=2e-5 * expected[1].abs().max().item())
+    torch.testing.assert_close(gradient, expected[1], rtol=0, atol=1e-4 * expected[1].abs().max().item())
     # Equal responses are sent once, an empty one never, and one request failed for now.
     distinct = {(*g.prompt_ids.tolist(), *ids.tolist()) for g in groups for ids in g.responses if len(ids)}
-    assert len(server.asked) == len(distinct) + 1
+    assert len(server.asked) == len(distinct) + 2  # one more at the start
 
 
 def cut(reply):
     return {"choices": [{"prompt_logprobs": reply["choices"][0]["prompt_logprobs"][:-1]}]}
+
+
+def few(reply):
+    rows = reply["choices"][0]["prompt_logprobs"]
+    return {"choices": [{"prompt_logprobs": [row and dict([max(row.items())]) for row in rows]}]}
 
 
 @pytest.mark.parametrize(
@@ -143,10 +149,12 @@ def cut(reply):
         (lambda reply: [], "no prompt_logprobs"),
         (lambda reply: {"choices": [{"prompt_logprobs": None}]}, "no prompt_logprobs"),
         (cut, "in the place of"),
-        (lambda reply: with_values(reply, logprob=math.nan), "not finite, or above 0"),
-        (lambda reply: with_values(reply, logprob=3.0), "not finite, or above 0"),
-        (lambda reply: with_values(reply, logprob="x"), "could not convert"),
-        (lambda reply: with_values(reply, logprob=-(10**400)), "OverflowError"),
+        (lambda reply: with_values(reply, logprob=math.nan), "no number from -10000 to 0"),
+        (lambda reply: with_values(reply, logprob=3.0), "no number from -10000 to 0"),
+        (lambda reply: with_values(reply, logprob="-1"), "no number from"),
+        (lambda reply: with_values(reply, logprob=-1e38), "no number from"),
+        (lambda reply: with_values(reply, logprob=-(10**400)), "no number from"),
+        (few, "1 likeliest tokens, and 2 were asked for"),
         (lambda reply: with_values(reply, decoded_token="another"), "other vocabularies"),
     ],
 )
@@ -155,7 +163,9 @@ def test_a_reply_without_log_probabilities_is_refused_in_one_line(folders, serve
     ids = tokenizer("ab", add_special_tokens=False)["input_ids"]
     [group] = groups_of([(1, [2])])
     group = replace(group, response_ids=torch.tensor((ids * 2)[:2]))
-    teacher = ServedTeacher(serve(spoil=spoil).url, tokenizer, 256, top=2)
+    server = serve()
+    teacher = ServedTeacher(server.url, tokenizer, 256, top=2)
+    server.spoil = spoil
     with pytest.raises(EndpointError, match=why) as refusal:
         teacher.add_log_probs([group], 64)
     assert "\n" not in str(refusal.value)
@@ -171,6 +181,8 @@ def test_a_server_that_is_not_there_or_serves_two_models_is_refused_at_the_start
     monkeypatch.setattr(json_client, "FIRST_WAIT_S", 0.0)
     with pytest.raises(ValueError, match="failed in 6 tries"):
         ServedTeacher("http://127.0.0.1:9/v1", tokenizer, 256)
+    with pytest.raises(ValueError, match="no prompt_logprobs"):
+        ServedTeacher(serve(spoil=lambda reply: {"choices": [{}]}).url, tokenizer, 256)
     server = serve()
     server.models = ["a", "b"]
     with pytest.raises(ValueError, match="serves a, b; give an endpoint with one"):

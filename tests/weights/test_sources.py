@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.policies import lora
 from grpo_rl.policies.loading import target_names
 from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.export import export
 from grpo_rl.testing import ScriptedEngine
-from grpo_rl.weights import push
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync, merged_weights
 from tests.engines.test_contract import as_groups, engine_of
 
@@ -79,7 +79,7 @@ def test_merged_weights_are_pefts_under_the_checkpoints_names_and_the_trainer_ke
 
 def test_the_sender_makes_every_merged_weight_once_and_never_holds_two_of_them(tiny_model, monkeypatch):
     policy, products = adapted(tiny_model), []
-    monkeypatch.setattr(push, "factors", lambda layer: products.append(layer) or factors(layer))
+    monkeypatch.setattr(lora, "factors", lambda layer: products.append(layer) or factors(layer))
     own = {parameter.data_ptr() for parameter in policy.model.parameters()}
     most, made = 0, 0
 

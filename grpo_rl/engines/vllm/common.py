@@ -18,6 +18,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.sampling import batch_tokens
 from grpo_rl.engines.vllm.cpu import cpu_arguments
+from grpo_rl.engines.vllm.drafts import draft_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
@@ -46,6 +47,7 @@ class VLLMBase:
         can_sleep: on a GPU, weights and KV cache lie in memory that a sleeping engine gives back. vLLM has such memory
             for one engine of a process at a time.
         router_replay: records the experts that a mixture's routers choose for each token.
+        speculative: drafts of up to ``draft_tokens`` tokens; see ``inference_model.speculative``.
         sampling: what it is started for: kept sets on a GPU and stop strings have to be enabled here.
 
     Raises:
@@ -67,6 +69,8 @@ class VLLMBase:
         cache_bytes: int | None = None,
         can_sleep: bool = False,
         router_replay: bool = False,
+        speculative: str | None = None,
+        draft_tokens: int = 4,
         sampling: Sampling = Sampling(),  # noqa: B008, frozen
     ) -> None:
         if router_replay and torch.cuda.is_available():
@@ -115,6 +119,9 @@ class VLLMBase:
                 }
         else:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
+        self._has_drafts = speculative is not None
+        if speculative is not None:
+            self._arguments |= draft_arguments(speculative, draft_tokens)
         if adapter_rank:
             self._arguments |= adapter_arguments(adapter_rank, adapter_targets, self.dtype, self._can_free)
 

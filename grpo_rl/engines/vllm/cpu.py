@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import registry
 from vllm.triton_utils import dispatcher
+from vllm.utils import cpu_triton_utils
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import SamplingMaskLists
@@ -154,6 +155,20 @@ def attend_without_amx() -> None:
         return "vec" if chosen == "amx" else chosen
 
     cpu_attn._get_attn_isa = kernel
+
+
+@functools.cache
+def give_drafts_their_temperature() -> None:
+    """Has vLLM's kernels for CPUs write each sequence's temperature to its drafts.
+
+    Its own wrapper converts what the kernel should write into, and so leaves it as it was: drafts were checked at a
+    temperature out of memory that was never set.
+    """
+
+    def expand(output: Tensor, values: Tensor, ends: Tensor, replaced: float, by: float, *_: Any) -> None:
+        output.copy_(values.where(values != replaced, by).repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+    cpu_triton_utils._expand_kernel_impl = expand  # pyrefly: ignore[bad-assignment]
 
 
 @functools.cache

@@ -41,6 +41,8 @@ class VLLMEngine(VLLMBase, Engine):
                 self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
                 if self._records_routes:
                     self._llm.collective_rpc("record_routes")
+                if self._has_drafts:
+                    self._llm.collective_rpc("meter_drafts")
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the half-built engine
             with suppress(Exception):
@@ -94,6 +96,10 @@ class VLLMEngine(VLLMBase, Engine):
             if keys := [key for *_, key in self._requests.values() if key is not None]:
                 self._llm.collective_rpc("forget_routes", args=(keys,))
             self._requests.clear()
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return self._llm.collective_rpc("draft_metrics")[0] if self._has_drafts else {}
 
     @override
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -7,6 +7,7 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 # isort: split
 from grpo_rl.engines.vllm.cpu import (
     attend_without_amx,
+    give_drafts_their_temperature,
     load_models_without_torchvision,
     offer_norms,
     record_kept,
@@ -24,6 +25,7 @@ record_expert_packing()
 record_decays()
 if not torch.cuda.is_available():
     attend_without_amx()
+    give_drafts_their_temperature()
     offer_norms()
     record_kept()
     rotate_heads_in_rows()

@@ -15,6 +15,7 @@ import grpo_rl.engines.vllm.registered  # noqa: F401
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import refresh_heads
+from grpo_rl.engines.vllm.drafts import DraftMeter
 from grpo_rl.engines.vllm.held import held_digest, is_plain, module_of, shard_fingerprint, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.own_forms import refresh_convolutions
@@ -29,6 +30,7 @@ class WorkerExtension:
     _loaded: torch.nn.Module | None = None
     """The model, once vLLM has loaded weights into it by their names, if the next can be written over them."""
     _routes: RouteRecorder
+    _drafts: DraftMeter
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -82,6 +84,14 @@ class WorkerExtension:
     def forget_routes(self, keys: list[str]) -> None:
         """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.forget`."""
         self._routes.forget(keys)
+
+    def meter_drafts(self) -> None:
+        """Limits and counts drafts from now on."""
+        self._drafts = DraftMeter(self.model_runner)
+
+    def draft_metrics(self) -> dict[str, float]:
+        """See :meth:`grpo_rl.engines.vllm.drafts.DraftMeter.metrics`."""
+        return self._drafts.metrics()
 
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
