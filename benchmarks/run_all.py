@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ragged": ("ragged.py",),
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
+    "drafts": ("drafts.py",),
     "dialogs": ("dialogs.py",),
     "tools": ("tools.py",),
     "trees": ("trees.py",),

@@ -116,7 +116,7 @@ class InferenceModel(Section):
     speculative: Literal["ngram", "suffix", "responses"] | None = setting(
         None,
         "drafts of the next tokens, checked in one forward: ngram, from the response's own words; suffix, from its and "
-        "others' (needs arctic-inference); responses, what others went on with; null: none (docs/speed.md)",
+        "others' (needs arctic-inference); responses, what others went on with; null: none (docs/loop.md)",
         mode="sync",
     )
     draft_tokens: int = setting(4, "for speculative: longest draft, in tokens", ge=1, le=16)

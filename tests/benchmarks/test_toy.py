@@ -21,6 +21,7 @@ TOYS = {
     "checkpoint_stall": "--tiny",
     "collector": "--data {data}/gsm8k/train.jsonl --model {model} --shapes 2x2x4 --max-model-len 512",
     "dialogs": "--model {model} --conversations 2 --response 4 --slower 2",
+    "drafts": "--data {data}/gsm8k/train.jsonl --model {model} --live 1 2 --prompts 2 --tokens 8",
     "gpu": "--toy --out {folder}/gpu.json",
     "head": "--shape 64 32 128",
     "intervals": "--count 10 --compare",
