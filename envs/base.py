@@ -95,9 +95,7 @@ class LLMEnv(EnvBase):
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
         if getattr(type(task), "call", None) is FunctionTask.call and not all(map(callable, task.tools)):
-            raise ValueError(
-                f"{type(task).__name__} has a JSON schema as a tool, which nothing runs; override its call"
-            )
+            raise ValueError(f"{type(task).__name__} has a JSON schema as a tool, which nothing runs; override call")
         self._servers: list[Server] = []
         # Also of an environment that is forgotten without `close`, or that can't be built. The thread that collects the
         # garbage must not be held up; at the program's end the servers end themselves, and are waited for.

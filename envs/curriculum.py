@@ -10,8 +10,6 @@ from grpo_rl.section import Section, read_section, setting
 
 ROUNDING = 1e-9
 """Relative difference that the scale of a mixture's task may leave in a reward."""
-
-
 WINDOW = 32
 """Groups between two adaptations of ``explore``."""
 EXPLORE_STEP = 0.01
@@ -26,9 +24,7 @@ class Bounds(Section):
     low: float = setting(0.1, "pass rate below which a row is too hard", ge=0)
     high: float = setting(0.9, "pass rate above which a row is too easy", le=1)
     rest: int = setting(3, "epochs in which such a row is left out, before it is tried again", ge=1)
-    passing: float | None = setting(
-        None, "reward from which on a response passes; null: where the task judges it right"
-    )
+    passing: float | None = setting(None, "reward from which a response passes; null: where the task judges it right")
     explore: float | None = setting(
         None,
         "GRESO: a row whose last z groups had zero variance is drawn with this probability to the power of z, which "
@@ -37,10 +33,7 @@ class Bounds(Section):
         le=1,
     )
     zero_variance: float = setting(
-        0.25,
-        "for explore: share of zero-variance groups that it adapts to; a third of these are easy",
-        gt=0,
-        le=1,
+        0.25, "for explore: share of zero-variance groups that it adapts to; a third of these are easy", gt=0, le=1
     )
 
 

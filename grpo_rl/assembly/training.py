@@ -85,14 +85,15 @@ def make_reference(
     """
     if not settings.policy.kl_coef:
         return None
-    if settings.ref_model.hint is not None and all(env.task.gold(row) is None for row in env.task.rows):
+    if settings.ref_model.hint and all(env.task.gold(row) is None for row in env.task.rows):
         raise ValueError(f"ref_model.hint has the gold answer, and no row of {settings.env.dataset} has one")
     teachers = derived.teachers(settings)
     # In one order on all ranks, which load them together.
     names = dict.fromkeys(teachers.values()) or {settings.ref_model.name: None}
     made = {name: _make_one(settings, name, model_folder, devices, policy, env) for name in names}
     if teachers:
-        return TaskTeachers({task: made[name] for task, name in teachers.items()}, partial(_by_task, env))
+        by_task = {task: made[name] for task, name in teachers.items()}
+        return TaskTeachers(by_task, lambda groups: env.by_task([env.task.rows[group.row] for group in groups]))
     return made[settings.ref_model.name]
 
 
@@ -100,23 +101,24 @@ def _make_one(
     settings: Settings, name: str | None, model_folder: Path, devices: Devices, policy: TrainPolicy, env: LLMEnv
 ) -> Reference:
     if name and is_url(name):
-        vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-        key = os.environ.get("OPENAI_API_KEY")
+        vocabulary, key = len(policy.model.get_input_embeddings().weight), os.environ.get("OPENAI_API_KEY")
         given = name, env.tokenizer, vocabulary, settings.ref_model.top, key, policy.peers
         served = importlib.import_module("grpo_rl.policies.served")  # for those alone who have a server
         return agreed(policy.peers, lambda: served.ServedTeacher(*given))
+    peers, temperature = policy.peers, settings.sampling.temperature
     if has_adapters(policy.model) and not name:
-        made = ReferencePolicy(policy.model, settings.sampling.temperature)
-        made.peers = policy.peers
+        made = ReferencePolicy(policy.model, temperature)
+        made.peers = peers
     else:
-        made = _load_reference(settings, name, model_folder, devices, policy.peers)
-    if settings.ref_model.hint is not None:
+        dtype = getattr(torch, derived.dtype(settings))
+        folder = agreed(peers, lambda: resolve_model(name)) if name else model_folder
+        if folder != model_folder:
+            _check_finite(folder, peers)
+            agreed(peers, lambda: _check_reference(folder, model_folder, settings, str(name)))
+        made = ReferencePolicy.load(folder, dtype, devices.ref[0], temperature, peers=peers)
+    if settings.ref_model.hint:
         made.reads = partial(with_hint, env, settings.ref_model.hint)
     return made
-
-
-def _by_task(env: LLMEnv, groups: Sequence[Group]) -> dict[str, list[int]]:
-    return env.by_task([env.task.rows[group.row] for group in groups])
 
 
 def with_hint(env: LLMEnv, hint: str, group: Group) -> Group:
@@ -129,17 +131,6 @@ def with_hint(env: LLMEnv, hint: str, group: Group) -> Group:
     hinted = {**asked, "content": f"{asked['content']}\n\n{hint.replace('{gold}', gold)}"}
     ids = encode_prompts(env.tokenizer, [[*before, hinted]], list(env.task.tools_of(row)))[0]
     return replace(group, prompt_ids=torch.tensor(ids))
-
-
-def _load_reference(
-    settings: Settings, name: str | None, model_folder: Path, devices: Devices, peers: Peers | None
-) -> ReferencePolicy:
-    dtype = getattr(torch, derived.dtype(settings))
-    folder = agreed(peers, lambda: resolve_model(name)) if name else model_folder
-    if folder != model_folder:
-        _check_finite(folder, peers)
-        agreed(peers, lambda: _check_reference(folder, model_folder, settings, str(name)))
-    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers)
 
 
 def _check_finite(folder: Path, peers: Peers | None) -> None:
@@ -191,9 +182,7 @@ def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> Adv
     check_weights(weights, "loss.reward_weights")
     function = ADVANTAGE.chosen(settings.loss)
     if weights and "reward_weights" not in function.keywords:
-        raise ValueError(
-            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}"
-        )
+        raise ValueError(f"loss.reward_weights are of loss.advantage=multi_reward, not of {settings.loss.advantage}")
     return AdvantageEstimator(
         function,
         settings.loss.advantage_clip,

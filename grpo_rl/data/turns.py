@@ -23,7 +23,6 @@ def turn_advantages(
     the replies here.
 
     Args:
-        rewards: of the responses.
         discount: gamma.
         kind: of the advantage, from the returns of one state, see `grpo_rl.losses.advantage.group_advantages`.
 

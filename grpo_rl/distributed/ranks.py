@@ -115,9 +115,7 @@ class Ranks:
             ValueError: neither torchrun's environment nor a store is there.
         """
         if store is None and "WORLD_SIZE" not in os.environ:
-            raise ValueError(
-                f"train_model.parallel={mode} trains in several processes; start them with torchrun --nproc-per-node N"
-            )
+            raise ValueError(f"train_model.parallel={mode} needs several processes; start torchrun --nproc-per-node N")
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)

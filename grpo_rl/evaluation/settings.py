@@ -38,9 +38,7 @@ class EvalSettings(Section):
     max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", ge=1)
     max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", ge=2)
     engine: Literal["vllm", "transformers"] = setting("vllm", "the engine that is started here")
-    path: Mapping[str, Any] = setting(
-        {}, "held-out data by task: path.gsm8k=test.jsonl; of package.module:Class: path.Class"
-    )
+    path: Mapping[str, Any] = setting({}, "held-out data by task: path.gsm8k=test.jsonl; of module:Class: path.Class")
     seed: int = setting(0, "seed of the sampled responses")
     out: str | None = setting(None, "output folder; an evaluation that was cut off goes on there; null: a new one")
     served: str | None = setting(None, "for an endpoint: name of the served model; null: the only one that it lists")

@@ -112,9 +112,7 @@ def token_weights(
     if int(lengths.sum()) != len(trainable):
         raise ValueError(f"lengths add up to {int(lengths.sum())} tokens, but there are {len(trainable)}")
     if int(group_sizes.sum()) != len(lengths):
-        raise ValueError(
-            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} responses belongs"
-        )
+        raise ValueError(f"group_sizes {group_sizes} must say to which prompt each of {len(lengths)} responses belongs")
     held = {"sequences": len(lengths), "tokens": int(trainable.sum()), "prompts": len(group_sizes)}
     for name, count in held.items():
         if count > getattr(totals, name):

@@ -1,14 +1,10 @@
 """Covariance of log-probability and advantage over an optimizer step. Letters: N tokens of the step, M of them."""
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
 class Covariance:
     """The covariance of log-probability and advantage over the trained tokens of an optimizer step.
 
@@ -27,10 +23,16 @@ class Covariance:
     (tensor([0.0000, 0.6667], dtype=torch.float64), tensor([0., 1.], dtype=torch.float64))
     """
 
-    log_probs: Float[Tensor, " N"]
-    advantages: Float[Tensor, " N"]
-    draws: Float[Tensor, " N"]
-    window: tuple[float, float]
+    def __init__(
+        self,
+        log_probs: Float[Tensor, " N"],
+        advantages: Float[Tensor, " N"],
+        draws: Float[Tensor, " N"],
+        window: tuple[float, float],
+    ) -> None:
+        self._means, self._window = (log_probs.mean(), advantages.mean()), window
+        covariances = self._of(log_probs, advantages)
+        self._sorted, self._candidates = covariances.sort().values, draws[self._inside(covariances)].sort().values
 
     def ranks(
         self, log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"], draws: Float[Tensor, " M"]
@@ -39,8 +41,8 @@ class Covariance:
 
         The second is 1 outside the window.
         """
-        own, count = self._of(log_probs, advantages), max(len(self.draws), 1)
-        larger = len(self.draws) - torch.searchsorted(self._sorted, own, right=True)
+        own, count = self._of(log_probs, advantages), max(len(self._sorted), 1)
+        larger = len(self._sorted) - torch.searchsorted(self._sorted, own, right=True)
         earlier = torch.searchsorted(self._candidates, draws)
         return larger.double() / count, torch.where(self._inside(own), earlier.double() / count, 1.0)
 
@@ -48,16 +50,4 @@ class Covariance:
         return (log_probs - self._means[0]) * (advantages - self._means[1])
 
     def _inside(self, covariances: Tensor) -> Tensor:
-        return (covariances > self.window[0]) & (covariances < self.window[1])
-
-    @cached_property
-    def _means(self) -> tuple[Tensor, Tensor]:
-        return self.log_probs.mean(), self.advantages.mean()
-
-    @cached_property
-    def _sorted(self) -> Tensor:
-        return self._of(self.log_probs, self.advantages).sort().values
-
-    @cached_property
-    def _candidates(self) -> Tensor:
-        return self.draws[self._inside(self._of(self.log_probs, self.advantages))].sort().values
+        return (covariances > self._window[0]) & (covariances < self._window[1])

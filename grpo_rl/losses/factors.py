@@ -173,26 +173,20 @@ class Loss(Section):
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
     )
     correction: Any = CORRECTION.default
-    correction_level: Level = setting(
-        "token", "rho of each token | sequence: the product over its response | geometric: their geometric mean"
-    )
+    correction_level: Level = setting("token", "rho of each token | sequence: its response's product | geometric: mean")
     aggregate: Any = AGGREGATE.default
     off_policy_bound: float | None = setting(
         None,
-        "OPSM: mean KL to the sampler, in nats per token, above which a response with a negative advantage is left out",
+        "OPSM: mean KL to the sampler, in nats, above which responses with a negative advantage are left out",
         gt=0,
     )
     covariance_low: float = setting(1.0, "for surrogate=clip_cov: least covariance of the tokens that are drawn")
     covariance_high: float = setting(5.0, "for surrogate=clip_cov: largest covariance of the tokens that are drawn")
     mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
-    top_entropy_fraction: float = setting(
-        1.0, "share of tokens, those of highest entropy, in the policy gradient", gt=0, le=1
-    )
+    top_entropy_fraction: float = setting(1.0, "share of tokens of highest entropy in the policy gradient", gt=0, le=1)
     advantage: Any = ADVANTAGE.default
     advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
-    turn_credit: float = setting(
-        0.0, "weight of each turn's own advantage, among turns of a group behind the same reply; 0: none", ge=0
-    )
+    turn_credit: float = setting(0.0, "weight of a turn's advantage among the group's behind the same reply", ge=0)
     turn_discount: float = setting(0.95, "for turn_credit: factor of the reward for each turn to come", gt=0, le=1)
 
     def __reduce__(self) -> tuple[Any, ...]:  # its class is made, and no module has it
@@ -268,11 +262,7 @@ def check_loss(loss: Loss, kl_coef: float) -> None:
 
 
 def check_advantage(
-    function: Callable[..., Any],
-    kl_coef: float = 0.0,
-    kl: str = "k1",
-    reward_clip: float | None = None,
-    turn_credit: float = 0.0,
+    function: Callable[..., Any], kl_coef: float, kl: str, reward_clip: float | None, turn_credit: float
 ) -> None:
     """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage."""
     if kl_coef and kl not in REWARD_KL:

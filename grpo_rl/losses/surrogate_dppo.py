@@ -1,6 +1,8 @@
 """DPPO: a trust region in the probabilities of tokens, where PPO has one in their ratios. Letter: N tokens."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -10,76 +12,53 @@ from torch import Tensor
 
 from grpo_rl.losses.factors import SURROGATE
 
-MoveLow = Annotated[
-    float, Field(description="largest divergence (tv: of probabilities, kl: in nats) where the advantage is < 0", gt=0)
-]
+MoveLow = Annotated[float, Field(description="largest divergence (tv, or kl in nats) where the advantage is < 0", gt=0)]
 MoveHigh = Annotated[float, Field(description="largest divergence where the advantage is > 0", gt=0)]
 RatioCap = Annotated[float, Field(description="largest weight of a token", ge=1)]
 SquaredCoef = Annotated[float, Field(description="weight of the squared log-ratio of all tokens", ge=0)]
+OF_TOKENS = {"ratio": "token", "trains_all": ("squared_coef",)}
 
 
-def beyond_tv(
-    log_ratio: Float[Tensor, " N"],
-    advantage: Float[Tensor, " N"],
-    log_prob: Float[Tensor, " N"],
-    move_low: float = 0.2,
-    move_high: float = 0.2,
-) -> dict[str, Bool[Tensor, " N"]]:
-    """Flags by the total variation of the sampled token against all others, |p - p_old|."""
-    log_ratio, log_prob = log_ratio.detach(), log_prob.detach()
-    divergence = (log_prob.exp() - (log_prob - log_ratio).exp()).abs()
-    return _beyond(divergence, log_ratio, advantage, move_low, move_high)
+def total_variation(log_ratio: Float[Tensor, " N"], log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Of the sampled token against all others: |p - p_old|."""
+    return (log_prob.exp() - (log_prob - log_ratio).exp()).abs()
 
 
-def beyond_kl(
-    log_ratio: Float[Tensor, " N"],
-    advantage: Float[Tensor, " N"],
-    log_prob: Float[Tensor, " N"],
-    move_low: float = 0.2,
-    move_high: float = 0.2,
-) -> dict[str, Bool[Tensor, " N"]]:
-    """Flags by the KL of the sampled token against all others, from the old policy to the new one, in nats."""
-    log_ratio, log_prob = log_ratio.detach(), log_prob.detach()
+def binary_kl(log_ratio: Float[Tensor, " N"], log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """KL of the sampled token against all others, from the old policy to the new one, in nats."""
     old = log_prob - log_ratio
     rest, old_rest = (torch.log(-torch.expm1(each.clamp(max=-1e-7))) for each in (log_prob, old))
-    divergence = -old.exp() * log_ratio - torch.expm1(old) * (old_rest - rest)
-    return _beyond(divergence, log_ratio, advantage, move_low, move_high)
+    return -old.exp() * log_ratio - torch.expm1(old) * (old_rest - rest)
 
 
-def _beyond(
-    divergence: Float[Tensor, " N"],
+def beyond(
+    divergence: Callable[..., Tensor],
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
-    low: float,
-    high: float,
+    log_prob: Float[Tensor, " N"],
+    move_low: float = 0.2,
+    move_high: float = 0.2,
 ) -> dict[str, Bool[Tensor, " N"]]:
     """Flags of the tokens that the advantage would push further out of the trust region."""
+    moved = divergence(log_ratio.detach(), log_prob.detach())
     return {
-        "clip_low": (advantage < 0) & (log_ratio < 0) & (divergence > low),
-        "clip_high": (advantage > 0) & (log_ratio > 0) & (divergence > high),
+        "clip_low": (advantage < 0) & (log_ratio < 0) & (moved > move_low),
+        "clip_high": (advantage > 0) & (log_ratio > 0) & (moved > move_high),
     }
 
 
+beyond_tv, beyond_kl = partial(beyond, total_variation), partial(beyond, binary_kl)
+
+
 def _loss(
-    flags: dict[str, Bool[Tensor, " N"]],
-    log_ratio: Float[Tensor, " N"],
-    advantage: Float[Tensor, " N"],
-    log_prob: Float[Tensor, " N"],
-    ratio_cap: float,
-    squared_coef: float,
-) -> Float[Tensor, " N"]:
-    weight = log_ratio.detach().clamp(max=math.log(ratio_cap)).exp()
+    flags: dict[str, Tensor], log_ratio: Tensor, advantage: Tensor, log_prob: Tensor, cap: float, squared_coef: float
+) -> Tensor:
+    weight = log_ratio.detach().clamp(max=math.log(cap)).exp()
     loss = -weight.masked_fill(flags["clip_low"] | flags["clip_high"], 0.0) * advantage * log_prob
     return loss + squared_coef * log_ratio.square() if squared_coef else loss  # 0 times a square that overflows is NaN
 
 
-@SURROGATE.add(
-    "dppo_tv",
-    "no gradient beyond a change of the token's probability",
-    clips=beyond_tv,
-    ratio="token",
-    trains_all=("squared_coef",),
-)
+@SURROGATE.add("dppo_tv", "no gradient beyond a change of the token's probability", clips=beyond_tv, **OF_TOKENS)
 def dppo_tv_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
@@ -111,13 +90,7 @@ def dppo_tv_surrogate(
     return _loss(flags, log_ratio, advantage, log_prob, ratio_cap, squared_coef)
 
 
-@SURROGATE.add(
-    "dppo_kl",
-    "no gradient beyond a KL of the token against all others",
-    clips=beyond_kl,
-    ratio="token",
-    trains_all=("squared_coef",),
-)
+@SURROGATE.add("dppo_kl", "no gradient beyond a KL of the token against all others", clips=beyond_kl, **OF_TOKENS)
 def dppo_kl_surrogate(
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
@@ -130,9 +103,6 @@ def dppo_kl_surrogate(
     """Loss per token: that of :func:`dppo_tv_surrogate`, with a region in the KL of the token against all others.
 
     Source: DPPO-Binary-KL, https://arxiv.org/abs/2602.04879; verl's ``dppo_kl``.
-
-    Args:
-        log_ratio: as of :func:`dppo_tv_surrogate`, like the others.
     """
     flags = beyond_kl(log_ratio, advantage, log_prob, move_low, move_high)
     return _loss(flags, log_ratio, advantage, log_prob, ratio_cap, squared_coef)

@@ -47,9 +47,7 @@ def check_replay(model: PreTrainedModel) -> None:
     """
     found = _routers_to_replay(model)
     if not found:
-        raise ValueError(
-            f"policy.router_replay=true: {type(model).__name__} has no experts to choose from; set it to false"
-        )
+        raise ValueError(f"policy.router_replay=true: {type(model).__name__} has no experts; set it to false")
     by_class = {type(router): (router, experts) for _, _, router, experts in found}
     for router, experts in by_class.values():
         check_router(model, router, experts)
@@ -67,9 +65,7 @@ def routers(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, Any,
         found = [module for module in layer.modules() if _scores(module, number)]
         if stacked or len(found) != 1:
             names = ", ".join(sorted({type(module).__name__ for module in found})) or "none that is known"
-            raise ValueError(
-                f"which module of {type(model).__name__}'s {name} chooses the experts is not clear ({names})"
-            )
+            raise ValueError(f"which module of {type(model).__name__}'s {name} chooses experts is unclear ({names})")
         yield name, layer, found[0], number
 
 

@@ -19,6 +19,8 @@ from grpo_rl.waits import waiting
 
 Asked = tuple[tuple[int, ...], tuple[int, ...]]
 """The ids of a prompt and of a response."""
+CONCURRENCY, DEADLINE_S = 8, 300.0
+"""Requests at a time, and seconds for one of them, its further tries included."""
 LEAST = -1e4
 """The lowest log-probability that is taken; vLLM writes -9999 for minus infinity."""
 
@@ -37,11 +39,10 @@ class ServedTeacher(Reference):
             ``--max-logprobs`` limits them.
         key: sent as bearer token.
         peers: the processes that train together; each asks about its share of the groups.
-        concurrency: requests at a time.
-        deadline_s: seconds for one request, its further tries included.
 
     Raises:
         ValueError: the server can't be reached, refuses, serves not one model, or gives no such log-probabilities.
+        EndpointError: of :meth:`add_log_probs`: a request failed in all tries, or its reply can't be read.
     """
 
     def __init__(
@@ -52,11 +53,9 @@ class ServedTeacher(Reference):
         top: int = 0,
         key: str | None = None,
         peers: Peers | None = None,
-        concurrency: int = 8,
-        deadline_s: float = 300.0,
     ) -> None:
-        self._client, self._tokenizer, self._peers = JsonClient(url, key, deadline_s=deadline_s), tokenizer, peers
-        self._vocabulary, self._top, self._concurrency, self._deadline_s = vocabulary, top, concurrency, deadline_s
+        self._client, self._tokenizer, self._peers = JsonClient(url, key, deadline_s=DEADLINE_S), tokenizer, peers
+        self._vocabulary, self._top = vocabulary, top
         try:
             self._name = self._client.only_model("give an endpoint with one")
             self._scored(((0,), (1,)))
@@ -65,21 +64,15 @@ class ServedTeacher(Reference):
 
     @override
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
-        """The groups with ``ref_log_probs``, and with the teacher's likeliest tokens if it gives any.
-
-        Raises:
-            EndpointError: a request failed in all tries, or its reply can't be read.
-        """
-        by_id: dict[int, list[Tensor]] = {}
-        failed: EndpointError | None = None
         try:
-            by_id = self._asked(groups[self._peers.rank :: self._peers.size] if self._peers else groups)
+            found = self._asked(groups[self._peers.rank :: self._peers.size] if self._peers else groups)
         except EndpointError as error:  # the other ranks wait for this one
-            failed = error
-        for theirs, error in self._peers.gather((by_id, failed)) if self._peers else [(by_id, failed)]:
-            if error is not None:
-                raise error
-            by_id |= theirs
+            found = error
+        by_id: dict[int, list[Tensor]] = {}
+        for of_rank in self._peers.gather(found) if self._peers else [found]:
+            if isinstance(of_rank, EndpointError):
+                raise of_rank
+            by_id |= of_rank
         fields = ("ref_log_probs", "teacher_ids", "teacher_log_probs")[: 3 if self._top else 1]
         return [replace(group, **dict(zip(fields, by_id[group.group_id], strict=False))) for group in groups]
 
@@ -95,7 +88,7 @@ class ServedTeacher(Reference):
             for group in groups
         }
         asked = list(dict.fromkeys(each for of_group in of_groups.values() for each in of_group))
-        with waiting("the served teacher", self._client.url), ThreadPoolExecutor(self._concurrency) as pool:
+        with waiting("the served teacher", self._client.url), ThreadPoolExecutor(CONCURRENCY) as pool:
             found = dict(zip(asked, pool.map(self._scored, asked), strict=True))
         return {
             group_id: [torch.cat(parts) for parts in zip(*(found[each] for each in of_group), strict=True)]
@@ -109,7 +102,7 @@ class ServedTeacher(Reference):
             ids = [*prompt, *response]
             body = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top}
             try:
-                answer = self._client.ask("/completions", body, time.monotonic() + self._deadline_s)
+                answer = self._client.ask("/completions", body, time.monotonic() + DEADLINE_S)
             except ValueError as error:
                 raise EndpointError(str(error)) from None
             try:

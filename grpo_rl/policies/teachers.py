@@ -27,19 +27,15 @@ class TaskTeachers(Reference):
 
     @override
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
-        """The groups with the log-probabilities of their task's teacher."""
-        scored = list(groups)
+        by_id = {}
         for name, own in self._by_task(groups).items():
-            if not own:
-                continue
-            found = self._teachers[name].add_log_probs([groups[i] for i in own], max_tokens)
-            for i, group in zip(own, found, strict=True):
-                scored[i] = group
-        return scored
+            if own:
+                found = self._teachers[name].add_log_probs([groups[i] for i in own], max_tokens)
+                by_id |= {group.group_id: group for group in found}
+        return [by_id[group.group_id] for group in groups]
 
     @override
     def distributions(self, groups: Sequence[Group], device: torch.device) -> SeveralTeachers:
-        """The distributions of each group's teacher."""
         parts, whose = [], [0] * len(groups)
         for name, own in self._by_task(groups).items():
             if own:

@@ -193,10 +193,8 @@ class Tokens(Hook):
     @override
     def on_log(self, run: Any, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         if groups:
-            coefs = {"kl_coef": metrics.get("kl/coef", 0.0)}
-            if "entropy_coef" in metrics:
-                coefs["entropy_coef"] = metrics["entropy_coef"]
-            self._log.write(run.step, groups, coefs)
+            own = {name: metrics[name] for name in ("entropy_coef",) if name in metrics}
+            self._log.write(run.step, groups, {"kl_coef": metrics.get("kl/coef", 0.0)} | own)
 
     @override
     def on_error(self, run: Any, error: BaseException) -> None:

@@ -31,20 +31,14 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     length = {length_setting(now), length_setting(before), "train.total_dialog_turns"}
     may_change = {key for key, setting in declared(Sections).items() if setting.may_change}
     may_change |= length if now.get("optimizer.schedule") == "constant" else set()
+    teachers = [key for key in before if key == "ref_model.name" or key.endswith(".teacher")]
+    may_change |= {key for key in teachers if is_url(str(before[key])) and is_url(str(now.get(key)))}  # a new address
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and not any(key == k or key.startswith(k + ".") for k in may_change)
-        and not _moved(key, before.get(key), now.get(key))
+        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_change)
     ]
     if different:
         if before.get("train_model.dtype") not in (None, now.get("train_model.dtype")):  # null depends on the machine
             different.append(f"(set train_model.dtype={before['train_model.dtype']}, as when the run began)")
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))
-
-
-def _moved(key: str, before: object, now: object) -> bool:
-    """True for a served teacher at another address."""
-    is_teacher = key == "ref_model.name" or key.endswith(".teacher")
-    return is_teacher and all(isinstance(name, str) and is_url(name) for name in (before, now))

@@ -84,9 +84,7 @@ def serve(
     server = ChatServer(name, tokenizer, sampling, False, engine.max_model_len, sessions)
     try:
         loop.run(server.start(port=port))
-        print(
-            f"export OPENAI_BASE_URL={server.url} OPENAI_API_KEY=any  # on this machine alone; Ctrl-C ends", flush=True
-        )
+        print(f"export OPENAI_BASE_URL={server.url} OPENAI_API_KEY=any  # on this machine; Ctrl-C ends", flush=True)
         stepped.run(until)
     except KeyboardInterrupt:
         print()

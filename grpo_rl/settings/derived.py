@@ -92,12 +92,11 @@ def kl_in_loss(settings: Sections) -> float:
 
 def teachers(settings: Sections) -> dict[str, str]:
     """The reference of each task of a mixture; empty where all prompts have the same."""
-    found = {name: entry.teacher or settings.ref_model.name for name, entry in entries(settings).items()}
-    if not any(entry.teacher for entry in entries(settings).values()):
-        return {}
-    if lacking := [name for name, teacher in found.items() if not teacher]:
+    own = {name: entry.teacher for name, entry in entries(settings).items()}
+    found = {name: teacher or settings.ref_model.name or "" for name, teacher in own.items()}
+    if any(own.values()) and (lacking := [name for name, teacher in found.items() if not teacher]):
         raise ValueError(f"env.mixture.{lacking[0]} has no teacher; give it one, or set ref_model.name for the others")
-    return {name: str(teacher) for name, teacher in found.items()}
+    return found if any(own.values()) else {}
 
 
 def reference_names(settings: Sections) -> set[str]:

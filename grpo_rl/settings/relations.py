@@ -43,19 +43,14 @@ def check_relations(settings: Sections) -> None:
     _check_parallel(settings)
     _check_loss(settings)
     _check_reference(settings)
-    _check_drafts(settings)
+    asked = f"inference_model.speculative={settings.inference_model.speculative}"
+    if settings.inference_model.speculative is not None:
+        if settings.inference_model.engine != "vllm" or settings.policy.router_replay:
+            raise ValueError(f"{asked} needs inference_model.engine=vllm and policy.router_replay=false")
+        if Sampling(**sampling).cuts:
+            raise ValueError(f"{asked}: vLLM cuts nothing off drafts; leave top_p, top_k and min_p out of sampling")
     if settings.policy.router_replay and settings.inference_model.engine != "vllm":
         raise ValueError("policy.router_replay=true needs inference_model.engine=vllm, which records experts")
-
-
-def _check_drafts(settings: Sections) -> None:
-    asked = f"inference_model.speculative={settings.inference_model.speculative}"
-    if settings.inference_model.speculative is None:
-        return
-    if settings.inference_model.engine != "vllm" or settings.policy.router_replay:
-        raise ValueError(f"{asked} needs inference_model.engine=vllm and policy.router_replay=false")
-    if Sampling(**settings.sampling).cuts:
-        raise ValueError(f"{asked}: vLLM can't cut tokens of drafts off; leave top_p, top_k and min_p out of sampling")
 
 
 def _check_data(settings: Sections) -> None:
@@ -101,9 +96,7 @@ def _check_lora(settings: Sections) -> None:
     if lora.push == "adapter" and settings.inference_model.engine != "vllm":
         raise ValueError("train_model.lora.push=adapter needs inference_model.engine=vllm; use merged")
     if lora.dora and lora.push == "adapter":
-        raise ValueError(
-            "train_model.lora.dora=true: vLLM computes with no such adapter; set train_model.lora.push=merged"
-        )
+        raise ValueError("train_model.lora.dora=true: vLLM has no such adapters; set train_model.lora.push=merged")
     if lora.dora and (train.parallel == "fsdp" or train.quantization):
         raise ValueError("train_model.lora.dora=true: with fsdp or a quantised base this was never run; leave it out")
     if settings.policy.kl_coef and _reference_has_devices(settings) and not reference_names(settings):
@@ -129,19 +122,16 @@ def _check_parallel(settings: Sections) -> None:
 def _check_loss(settings: Sections) -> None:
     loss = settings.loss
     masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
-    shared = loss.ratio == "sequence" and loss.surrogate != "topr"  # its gradient is each token's own
+    shared = loss.surrogate == "gmpo" or (loss.ratio == "sequence" and loss.surrogate != "topr")  # topr: each its own
     if shared and (masks_tokens or loss.top_entropy_fraction < 1):
-        raise ValueError(
-            "with loss.ratio=sequence loss.top_entropy_fraction and loss.correction=mask leave out no token; use "
-            "loss.ratio=sequence_token"
-        )
-    if loss.turn_credit:
-        _check_turns(settings)
-    if loss.surrogate == "gmpo" and (masks_tokens or loss.top_entropy_fraction < 1):
-        raise ValueError(
-            "loss.surrogate=gmpo has one value for all tokens of a response, and can leave out none; leave "
-            "loss.top_entropy_fraction at 1, and use loss.correction_level=sequence"
-        )
+        remedy = "loss.correction_level=sequence alone" if loss.surrogate == "gmpo" else "loss.ratio=sequence_token"
+        what = "loss.top_entropy_fraction and loss.correction=mask leave out no token of a response with one value"
+        raise ValueError(f"{what} for all; use {remedy}")
+    if loss.turn_credit and (settings.env.dataset == "agent" or settings.env.max_turns == 1):
+        raise ValueError("loss.turn_credit is of conversations with replies; set it to 0 where there is one turn")
+    if loss.turn_credit and (loss.ratio == "sequence" or loss.surrogate == "gmpo" or loss.off_policy_bound is not None):
+        of_one = "loss.ratio=sequence, loss.surrogate=gmpo and loss.off_policy_bound, which take one for all"
+        raise ValueError(f"loss.turn_credit gives tokens advantages of their own; it can't go with {of_one}")
     if loss.surrogate == "none" and loss.off_policy_bound is not None:
         raise ValueError("loss.off_policy_bound has no effect with loss.surrogate=none; set it to null")
     if loss["normalizer"] is not None and "normalizer" not in AGGREGATE.chosen(loss).keywords:
@@ -149,20 +139,8 @@ def _check_loss(settings: Sections) -> None:
     check_loss(loss, kl_in_loss(settings))
     if loss.surrogate == "none":
         _check_distillation(settings)
-    check_advantage(
-        ADVANTAGE.chosen(loss), kl_in_reward(settings), loss.kl, settings.train.reward_clip, loss.turn_credit
-    )
-
-
-def _check_turns(settings: Sections) -> None:
-    loss, env = settings.loss, settings.env
-    if env.dataset == "agent" or env.max_turns == 1:
-        raise ValueError("loss.turn_credit is of conversations with replies; set it to 0 where there is one turn")
-    if loss.ratio == "sequence" or loss.surrogate == "gmpo" or loss.off_policy_bound is not None:
-        raise ValueError(
-            "loss.turn_credit gives a response's tokens advantages of their own; it can't go with loss.ratio=sequence, "
-            "loss.surrogate=gmpo or loss.off_policy_bound, which take one for all"
-        )
+    advantage, clip = ADVANTAGE.chosen(loss), settings.train.reward_clip
+    check_advantage(advantage, kl_in_reward(settings), loss.kl, clip, loss.turn_credit)
 
 
 def _check_distillation(settings: Sections) -> None:
@@ -183,13 +161,13 @@ def _check_reference(settings: Sections) -> None:
     reference, policy = settings.ref_model, settings.policy
     AdaptiveKL(policy.kl_coef, policy.target_kl)
     if policy.target_entropy is not None and policy.entropy_coef > policy.entropy_coef_max:
-        raise ValueError(
-            f"policy.entropy_coef={policy.entropy_coef} is above policy.entropy_coef_max; raise the latter"
-        )
-    if reference.hint is not None and ("{gold}" not in reference.hint or _writes_prompts(settings.env.dataset)):
-        raise ValueError("ref_model.hint is a text with {gold} in it, for tasks whose prompts are the task's own")
+        raise ValueError(f"policy.entropy_coef={policy.entropy_coef} is above policy.entropy_coef_max; raise that")
+    if (hint := reference.hint) is not None:
+        dataset = settings.env.dataset
+        if "{gold}" not in hint or dataset == "agent" or (is_name(dataset) and is_env(own_class(dataset))):
+            raise ValueError("ref_model.hint is a text with {gold} in it, for tasks whose prompts are the task's own")
     names, refreshed = reference_names(settings), reference.refresh != "never"
-    if (names or refreshed or reference.hint is not None) and not policy.kl_coef:
+    if (names or refreshed or hint is not None) and not policy.kl_coef:
         raise ValueError("ref_model and a task's teacher are of the KL term's reference; set policy.kl_coef")
     if teachers(settings) and (refreshed or _reference_has_devices(settings)):
         raise ValueError(f"tasks of env.mixture have teachers; leave ref_model.refresh out, and {NO_DEVICES}")
@@ -197,36 +175,21 @@ def _check_reference(settings: Sections) -> None:
         raise ValueError("with train_model.lora the policy's weights are no reference's; leave ref_model.refresh out")
     served = [name for name in names if is_url(name)]
     if reference.top and not (served and compares_full_vocabulary(settings)):
-        raise ValueError(
-            "ref_model.top is read by loss.kl=reverse, forward or jensen_shannon to a served teacher; use 0"
-        )
+        raise ValueError("ref_model.top is read by loss.kl over the full vocabulary, to a served teacher; use 0")
     if served:
-        _check_served(settings, served[0])
-    if compares_full_vocabulary(settings) and (
-        settings.train_model.parallel == "fsdp" or _reference_has_devices(settings)
-    ):
-        raise ValueError(
-            f"loss.kl={settings.loss.kl} compares both models' whole distributions on the training device; leave "
-            "ref_model.devices out, and use train_model.parallel=ddp"
-        )
-
-
-def _writes_prompts(dataset: str) -> bool:
-    return dataset == "agent" or (is_name(dataset) and is_env(own_class(dataset)))
-
-
-def _check_served(settings: Sections, url: str) -> None:
-    what = f"{url} is a served teacher"
-    if settings.sampling.temperature != 1:
-        raise ValueError(f"{what}, whose log-probabilities are of temperature 1; set sampling.temperature=1")
-    if Sampling(**settings.sampling).cuts:
-        raise ValueError(
-            f"{what}, whose log-probabilities are of the full vocabulary; leave top_p, top_k and min_p out of sampling"
-        )
-    if settings.ref_model.refresh != "never" or settings.ref_model.hint or _reference_has_devices(settings):
-        raise ValueError(f"{what}; leave ref_model.refresh, hint, num_devices and devices out")
-    if compares_full_vocabulary(settings) and not settings.ref_model.top:
-        raise ValueError(f"{what}, and loss.kl={settings.loss.kl} compares distributions; set ref_model.top=20")
+        what = f"{served[0]} is a served teacher"
+        if settings.sampling.temperature != 1:
+            raise ValueError(f"{what}, whose log-probabilities are of temperature 1; set sampling.temperature=1")
+        if Sampling(**settings.sampling).cuts:
+            raise ValueError(f"{what}, which cuts no tokens off; leave top_p, top_k and min_p out of sampling")
+        if refreshed or hint or _reference_has_devices(settings):
+            raise ValueError(f"{what}; leave ref_model.refresh, hint, num_devices and devices out")
+        if compares_full_vocabulary(settings) and not reference.top:
+            raise ValueError(f"{what}, and loss.kl={settings.loss.kl} compares distributions; set ref_model.top=20")
+    elsewhere = settings.train_model.parallel == "fsdp" or _reference_has_devices(settings)
+    if compares_full_vocabulary(settings) and elsewhere:
+        what = f"loss.kl={settings.loss.kl} compares whole distributions on one device; leave ref_model.devices out"
+        raise ValueError(f"{what}, and use train_model.parallel=ddp")
 
 
 OF_GRPO = (
@@ -256,7 +219,5 @@ def check_sft(settings: Sections) -> None:
     if count is not None and count > batch:
         raise ValueError(f"train.gradient_accumulation_steps={count}: a step has {batch} rows; use at most {batch}")
     for key, setting in declarations(settings.env.dataset, type(settings.loss)).items():
-        if not is_read(key) and (value := select(settings, key)) != setting.default:
-            raise ValueError(
-                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses; leave it out"
-            )
+        if not is_read(key) and (own := select(settings, key)) != setting.default:
+            raise ValueError(f"{key}={plain(own)} means nothing to mode=sft, which samples no responses; leave it out")

@@ -66,17 +66,11 @@ class RefModel(Section):
         None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", ge=1
     )
     devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
-    name: str | None = setting(
-        None, "its model, a folder or a hub name, or the URL of a served teacher (docs/losses.md); null: model.name"
-    )
+    name: str | None = setting(None, "folder, hub name, or URL of a served teacher (docs/losses.md); null: model.name")
     hint: str | None = setting(
-        None,
-        "text behind the prompt's last message that the reference alone reads, with the gold answer in the place of "
-        "{gold}: so informed, it teaches the policy (docs/losses.md)",
+        None, "text behind the prompt, with {gold} for the gold answer, that the reference alone reads (docs/losses.md)"
     )
-    top: int = setting(
-        0, "of a served teacher: likeliest tokens at each place, which loss.kl over the vocabulary needs", ge=0
-    )
+    top: int = setting(0, "of a served teacher: likeliest tokens at each place, for loss.kl over the vocabulary", ge=0)
     refresh: Refresh = setting(
         "never",
         "when it becomes a copy of the policy: never | steps: every refresh_steps | average: it moves a little in "
@@ -91,9 +85,7 @@ class InferenceModel(Section):
 
     num_devices: int | None = changeable(None, "devices of the engine; null: it shares the training device", ge=1)
     devices: tuple[int, ...] | None = changeable(None, "indices of the devices, instead of num_devices")
-    engine: Literal["vllm", "transformers"] = setting(
-        "vllm", "transformers samples where vLLM can't be installed; slow"
-    )
+    engine: Literal["vllm", "transformers"] = setting("vllm", "transformers: where vLLM can't be installed; slow")
     tensor_parallel_size: int | None = changeable(
         None, "GPUs of one engine; null: all inference devices, in mode=async one", ge=1
     )
@@ -124,9 +116,7 @@ class InferenceModel(Section):
     max_restarts: int = changeable(
         3, "how often an engine that dies is replaced, its groups sampled again; 0: the run stops", ge=0, mode="async"
     )
-    deadline_s: float = changeable(
-        120, "longest time in seconds of an engine's step, and of a weight update", ge=1, mode="async"
-    )
+    deadline_s: float = changeable(120, "longest step of an engine, or weight update, in seconds", ge=1, mode="async")
     transfer: Literal["shared_memory", "ipc", "nccl"] | None = changeable(
         None,
         "how weights travel; null: shared_memory on a CPU, ipc on a GPU that trains and samples, nccl between GPUs",
@@ -142,19 +132,11 @@ class InferenceModel(Section):
 class SamplingSection(Section):
     """The sampling of responses in training."""
 
-    temperature: float = setting(
-        1.0, "temperature of the sampled distribution, whose log-probs are trained on", gt=0, le=2
-    )
-    top_p: float = setting(
-        1.0, "only the likeliest tokens that have this much of the probability together are sampled; 1: all", gt=0, le=1
-    )
+    temperature: float = setting(1.0, "of the sampled distribution, whose log-probs are trained on", gt=0, le=2)
+    top_p: float = setting(1.0, "only the likeliest tokens with this much probability are sampled; 1: all", gt=0, le=1)
     top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", ge=0)
-    min_p: float = setting(
-        0.0, "only tokens of at least this share of the likeliest one's probability are sampled; 0: all", ge=0, lt=1
-    )
-    stop: tuple[str, ...] = setting(
-        (), "strings that end a response; the tokens that complete one stay in it, as they were sampled"
-    )
+    min_p: float = setting(0.0, "only tokens with this share of the top probability, or more; 0: all", ge=0, lt=1)
+    stop: tuple[str, ...] = setting((), "strings that end a response; the tokens that complete one stay in it")
     ignore_eos: bool = setting(False, "true: a response goes on behind an end of sequence")
     max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", ge=1)
 
@@ -168,9 +150,7 @@ class Train(Section):
         "instead of total_dialog_turns: the responses of so many collections of env.num_envs x env.repeats",
         ge=1,
     )
-    optim_batch_size: int = setting(
-        32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", ge=1
-    )
+    optim_batch_size: int = setting(32, "responses per optimizer step; prompts: optim_batch_size / env.repeats", ge=1)
     micro_batch_tokens: int = changeable(8192, "tokens per forward/backward (prompts once + responses)", ge=1)
     gradient_accumulation_steps: int | None = changeable(
         None, "instead of micro_batch_tokens: exactly this many micro-batches per optimizer step", ge=1
@@ -183,18 +163,12 @@ class Train(Section):
         "many as needed); 0: they stay. total_dialog_turns counts all sampled responses, so the run has fewer steps",
         ge=0,
     )
-    reward_clip: float | None = setting(
-        None, "rewards are clipped to plus and minus this before they become advantages", gt=0
-    )
+    reward_clip: float | None = setting(None, "rewards are clipped to plus and minus this, before advantages", gt=0)
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
     checkpoint_frequency: int = changeable(20, "steps between checkpoints; 0: only at the end", ge=0)
     keep_checkpoints: int = changeable(2, "number of newest checkpoints that stay; 0 keeps all", ge=0)
-    keep_final_checkpoint: bool = changeable(
-        True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
-    )
-    elastic: bool = changeable(
-        False, "true: a run of several processes goes on with as many as are there; false: with as many as before"
-    )
+    keep_final_checkpoint: bool = changeable(True, "false: a finished run keeps model/ alone, and can't be prolonged")
+    elastic: bool = changeable(False, "true: several processes go on with as many as are there; false: as before")
     lineage: bool = changeable(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
@@ -231,16 +205,11 @@ class Policy(Section):
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
     target_entropy: float | None = setting(
-        None,
-        "entropy, in nats per token, below which the bonus is in force; its weight rises by entropy_coef_delta after "
-        "each such step, and falls after others",
-        gt=0,
+        None, "entropy, in nats per token, up to which the bonus is in force, and its weight rises; else it falls", gt=0
     )
     entropy_coef_delta: float = setting(0.005, "for target_entropy: the change of the bonus's weight in a step", gt=0)
     entropy_coef_max: float = setting(1.0, "for target_entropy: largest weight of the bonus", gt=0)
-    router_replay: bool = setting(
-        False, "train a mixture with the experts that the sampler's routers chose (docs/models.md)"
-    )
+    router_replay: bool = setting(False, "train a mixture with the experts that the sampler chose (docs/models.md)")
 
 
 class MismatchSection(Section):
@@ -259,9 +228,7 @@ class Evaluate(Section):
 
     rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", ge=0)
     frequency: int = changeable(0, "steps between evaluations during training; 0: only before and after", ge=0)
-    samples: int = changeable(
-        0, "responses to each row next to the greedy one, for eval/pass@k and eval/maj@k; 0: none", ge=0
-    )
+    samples: int = changeable(0, "responses to a row next to the greedy one, for eval/pass@k and maj@k; 0: none", ge=0)
     temperature: float = changeable(1.0, "temperature of those responses", gt=0, le=2)
     tasks: tuple[Mapping[str, Any], ...] = changeable(
         (),
@@ -276,9 +243,7 @@ class Evaluate(Section):
         "0: it does not",
         ge=0,
     )
-    score: str = changeable(
-        "reward", "the score that keep_best and patience follow: reward | accuracy | pass@4 | math/accuracy | …"
-    )
+    score: str = changeable("reward", "for keep_best and patience: reward | accuracy | pass@4 | math/accuracy | …")
 
 
 class Logger(Section):
@@ -316,12 +281,8 @@ class Ray(Section):
     address: str | None = changeable(
         None, "`auto` where this machine is part of it, or host:port; null: this machine alone", mode="async"
     )
-    nodes: int | None = changeable(
-        None, "number of nodes that must be present before anything starts; null: any", ge=1, mode="async"
-    )
-    max_restarts: int = changeable(
-        3, "how often all trainers are started again when one is lost; 0: the run stops", ge=0, mode="async"
-    )
+    nodes: int | None = changeable(None, "nodes that must be present at the start; null: any", ge=1, mode="async")
+    max_restarts: int = changeable(3, "restarts of all trainers when one is lost; 0: the run stops", ge=0, mode="async")
 
 
 class Sections(Section):
@@ -346,9 +307,7 @@ class Sections(Section):
     logger: Logger = Field(default_factory=Logger)
     ray: Ray = Field(default_factory=Ray)
     loss: Loss = Field(default_factory=Loss)
-    hooks: tuple[str, ...] = setting(
-        (), "callbacks of your own: package.module:Class, made without arguments (docs/hooks.md)"
-    )
+    hooks: tuple[str, ...] = setting((), "callbacks: package.module:Class, made without arguments (docs/hooks.md)")
     resume: str | None = changeable(
         None,
         "a checkpoint file | a run folder | auto: the folder of hydra.run.dir if that is set, else the newest run of "

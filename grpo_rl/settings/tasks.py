@@ -31,9 +31,7 @@ TAKEN = ("task", "seed", "tokenizer", "max_prompt_tokens", "rows")
 class Env(Section):
     """The task, and how its prompts are sampled and its responses scored."""
 
-    dataset: str = setting(
-        REQUIRED, "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)"
-    )
+    dataset: str = setting(REQUIRED, "task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)")
     path: str | None = setting(
         None,
         "instead of the task's own data: a file, folder or pattern of JSONL, JSON, CSV, Parquet, or hf:owner/name "
@@ -54,9 +52,7 @@ class Env(Section):
     long_prompt: Literal["error", "skip"] = setting(
         "error", "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it"
     )
-    max_turns: int = setting(
-        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", ge=1
-    )
+    max_turns: int = setting(4, "the policy's turns, for tasks that reply (calculator, search_qa)", ge=1)
     score_timeout_s: float = changeable(
         60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", gt=0
     )
@@ -83,9 +79,7 @@ class Env(Section):
         "vLLM's parser of calls of tools: hermes | llama3_json | ..., or package.module:Class; null: by the chat "
         "template",
     )
-    mcp: tuple[object, ...] = setting(
-        (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
-    )
+    mcp: tuple[object, ...] = setting((), "MCP servers of tools: commands, or URLs of this machine (docs/tools.md)")
     transforms: tuple[str, ...] = setting(
         (), "TorchRL transforms around the environment: package.module:Class, made without arguments (docs/tasks.md)"
     )

@@ -101,11 +101,11 @@ def step_totals(groups: Sequence[Group], batching: MicroBatching) -> StepTotals:
 
 def _for_covariance(groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, advantage and draw of each token; draws are those of the group, however the step is split."""
-    generators = [torch.Generator().manual_seed(group.group_id) for group in groups]
+    own = [torch.rand(len(g.response_ids), generator=torch.Generator().manual_seed(g.group_id)) for g in groups]
     return (
         torch.cat([group.log_probs for group in groups]).double(),
         torch.cat([token_advantages(group) for group in groups]).double(),
-        torch.cat([torch.rand(len(g.response_ids), generator=own) for g, own in zip(groups, generators, strict=True)]),
+        torch.cat(own),
     )
 
 

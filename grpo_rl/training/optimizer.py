@@ -111,9 +111,7 @@ class PolicyOptimizer:
         self._params = [p for _, p in named]
         copies = mixed_precision and any(p.dtype != torch.float32 for p in self._params)
         if not copies and any(p.dtype == torch.float16 for p in self._params):
-            raise ValueError(
-                "fp16 weights need train.mixed_precision=true: AdamW's epsilon of 1e-8 is 0 in fp16, and 0 / 0 is NaN"
-            )
+            raise ValueError("fp16 weights need train.mixed_precision=true: AdamW's epsilon is 0 in fp16: 0 / 0 is NaN")
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
         on_cuda = ranks is None and all(p.device.type == "cuda" for p in self._params)
         self._queue = GradientQueue() if copies and on_cuda else None

@@ -53,15 +53,12 @@ class AdaptiveKL:
 
 
 class AdaptiveEntropy:
-    """The coefficient of the entropy bonus, adapted to hold the policy's entropy near a target.
+    """The coefficient of the entropy bonus, adapted to hold the entropy near a target, in nats per token.
 
     It rises by ``delta`` after each step whose entropy is at most the target, falls by as much after others, between 0
-    and ``most``, and is in force only after the former; not before the first. Source: Skywork-OR1,
-    https://arxiv.org/abs/2505.22312; TRL's ``use_adaptive_entropy``, which adapts after each optimizer step.
-
-    Args:
-        coef: the coefficient at the start.
-        target: entropy in nats per token; None keeps the coefficient constant.
+    and ``most``, and is in force only after the former; not before the first. Without a target it is not updated.
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312; TRL's ``use_adaptive_entropy``, which adapts after each
+    optimizer step.
 
     >>> entropy = AdaptiveEntropy(target=0.2)
     >>> [entropy.update(value) for value in (0.1, 0.3, 0.1)]
@@ -73,8 +70,6 @@ class AdaptiveEntropy:
 
     def update(self, entropy: float) -> float:
         """The weight of the bonus after a step of this entropy."""
-        if self.target is None:
-            return self.coef
         below = entropy <= self.target
         self.coef = min(max(self.coef + (self._delta if below else -self._delta), 0.0), self._most)
         return self.coef if below else 0.0
@@ -137,8 +132,7 @@ class Schedules:
     @property
     def coefs(self) -> dict[str, float]:
         """The current weights of the loss's terms, by their settings."""
-        own = {"entropy_coef": self._loss.entropy_coef} if self._loss else {}
-        return {"kl_coef": self._terms.kl_coef} | own
+        return {"kl_coef": self._terms.kl_coef} | ({"entropy_coef": self._loss.entropy_coef} if self._loss else {})
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Advances the schedules after a step with these metrics; returns further metrics."""

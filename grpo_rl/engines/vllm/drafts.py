@@ -104,9 +104,5 @@ class DraftMeter:
 def draft_arguments(kind: str, tokens: int) -> dict[str, Any]:
     """Further arguments of `vllm.LLM`; for ``kind`` see ``inference_model.speculative``."""
     own = {"method": "custom_class", "model": f"{Drafts.__module__}.{Drafts.__name__}"}
-    methods = {
-        "ngram": {"method": "ngram", "prompt_lookup_max": WORDS},
-        "suffix": {"method": "suffix"},
-        "responses": own,
-    }
-    return {"speculative_config": methods[kind] | {"num_speculative_tokens": tokens}}
+    more = {"ngram": {"prompt_lookup_max": WORDS}, "responses": own}.get(kind, {})
+    return {"speculative_config": {"method": kind, "num_speculative_tokens": tokens} | more}

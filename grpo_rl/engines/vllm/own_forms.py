@@ -106,9 +106,7 @@ def expert_place(model: torch.nn.Module, name: str) -> ExpertPlace | None:
         layer = None
     names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name] if layer else []
     if not match or not layer or match["projection"] not in names:
-        raise LookupError(
-            f"vLLM's {type(model).__name__} has no expert {name!r}; set inference_model.engine=transformers"
-        )
+        raise LookupError(f"vLLM's {type(model).__name__} lacks {name!r}; set inference_model.engine=transformers")
     number = layer._map_global_expert_id_to_local_expert_id(int(match["number"]))
     shared = layer.moe_config.moe_parallel_config
     return None if number < 0 else ExpertPlace(layer, number, names.index(match["projection"]), shared.tp_rank)

@@ -112,6 +112,4 @@ def _family(tokenizer: PreTrainedTokenizerBase) -> str:
     for mark, name in MARKS:
         if mark in template:
             return name
-    raise ValueError(
-        f"the chat template shows no known format of calls; set env.tool_parser: {', '.join(parser_names())}"
-    )
+    raise ValueError(f"the template shows no known format of calls; set env.tool_parser: {', '.join(parser_names())}")
