@@ -51,13 +51,17 @@ class Factor:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The project's functions by their names."""
+        return {name: function for name, (function, _) in self._registered().items()}
+
+    def _registered(self) -> dict[str, tuple[Callable[..., Any], str]]:
         _import_modules(self.name)
-        return {name: function for name, (function, _) in self._functions.items()}
+        # Whichever module was imported first.
+        return dict(sorted(self._functions.items(), key=lambda item: item[1][0].__module__))
 
     def field(self) -> tuple[Any, Any]:
         """The type and default of the setting, as pydantic takes them."""
         choices = Literal[tuple(self.functions)]  # pyrefly: ignore[invalid-literal]
-        meanings = [f"{name}: {meaning}" if meaning else name for name, (_, meaning) in self._functions.items()]
+        meanings = [f"{name}: {meaning}" if meaning else name for name, (_, meaning) in self._registered().items()]
         about = " | ".join([*meanings, "package.module:function: your own (docs/losses.md)"])
         return Annotated[choices | Named, _OR_A_FUNCTION], Field(self.default, description=about)
 
