@@ -1,5 +1,6 @@
 """Credit within conversations, by turns of a group that follow the same reply. Letters: G responses, R tokens."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby, pairwise
@@ -12,15 +13,20 @@ from torch import Tensor
 from grpo_rl.data.group import Group
 from grpo_rl.losses.advantage import group_advantages
 
+_TURN = re.compile(r"(?:^|/)turn_(\d+)$")
+"""A measure that is a turn's reward; in a mixture its task's name is before it."""
+
 
 def turn_advantages(
     group: Group, rewards: Float[Tensor, " G"], discount: float, kind: Callable[..., Any] | str = "zscore"
 ) -> Float[Tensor, " R"]:
     r"""Advantage of each turn's tokens among all turns of the group behind the same reply; 0 where there is no other.
 
-    A turn's return is the response's reward times $\gamma^n$ with n turns to come. The first turns, behind the prompt,
-    are compared with one another. Source: GiGPO, https://arxiv.org/abs/2505.10978, eq. 6 to 8, whose anchor states are
-    the replies here.
+    A turn's return is its reward, and those of the turns to come times $\gamma$ for each turn until then. The last turn
+    has the response's reward and the others none, unless the task gives the rewards of turns, as the measures
+    ``turn_0``, ``turn_1`` and so on. The first turns, behind the prompt, are compared with one another.
+
+    Source: GiGPO, https://arxiv.org/abs/2505.10978, eq. 6 to 8, whose anchor states are the replies here.
 
     Args:
         discount: gamma.
@@ -37,7 +43,8 @@ def turn_advantages(
     tensor([ 0.2500,  0.0000,  0.5000, -0.2500,  0.0000, -0.5000])
     """
     states: dict[tuple[int, ...], list[tuple[slice, float]]] = defaultdict(list)
-    for (start, end), reward in zip(pairwise(group.offsets.tolist()), rewards.tolist(), strict=True):
+    given = {int(found[1]): values for name, values in group.measures.items() if (found := _TURN.search(name))}
+    for g, (start, end) in enumerate(pairwise(group.offsets.tolist())):
         chosen, ids = group.trainable[start:end].tolist(), group.response_ids[start:end].tolist()
         turns: list[tuple[tuple[int, ...], slice]] = []
         reply: tuple[int, ...] = ()
@@ -47,8 +54,10 @@ def turn_advantages(
                 turns.append((reply, slice(start + places[0], start + places[-1] + 1)))
             else:
                 reply = tuple(ids[place] for place in places)
-        for to_come, (state, span) in enumerate(reversed(turns)):
-            states[state].append((span, reward * discount**to_come))
+        value = 0.0 if given else float(rewards[g]) / discount
+        for i, (state, span) in reversed([*enumerate(turns)]):
+            value = discount * value + (float(given[i][g].nan_to_num()) if i in given else 0.0)
+            states[state].append((span, value))
     advantages = torch.zeros(len(group.response_ids))
     for turns_of_state in states.values():
         if len(turns_of_state) > 1:

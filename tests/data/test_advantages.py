@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.turns import turn_advantages
 from grpo_rl.losses.advantage import batch_advantages, group_advantages
 from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import training_tensordict
@@ -178,5 +179,9 @@ def test_credit_by_turn_is_added_to_the_responses_and_reaches_the_tokens_that_ar
     tokens = training_tensordict([found], torch.ones(9), torch.zeros(9), torch.zeros(9))
     torch.testing.assert_close(tokens["advantage"], expected)
     assert torch.equal(found.with_only([2]).token_advantages, found.token_advantages[6:])
+    # Rewards of the turns instead: returns 0 + 2/2, 4 + 0, 0 + 0 of the first turns, 2 and 0 of the second.
+    of_turns = {"a/turn_0": torch.tensor([0.0, 4.0, math.nan]), "a/turn_1": torch.tensor([2.0, math.nan, 0.0])}
+    given = turn_advantages(replace(group, measures=of_turns), group.rewards, 0.5, "no_std")
+    torch.testing.assert_close(given, torch.tensor([-2 / 3, 0, 1, 7 / 3, 0, 0, -5 / 3, 0, -1]))
     with pytest.raises(ValueError, match="loss.turn_credit"):
         AdvantageEstimator("batch_std", turn_credit=1.0)
