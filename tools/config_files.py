@@ -1,4 +1,4 @@
-"""Writes `config/` as the settings are declared: `python tools/config_files.py`.
+"""Writes `config/` as the settings are declared, and the README's table of losses: `python tools/config_files.py`.
 
 The settings that all tasks share, with defaults and comments, are `config/grpo.yaml`; of the other files the comments.
 """
@@ -88,8 +88,26 @@ def entry(start: str, comment: str, column: int = COLUMN) -> list[str]:
     return [f"{start}# {first[len(start) :]}", *(f"{margin}# {line[column:]}" for line in more)]
 
 
+def table_of_losses() -> str:
+    """A row for each preset of `config/loss/`: its factors, the settings that differ from GRPO's, its source."""
+    base = yaml.safe_load((FOLDER / "loss" / "grpo.yaml").read_text())
+    rows = ["| `loss` | surrogate | mean | advantage | differs by | source |", "| --- | --- | --- | --- | --- | --- |"]
+    for path in sorted((FOLDER / "loss").glob("*.yaml"), key=lambda path: (path.stem != "grpo", path.stem)):
+        text = path.read_text()
+        loss = base | yaml.safe_load(text)
+        factors = [f"`{loss[name]}`" for name in ("surrogate", "aggregate", "advantage")]
+        shown = ("defaults", "surrogate", "aggregate", "advantage")
+        others = [
+            f"`{name}={written(value)}`" for name, value in loss.items() if name not in shown and value != base[name]
+        ]
+        source = re.match(r"# ([^,(:]+)[^(]*\((https://[^,;)]+)", text)
+        link = f"[{source[1].strip()}]({source[2]})" if source else re.match(r"# ([^.:]+)", text)[1]
+        rows.append(f"| `{path.stem}` | {' | '.join(factors)} | {' '.join(others)} | {link} |")
+    return "\n".join(rows)
+
+
 def files() -> dict[Path, str]:
-    """The files of `config/` with settings, and their texts."""
+    """The files of `config/` with settings and the README, and their texts."""
     path = FOLDER / "grpo.yaml"
     texts, known = {path: shared_settings(path.read_text())}, {"loss/grpo": (declarations("gsm8k"), "loss.")}
     for task in TASKS:
@@ -98,6 +116,8 @@ def files() -> dict[Path, str]:
     for name, (settings, prefix) in known.items():
         path = FOLDER / f"{name}.yaml"
         texts[path] = with_comments(path.read_text(), settings, prefix)
+    readme = FOLDER.parent / "README.md"
+    texts[readme] = re.sub(r"\| `loss` \|(.*\n\|)*.*", lambda _: table_of_losses(), readme.read_text())
     return texts
 
 

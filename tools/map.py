@@ -1,9 +1,16 @@
-"""Writes docs/map.md, the map of files, from the sentences in the folders' `__init__.py`: `python tools/map.py`."""
+"""Writes docs/map.md, from the sentences in the folders' `__init__.py`, and llms.txt, the docs' list of pages.
+
+`python tools/map.py` writes both; the form of the latter is https://llmstxt.org's.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import runpy
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# Map
@@ -76,5 +83,25 @@ def page() -> str:
     return "\n".join([*lines, "", imported, ""])
 
 
+def llms() -> str:
+    """The docs' pages by section, each with its first sentence, as mkdocs.yml lists them."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    elsewhere = {page: source for source, page in runpy.run_path(str(ROOT / "tools" / "site.py"))["ELSEWHERE"].items()}
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    lines.append("- [README](README.md)\n- [AGENTS](AGENTS.md): commands and rules for an assistant in this repository")
+    for section, pages in (item for entry in config["nav"] for item in entry.items()):
+        if isinstance(pages, str):
+            continue  # the home page
+        lines += ["", f"## {section}", ""]
+        for name in pages:
+            source = elsewhere.get(name, f"docs/{name}")
+            title, *rest = re.split(r"\n+", (ROOT / source).read_text().strip(), maxsplit=1)
+            begins = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join("".join(rest).split("\n\n")[0].split()))
+            first = re.match(r"(?!```)[A-Z`].*?\.(?= |$)", begins)
+            lines.append(f"- [{title.removeprefix('# ')}]({source})" + (f": {first[0]}" if first else ""))
+    return "\n".join([*lines, ""])
+
+
 if __name__ == "__main__":
+    (ROOT / "llms.txt").write_text(llms())
     (ROOT / "docs" / "map.md").write_text(page())
