@@ -177,11 +177,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def record_decays() -> None:
-    """Has each Mamba layer that vLLM builds from now on in this process keep the logarithms that it is given.
-
-    They are also counted once: vLLM 0.32 copies them twice, takes a reloaded layer for complete before its last weight
-    has come, and drops that one.
-    """
+    """Has each Mamba layer that vLLM builds from now on in this process keep the logarithms that it is given."""
 
     def composed(loader: Callable[..., None], fn: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def load_and_keep(param: Tensor, loaded_weight: Tensor) -> None:  # vLLM passes them by name
