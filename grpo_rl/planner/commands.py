@@ -61,11 +61,9 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.planner.batches import plan_batches
 
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
-    from rich.console import Console
+    from grpo_rl.planner.drawing import picture, show
 
-    from grpo_rl.planner.drawing import picture
-
-    Console(highlight=False).print(picture(plan, _title("batches", options, overrides)))
+    show(picture(plan, _title("batches", options, overrides)))
     return int(bool(plan.errors))
 
 
@@ -86,9 +84,8 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
     import torch
-    from rich.console import Console
 
-    from grpo_rl.planner.drawing import plan_view
+    from grpo_rl.planner.drawing import plan_view, show
     from grpo_rl.planner.plan import best_overlapped, make_plan, remedies, with_devices
     from grpo_rl.planner.scenario import Scenario, config_source
     from grpo_rl.policies.loading import skeleton
@@ -98,5 +95,5 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
     plan, best = make_plan(scenario), None if chosen else best_overlapped(scenario)
     title = _title("plan", options, overrides)
-    Console(highlight=False).print(plan_view(plan, title, remedies(plan), best, chosen))
+    show(plan_view(plan, title, remedies(plan), best, chosen))
     return int(not plan.fits or bool(plan.refused))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
 from rich.table import Column, Table
 from rich.text import Text
@@ -168,6 +168,12 @@ def _roles(plan: BatchPlan) -> dict[str, str]:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def show(view: RenderableType) -> None:
+    """Prints a view; in a pipe its lines are as long as they are."""
+    console = Console(highlight=False)
+    console.print(view, soft_wrap=not console.is_terminal)
 
 
 def plan_view(
