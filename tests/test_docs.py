@@ -29,7 +29,7 @@ from grpo_rl.testing import save_tiny_model
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "sota/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "sota/README.md")),
     *(page for page in sorted(DOCS.glob("*.md")) if page.name != "log.md"),  # which tells of what was there once
 ]
 FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
@@ -167,6 +167,10 @@ def test_every_promise_of_the_page_on_security_names_a_test_that_exists():
 def test_the_readme_is_short_and_its_table_names_every_loss():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 90
+    blocks = [
+        re.search(r"```python\n(.*?)```", page, re.DOTALL)[1] for page in (text, (DOCS / "from_python.md").read_text())
+    ]
+    assert blocks[0] == blocks[1], "the latter is run"
     assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} <= set(re.findall(r"`([a-z_]+)`", text))
 
 

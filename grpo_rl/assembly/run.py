@@ -93,6 +93,8 @@ def build_run(
         tokenizer = load_tokenizer(model, settings.model)
         check_written(model, tokenizer)
         env = make_env(settings, tokenizer)
+        if settings.loss.turn_credit and env.max_turns == 1:
+            raise ValueError(f"loss.turn_credit: {settings.env.dataset} has conversations of one turn; set it to 0")
         rows, others = eval_rows(settings, env), eval_tasks(settings, tokenizer, env)
         agents = sync.make_agents(settings, tokenizer)
         transformed = with_transforms(env, settings.env.transforms)

@@ -85,7 +85,7 @@ class AdvantageEstimator:
 
     def _with_turns(self, group: Group) -> Group:
         assert group.advantages is not None
-        if not group.advantages.any():  # it takes no part in the step
+        if not group.advantages.any():
             return group
         rewards = self._penalised_rewards([group])[0][_sessions(group)[1]]
         turns = turn_advantages(group, rewards, self._turn_discount, self._function)

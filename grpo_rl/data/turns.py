@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_rl.data.group import Group
 from grpo_rl.losses.advantage import group_advantages
 
-_TURN = re.compile(r"(?:^|/)turn_(\d+)$")
+_TURN = re.compile(r"(?:^|/)turn_reward_(\d+)$")
 """A measure that is a turn's reward; in a mixture its task's name is before it."""
 
 
@@ -24,7 +24,7 @@ def turn_advantages(
 
     A turn's return is its reward, and those of the turns to come times $\gamma$ for each turn until then. The last turn
     has the response's reward and the others none, unless the task gives the rewards of turns, as the measures
-    ``turn_0``, ``turn_1`` and so on. The first turns, behind the prompt, are compared with one another.
+    ``turn_reward_0``, ``turn_reward_1`` and so on. The first turns, behind the prompt, are compared with one another.
 
     Source: GiGPO, https://arxiv.org/abs/2505.10978, eq. 6 to 8, whose anchor states are the replies here.
 

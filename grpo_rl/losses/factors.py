@@ -177,11 +177,13 @@ class Loss(Section):
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
     )
     correction: Any = CORRECTION.default
-    correction_level: Level = setting("token", "rho of each token | sequence: its response's product | geometric: mean")
+    correction_level: Level = setting(
+        "token", "rho of each token | sequence: product over its response | geometric: their geometric mean"
+    )
     aggregate: Any = AGGREGATE.default
     off_policy_bound: float | None = setting(
         None,
-        "OPSM: mean KL to the sampler, in nats, above which responses with a negative advantage are left out",
+        "OPSM: nats per token of KL to the sampler, above which a response with a negative advantage is left out",
         gt=0,
     )
     covariance_low: float = setting(1.0, "for surrogate=clip_cov: least covariance of the tokens that are drawn")
@@ -190,7 +192,7 @@ class Loss(Section):
     top_entropy_fraction: float = setting(1.0, "share of tokens of highest entropy in the policy gradient", gt=0, le=1)
     advantage: Any = ADVANTAGE.default
     advantage_clip: float | None = setting(None, "largest advantage either way", gt=0)
-    turn_credit: float = setting(0.0, "weight of a turn's advantage among the group's behind the same reply", ge=0)
+    turn_credit: float = setting(0.0, "weight of a turn's own advantage, which is added; 0: none", ge=0)
     turn_discount: float = setting(0.95, "for turn_credit: factor of the reward for each turn to come", gt=0, le=1)
 
     def __reduce__(self) -> tuple[Any, ...]:  # its class is made, and no module has it

@@ -22,7 +22,7 @@ OF_GROUP = {
 }
 """Columns, and the group's entries that they hold."""
 OF_RESPONSES = ("offsets", "rewards", "truncated", "advantages", "sessions")
-"""The group's entries that the metadata holds, next to ``reward_parts``."""
+"""The group's entries that the metadata holds, next to ``reward_parts`` and ``measures``."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def _group(known: dict[str, Any], tokens: pa.Table) -> Group:
         versions=_tensor(tokens["policy_version"]).long(),
         trainable=_tensor(tokens["trainable"]),
         reward_parts={name: torch.tensor(part) for name, part in known["reward_parts"].items()},
+        measures={name: torch.tensor(values) for name, values in known.get("measures", {}).items()},
         **values,
         **{name: None if value is None else torch.tensor(value) for name, value in of_responses.items()},
     )

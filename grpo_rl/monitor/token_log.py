@@ -151,7 +151,8 @@ def _about(group: Group) -> dict[str, Any]:
     values = {name: getattr(group, name) for name in OF_RESPONSES}
     about = {name: None if value is None else value.tolist() for name, value in values.items()}
     parts = {name: part.tolist() for name, part in group.reward_parts.items()}
-    return {"group_id": group.group_id, "row": group.row, "reward_parts": parts, **about}
+    measures = {name: values.tolist() for name, values in group.measures.items()}
+    return {"group_id": group.group_id, "row": group.row, "reward_parts": parts, "measures": measures, **about}
 
 
 def _rows(

@@ -215,7 +215,7 @@ def plan_view(
                 few = f"No more than {scenario.most_ranks} can train, as a step has so many groups of responses; "
                 parts.append(Text(f"{few}for more: env.num_envs, and with it train.optim_batch_size."))
             overrides = advice.get(role.name, ())
-            parts.append(Text("Would fit, with any one line:" if overrides else "No single setting or pair of them makes it fit."))
+            parts.append(Text("Would fit, with any one line:" if overrides else "No setting or pair makes it fit."))
             parts += [Text(f"  {override}") for override in overrides]
     if plan.fits:
         parts.append(Text("Fits.", style="bold green"))

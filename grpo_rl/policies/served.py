@@ -123,7 +123,7 @@ class ServedTeacher(Reference):
 
     def _row(self, row: Any, own: int) -> tuple[float, list[tuple[int, float]]]:
         """The log-probability of the token itself, and the likeliest tokens that came with it."""
-        found = {int(token): entry["logprob"] for token, entry in row.items()}
+        found = {int(token): entry["logprob"] for token, entry in row.items() if token.isdecimal()}
         if not all(type(value) in (int, float) and LEAST <= value < 1e-3 for value in found.values()):
             raise ValueError(f"a log-probability is no number from {LEAST:g} to 0")
         text, ours = row[str(own)].get("decoded_token"), str(self._tokenizer.decode([own]))

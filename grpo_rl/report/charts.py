@@ -137,7 +137,7 @@ STEPS = [
           "The tokens of the busiest expert over the mean of its layer.", 0),
     Chart("Work", "Groups", {"groups/*": "*", "sample/filtered_groups": "filtered out"},
           "Groups by what became of them in the step; open: begun and not yet trained on.", 0),
-    Chart("Work", "Drafts kept", {"drafts/accepted_fraction": "so far"},
+    Chart("Work", "Drafts kept", {"drafts/accepted_fraction": "since the start"},
           "Of the drafted tokens, those that the policy sampled (inference_model.speculative).", 0, percent=True),
     Chart("Work", "Updates of a step",
           {"train/optimizer_steps": "optimizer steps", "train/micro_batches": "micro-batches"},

@@ -127,8 +127,8 @@ def _check_loss(settings: Sections) -> None:
         remedy = "loss.correction_level=sequence alone" if loss.surrogate == "gmpo" else "loss.ratio=sequence_token"
         what = "loss.top_entropy_fraction and loss.correction=mask leave out no token of a response with one value"
         raise ValueError(f"{what} for all; use {remedy}")
-    if loss.turn_credit and (settings.env.dataset == "agent" or settings.env.max_turns == 1):
-        raise ValueError("loss.turn_credit is of conversations with replies; set it to 0 where there is one turn")
+    if loss.turn_credit and settings.env.dataset == "agent":
+        raise ValueError("loss.turn_credit is of conversations that the environment leads; set it to 0 for agents")
     if loss.turn_credit and (loss.ratio == "sequence" or loss.surrogate == "gmpo" or loss.off_policy_bound is not None):
         of_one = "loss.ratio=sequence, loss.surrogate=gmpo and loss.off_policy_bound, which take one for all"
         raise ValueError(f"loss.turn_credit gives tokens advantages of their own; it can't go with {of_one}")

@@ -105,10 +105,10 @@ class InferenceModel(Section):
     enforce_eager: bool | None = setting(
         None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
     )
-    speculative: Literal["ngram", "suffix", "responses"] | None = setting(
+    speculative: Literal["ngram", "responses"] | None = setting(
         None,
-        "drafts of the next tokens, checked in one forward: ngram, from the response's own words; suffix, from its and "
-        "others' (needs arctic-inference); responses, what others went on with; null: none (docs/loop.md)",
+        "drafts of the next tokens, checked in one forward: ngram, what followed the same tokens in the response; "
+        "responses, what followed them in others; null: none (docs/loop.md)",
         mode="sync",
     )
     draft_tokens: int = setting(4, "for speculative: longest draft, in tokens", ge=1, le=16)
@@ -132,7 +132,7 @@ class InferenceModel(Section):
 class SamplingSection(Section):
     """The sampling of responses in training."""
 
-    temperature: float = setting(1.0, "of the sampled distribution, whose log-probs are trained on", gt=0, le=2)
+    temperature: float = setting(1.0, "temperature of sampling, and of the trained log-probs", gt=0, le=2)
     top_p: float = setting(1.0, "only the likeliest tokens with this much probability are sampled; 1: all", gt=0, le=1)
     top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", ge=0)
     min_p: float = setting(0.0, "only tokens with this share of the top probability, or more; 0: all", ge=0, lt=1)

@@ -180,7 +180,10 @@ def test_credit_by_turn_is_added_to_the_responses_and_reaches_the_tokens_that_ar
     torch.testing.assert_close(tokens["advantage"], expected)
     assert torch.equal(found.with_only([2]).token_advantages, found.token_advantages[6:])
     # Rewards of the turns instead: returns 0 + 2/2, 4 + 0, 0 + 0 of the first turns, 2 and 0 of the second.
-    of_turns = {"a/turn_0": torch.tensor([0.0, 4.0, math.nan]), "a/turn_1": torch.tensor([2.0, math.nan, 0.0])}
+    of_turns = {
+        "a/turn_reward_0": torch.tensor([0.0, 4.0, math.nan]),
+        "a/turn_reward_1": torch.tensor([2.0, math.nan, 0.0]),
+    }
     given = turn_advantages(replace(group, measures=of_turns), group.rewards, 0.5, "no_std")
     torch.testing.assert_close(given, torch.tensor([-2 / 3, 0, 1, 7 / 3, 0, 0, -5 / 3, 0, -1]))
     with pytest.raises(ValueError, match="loss.turn_credit"):

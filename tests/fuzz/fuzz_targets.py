@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import canaries
@@ -22,6 +23,7 @@ import yaml
 from fuzz_inputs import CORPUS, as_bytes
 
 import grpo_rl
+from grpo_rl.envs.rewards.json_client import EndpointError
 
 CHEAP_S, DEAR_S = 2.0, 10.0
 """CPU seconds that one call may take. Most take milliseconds; the square of a long text's length takes minutes."""
@@ -449,6 +451,29 @@ def _is_request(result: Any) -> None:
     assert len(told) == len(request.messages) + 1 and request.n >= 1
 
 
+def _teacher(text: str) -> Any:
+    from grpo_rl.policies.served import ServedTeacher
+
+    def ask(*_: Any) -> Any:
+        try:
+            return json.loads(text)
+        except RecursionError as error:  # as the client does
+            raise ValueError("too deep") from error
+
+    teacher = object.__new__(ServedTeacher)
+    teacher._client = SimpleNamespace(ask=ask, url="", without_key=str)
+    teacher._name, teacher._vocabulary, teacher._top = "", 256, 2
+    teacher._tokenizer = SimpleNamespace(decode=lambda ids: "a")
+    return teacher._scored(((1,), (5,)))
+
+
+def _is_scored(result: Any) -> None:
+    own, ids, log_probs = result
+    assert (
+        own.shape == (1,) and ids.shape == log_probs.shape == (1, 2) and own.isfinite() and log_probs.isfinite().all()
+    )
+
+
 TARGETS = [
     Target("calculate", _as_is, _calculate, _corpus("calculate"), _short_text, error=None),
     Target("judge verdicts", _as_is, lambda text: _verdict(text, 0, 10), _corpus("judge verdicts"), _in_range),
@@ -462,6 +487,7 @@ TARGETS = [
            examples=60, watched=False, clock=time.monotonic),
     Target("chat", _as_is, _in_chat, _corpus("responses"), error=None),
     Target("chat templates", _soon_read, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
+    Target("teachers", _as_is, _teacher, _corpus("teachers"), _is_scored, error=EndpointError, examples=60),
     Target("agent requests", lambda text, _: text.encode(errors="replace"), _agents_request,
            _corpus("agent requests"), _is_request, examples=60),
     *(

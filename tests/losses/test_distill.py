@@ -1,13 +1,16 @@
 """Distillation: the KL to a teacher on the policy's own tokens is the whole loss."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 from tensordict import TensorDict
 
-from grpo_rl.assembly.training import make_loss, with_hint
+from grpo_rl.assembly.training import make_loss, make_reference, with_hint
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.ifeval.task import IFEval
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
@@ -23,6 +26,13 @@ def test_the_reference_that_is_given_a_hint_reads_the_gold_answer_behind_the_que
     read, plain = tokenizer.decode(hinted.prompt_ids), tokenizer.decode(prompt)
     assert read == plain.replace("2 + 3?", "2 + 3?\n\nThe answer is 5.") and read != plain
     assert torch.equal(hinted.response_ids, group.response_ids)
+
+
+def test_a_hint_is_refused_where_no_row_has_a_gold_answer():
+    settings = Settings.read(compose_config("grpo_ifeval", [*TEACHER, "ref_model.hint='is {gold}'"]))
+    env = SimpleNamespace(task=IFEval([]))
+    with pytest.raises(ValueError, match="no row of ifeval has one"):
+        make_reference(settings, None, None, None, env)
 
 
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():

@@ -354,6 +354,9 @@ def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned():
         deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=2, n_routed_experts=8))
     with pytest.raises(NotPlannedError, match="kv_lora_rank"):
         Shape.of(deepseek)
+    whole = Settings.read(compose_config("grpo_gsm8k", ["mode=sync", "policy.kl_coef=0.1", "loss.kl=reverse"]))
+    with pytest.raises(NotPlannedError, match="loss.kl=reverse holds whole distributions"):
+        Scenario(whole, deepseek, Cluster.parse("1xH100")).shape  # noqa: B018
     model = mixture(num_hidden_layers=2)
     vars(model.config)["num_experts_per_tok"] = None
     with pytest.raises(NotPlannedError, match="how many experts a token visits"):

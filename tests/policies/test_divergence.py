@@ -144,10 +144,11 @@ REFUSED = [
     (["env.mixture={gsm8k: {weight: 1, teacher: a/b}, math: 1}"], "env.mixture.math has no teacher"),
     (["loss=maxrl", "loss.kl_in=reward", "loss.kl=k1"], "takes no negative rewards"),
     (["loss=clip_cov", "loss.covariance_low=5"], "no token is between"),
-    (["loss.turn_credit=1", "env.max_turns=1"], "turn_credit is of conversations"),
     (["loss.turn_credit=1", "loss=gspo"], "can't go with loss.ratio=sequence"),
     (["loss.turn_credit=1", "loss=gpg"], "none of each group by itself"),
     (["inference_model.speculative=ngram", "sampling.top_p=0.9"], "leave top_p, top_k and min_p out"),
+    (["inference_model.speculative=ngram", "inference_model.engine=transformers"], "needs inference_model.engine=vllm"),
+    (["policy.target_entropy=0.5", "policy.entropy_coef=1.5"], "entropy_coef_max"),
 ]
 
 

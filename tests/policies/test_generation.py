@@ -72,6 +72,8 @@ def test_values_of_the_chat_templates_variables_hold_in_all_prompts_and_in_the_s
     )
     with pytest.raises(ValueError, match=r"model\.chat_template_kwargs: .* has no variable thinking"):
         load_tokenizer(model, {"chat_template": QWEN3, "chat_template_kwargs": {"thinking": False}})
+    with pytest.raises(ValueError, match="the chat template can't be read"):
+        load_tokenizer(model, {"chat_template": "{% if %}", "chat_template_kwargs": {"thinking": False}})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ def test_another_config_is_refused_with_the_keys_that_differ():
     check_config(saved, saved | {"resume": "auto"})
     with pytest.raises(ValueError, match=r"evaluate\.rows"):
         check_config({"evaluate": {"rows": 8}}, {"evaluate": {"rows": 9}})
+    served = [{"ref_model": {"name": name}} for name in ("http://a:1/v1", "http://b:2/v1", "org/model")]
+    check_config(*served[:2])
+    with pytest.raises(ValueError, match=r"ref_model\.name"):
+        check_config(*served[1:])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.sampling import batch_tokens
-from grpo_rl.engines.vllm.cpu import cpu_arguments
+from grpo_rl.engines.vllm.cpu import cpu_arguments, has_states
 from grpo_rl.engines.vllm.drafts import draft_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.sampling import sampling_params
@@ -121,6 +121,8 @@ class VLLMBase:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
         self._has_drafts = speculative is not None
         if speculative is not None:
+            if self._can_free or not self._is_one_worker or has_states(model):
+                raise ValueError("inference_model.speculative is for CPUs, one worker, attention alone; set it to null")
             self._arguments |= draft_arguments(speculative, draft_tokens)
         if adapter_rank:
             self._arguments |= adapter_arguments(adapter_rank, adapter_targets, self.dtype, self._can_free)

@@ -56,7 +56,7 @@ def cpu_arguments(
     offer_norms()
     blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     longest = blocks * BLOCK * _token_bytes(model, dtype, tensor_parallel_size)
-    if _has_states(model):
+    if has_states(model):
         longest = CACHE_BYTES  # vLLM makes a block as large as a layer's state
     return {
         "block_size": BLOCK,
@@ -66,7 +66,7 @@ def cpu_arguments(
     }
 
 
-def _has_states(model: str | Path) -> bool:
+def has_states(model: str | Path) -> bool:
     layers = getattr(AutoConfig.from_pretrained(model).get_text_config(), "layer_types", None) or ()
     return any(not layer.endswith("attention") or layer.startswith("linear") for layer in layers)
 

@@ -3,20 +3,21 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 
-WORDS = 4
-"""Tokens after which a continuation is looked up."""
-MOST = 1_000_000
-"""Continuations that are remembered; the oldest are forgotten."""
+CONTEXT = 4
+"""Tokens behind which a continuation is looked up."""
+MOST_CONTINUATIONS = 200_000
+"""Continuations that are remembered, in about 60 MB; the oldest are forgotten."""
+ENOUGH = 1_000
+"""Drafted tokens from which on the share that was kept counts."""
 
 
 class Drafts:
-    """vLLM's proposer of drafts: what the group's other responses, and earlier ones, have said behind the last words.
+    """vLLM's proposer of drafts: what other responses, of the group and earlier, went on with.
 
     Drafts change no distribution: vLLM keeps of them what the policy would have sampled (speculative decoding,
     https://arxiv.org/abs/2302.01318), with the policy's own log-probabilities.
@@ -39,42 +40,43 @@ class Drafts:
             if not len(new):
                 continue
             end = int(num_tokens_no_spec[i])
-            tail = np.asarray(token_ids_cpu[i, max(0, end - len(new) - WORDS) : end]).tolist()
-            for at in range(WORDS, len(tail)):
-                words = tuple(tail[at - WORDS : at])
-                self._next[words] = tail[at]
-                self._next.move_to_end(words)
-            drafts[i] = self._continued(tuple(tail[-WORDS:]))
-        while len(self._next) > MOST:
+            tail = np.asarray(token_ids_cpu[i, max(0, end - len(new) - CONTEXT) : end]).tolist()
+            for at in range(CONTEXT, len(tail)):
+                before = tuple(tail[at - CONTEXT : at])
+                self._next[before] = tail[at]
+                self._next.move_to_end(before)
+            drafts[i] = self._continued(tuple(tail[-CONTEXT:]))
+        while len(self._next) > MOST_CONTINUATIONS:
             self._next.popitem(last=False)
         return drafts
 
-    def _continued(self, words: tuple[int, ...]) -> list[int]:
+    def _continued(self, before: tuple[int, ...]) -> list[int]:
         draft: list[int] = []
-        while len(draft) < self._length and (token := self._next.get(words)) is not None:
+        while len(draft) < self._length and (token := self._next.get(before)) is not None:
             draft.append(token)
-            words = (*words[1:], token)
+            before = (*before[1:], token)
         return draft
 
 
 class DraftMeter:
     """Counts vLLM's drafts and what was kept of them, and has none made where they don't pay.
 
-    They pay while a forward of full drafts takes less time than its sequences would take one token at a time, if half
-    of each draft is kept; up to how many sequences that holds is measured here, by forwards without attention.
+    They pay while a forward of full drafts takes less time than its sequences would take one token at a time. The times
+    are measured here, by forwards without attention, for powers of two of sequences; of a draft half is taken to be
+    kept, and from :data:`ENOUGH` drafted tokens on what was kept.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.drafted, self.kept = runner, 0, 0
         self._propose, runner.propose_draft_token_ids = runner.propose_draft_token_ids, self.propose
-        length = runner.speculative_config.num_speculative_tokens
-        most = min(runner.max_num_reqs, runner.max_num_tokens // (length + 1))
-
-        def pays(live: int) -> bool:
-            return self._forward_s(live * (length + 1)) < (1 + length / 2) * self._forward_s(live)
-
-        self.most_live = max(takewhile(pays, (2**i for i in range(most.bit_length()))), default=0)
-        """The most sequences for which drafts are made, a power of two."""
+        self._length = runner.speculative_config.num_speculative_tokens
+        most = min(runner.max_num_reqs, runner.max_num_tokens // (self._length + 1))
+        self._times = {}
+        """By the number of sequences, the time with full drafts over that without."""
+        for live in (2**i for i in range(most.bit_length())):
+            self._times[live] = self._forward_s(live * (self._length + 1)) / self._forward_s(live)
+            if self._times[live] >= 1 + self._length:
+                break
 
     def _forward_s(self, tokens: int) -> float:
         def once() -> float:
@@ -84,6 +86,12 @@ class DraftMeter:
             return time.perf_counter() - start
 
         return min(once() for _ in range(3))
+
+    @property
+    def most_live(self) -> int:
+        """The most sequences for which drafts pay."""
+        kept = self.kept / self.drafted if self.drafted >= ENOUGH else 0.5
+        return max((live for live, times in self._times.items() if times < 1 + kept * self._length), default=0)
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *arguments: Any) -> list[list[int]]:
         """vLLM's drafts for the sequences that have just got tokens, or none."""
@@ -96,7 +104,7 @@ class DraftMeter:
         return drafts
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, by the names of a step's metrics."""
+        """Counts since the engine's start, by the names of a step's metrics."""
         kept = self.kept / self.drafted if self.drafted else 0.0
         return {"drafts/tokens": self.drafted, "drafts/accepted_fraction": kept, "drafts/most_live": self.most_live}
 
@@ -104,5 +112,5 @@ class DraftMeter:
 def draft_arguments(kind: str, tokens: int) -> dict[str, Any]:
     """Further arguments of `vllm.LLM`; for ``kind`` see ``inference_model.speculative``."""
     own = {"method": "custom_class", "model": f"{Drafts.__module__}.{Drafts.__name__}"}
-    more = {"ngram": {"prompt_lookup_max": WORDS}, "responses": own}.get(kind, {})
+    more = own if kind == "responses" else {"prompt_lookup_max": CONTEXT}
     return {"speculative_config": {"method": kind, "num_speculative_tokens": tokens} | more}

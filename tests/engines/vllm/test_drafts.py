@@ -8,15 +8,17 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
+from grpo_rl.assembly.sync import vllm_options
 from grpo_rl.engines.base import Sampling
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
+from tests.engines.test_contract import draft_always
+from tests.engines.vllm.test_hybrids import MODELS, save
 
 pytest.importorskip("vllm")
 TEMPERATURE = 0.05
 """So that the tiny model, whose weights are random, prefers some words."""
-
-
-def draft_always(worker):
-    worker._drafts.most_live = 10**9
 
 
 NIGHTLY = [pytest.param(kind, 20_000, marks=pytest.mark.nightly) for kind in (None, "ngram", "responses")]
@@ -33,7 +35,7 @@ def test_first_second_and_tenth_tokens_have_the_models_distribution(tiny_model, 
             engine._llm.collective_rpc(draft_always)
         (samples,) = engine.generate([prompt], count, sampling)
         metrics = engine.metrics()
-    if kind == "responses":
+    if kind:
         assert metrics["drafts/tokens"] > count and 0.1 < metrics["drafts/accepted_fraction"] < 1
 
     responses = samples.response_ids.view(count, length)
@@ -56,7 +58,7 @@ def test_first_second_and_tenth_tokens_have_the_models_distribution(tiny_model, 
 def test_drafts_are_made_up_to_the_number_of_sequences_for_which_they_pay(monkeypatch):
     from grpo_rl.engines.vllm import drafts
 
-    # A forward takes as long as 30 tokens, and longer with each: with drafts of 4, 5 b + 30 < 3 (b + 30) until 30.
+    # A forward takes as long as 30 tokens, and longer with each: if half of 4 are kept, 5 b + 30 < 3 (b + 30) until 30.
     monkeypatch.setattr(drafts.DraftMeter, "_forward_s", lambda self, tokens: 30 + tokens)
     runner = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=4), max_num_reqs=64, max_num_tokens=1000,
@@ -67,3 +69,19 @@ def test_drafts_are_made_up_to_the_number_of_sequences_for_which_they_pay(monkey
     assert runner.propose_draft_token_ids(None, [[7]] * 16 + [[]]) == [[1, 2]] * 17
     assert runner.propose_draft_token_ids(None, [[7, 8]] * 17) == [[]] * 17
     assert meter.metrics() == {"drafts/tokens": 34, "drafts/accepted_fraction": 0.5, "drafts/most_live": 16}
+    # Once a twentieth was kept of many, 5 b + 30 < 1.2 (b + 30) until 1.6; of all, < 5 (b + 30) for any number.
+    for kept, most in ((100, 1), (2000, 64)):
+        meter.drafted, meter.kept = 2000, kept
+        assert meter.most_live == most
+
+
+def test_drafts_reach_the_engine_which_refuses_models_that_carry_a_state(tmp_path, tiny_model):
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    settings = Settings.read(compose_config("grpo_gsm8k", ["inference_model.speculative=ngram", "mode=sync"]))
+    cpu = (torch.device("cpu"),)
+    options = vllm_options(settings, tiny_model, Devices(cpu, cpu, cpu))
+    assert (options["speculative"], options["draft_tokens"]) == ("ngram", 4)
+    save(*MODELS["convolution"][:2], tmp_path)
+    with pytest.raises(ValueError, match="attention alone"):
+        VLLMEngine(tmp_path, 64, speculative="ngram")
