@@ -36,6 +36,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def _report(options: argparse.Namespace) -> int:
     if options.demo == bool(options.runs):
         raise ValueError("give the folder of a run, such as outputs/2026-01-31/12-00-00, or --demo")
+    if options.port and not (options.serve or options.demo):
+        raise ValueError("--port is of --serve and --demo; give one of them")
     if missing := [run for run in options.runs if not run.is_dir()]:
         raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     from grpo_rl.report import compare, page, serve

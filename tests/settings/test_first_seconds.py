@@ -92,6 +92,7 @@ OF_COMMANDS = [
     (["eval", "m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k?"),
     (["replay", "run", "1", "loss.clip_high=wide"], "loss.clip_high is 'wide'; it should be a valid number"),
     (["report", "run"], "run is not a run folder"),
+    (["report", "run", "--port", "8000"], "--port is of --serve and --demo"),
     (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
     (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
 ]
