@@ -67,7 +67,7 @@ def evaluate_model(
     to_do = {task: settings[task] for task in own.tasks if task not in done}
     console, failed = Console(), []
     if Path(name, "config.yaml").is_file():
-        console.print("The run's own prompt (env.system_prompt, env.examples) is not taken over: give its settings again")
+        console.print("The run's prompt (env.system_prompt, env.examples) is not taken over: give its settings again")
     for task in (task for task in own.tasks if task in done):
         console.print(f"{task}: is in {folder} already")
     with ExitStack() as stack:
