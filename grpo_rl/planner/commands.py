@@ -61,9 +61,11 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_rl.planner.batches import plan_batches
 
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
-    from grpo_rl.planner.drawing import picture, show
+    from rich.console import Console
 
-    show(picture(plan, _title("batches", options, overrides)))
+    from grpo_rl.planner.drawing import picture
+
+    Console(highlight=False).print(picture(plan, _title("batches", options, overrides)))
     return int(bool(plan.errors))
 
 
