@@ -20,7 +20,7 @@ OF_TOKENS = {"ratio": "token", "trains_all": ("squared_coef",)}
 
 
 def total_variation(log_ratio: Float[Tensor, " N"], log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """Of the sampled token against all others: |p - p_old|."""
+    """The total variation of the sampled token against all others: |p - p_old|."""
     return (log_prob.exp() - (log_prob - log_ratio).exp()).abs()
 
 

@@ -74,7 +74,7 @@ class Reference(Protocol):
         raise NotImplementedError(f"{type(self).__name__} is never refreshed")
 
     def state(self) -> dict[str, Tensor]:
-        """What :meth:`refresh` has changed."""
+        """The weights that :meth:`refresh` has changed; none where it can't."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -82,7 +82,7 @@ class ServedTeacher(Reference):
         return TopTeacher(*(torch.cat(part).to(device) for part in zip(*found, strict=True)))
 
     def _asked(self, groups: Sequence[Group]) -> dict[int, list[Tensor]]:
-        """By group id log-probabilities [R], likeliest tokens [R, W] and their log-probabilities."""
+        """The log-probabilities [R], likeliest tokens [R, W] and their log-probabilities of each group, by its id."""
         of_groups = {
             group.group_id: [((*group.prompt_ids.tolist(),), (*ids.tolist(),)) for ids in group.responses]
             for group in groups

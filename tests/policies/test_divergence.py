@@ -40,7 +40,7 @@ def compared(policy, groups):
 
 
 def dense(kind, log_p, log_q):
-    """By the definitions, from probabilities."""
+    """The divergence by its definition, from probabilities."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "reverse":
         return (p * (p / q).log()).sum(-1)

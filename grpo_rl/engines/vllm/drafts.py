@@ -63,7 +63,7 @@ class DraftMeter:
 
     They pay while a forward of full drafts takes less time than its sequences would take one token at a time. The times
     are measured here, by forwards without attention, for powers of two of sequences; of a draft half is taken to be
-    kept, and from :data:`ENOUGH` drafted tokens on what was kept.
+    kept, and from :data:`ENOUGH` drafted tokens on what was kept; where none pay by then, none are made again.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -72,7 +72,7 @@ class DraftMeter:
         self._length = runner.speculative_config.num_speculative_tokens
         most = min(runner.max_num_reqs, runner.max_num_tokens // (self._length + 1))
         self._times = {}
-        """By the number of sequences, the time with full drafts over that without."""
+        """The time with full drafts over that without, by the number of sequences."""
         for live in (2**i for i in range(most.bit_length())):
             self._times[live] = self._forward_s(live * (self._length + 1)) / self._forward_s(live)
             if self._times[live] >= 1 + self._length:

@@ -18,7 +18,7 @@ from tests.engines.vllm.test_hybrids import MODELS, save
 
 pytest.importorskip("vllm")
 TEMPERATURE = 0.05
-"""So that the tiny model, whose weights are random, prefers some words."""
+"""A temperature at which the tiny model, whose weights are random, prefers some tokens."""
 
 
 NIGHTLY = [pytest.param(kind, 20_000, marks=pytest.mark.nightly) for kind in (None, "ngram", "responses")]
