@@ -198,7 +198,7 @@ def summarize(reports: list[dict]) -> dict:
 def dtype() -> torch.dtype:
     """The dtype of weights and products on both sides: that of `train_model.dtype=null` on this machine.
 
-    It is bfloat16, or float32 on a CPU without AVX-512, where PyTorch multiplies bfloat16 matrices in plain loops.
+    It is bfloat16, or float32 on an x86 CPU without instructions for it, where products are slow.
     """
     return getattr(torch, default_dtype())
 

@@ -220,7 +220,7 @@ def train_trl(
             adam_beta1=optimizer.betas[0],
             adam_beta2=optimizer.betas[1],
             max_grad_norm=optimizer.clip_grad_norm,
-            max_steps=max_steps or total,
+            max_steps=max_steps or args.trl_steps or total,
             shuffle_dataset=False,
             dataloader_pin_memory=False,
             disable_tqdm=True,
@@ -343,6 +343,7 @@ def show(runs: Mapping[str, Mapping[int, Mapping]], target: float) -> dict[str, 
                 "arm": arm,
                 "seeds": len(of_arm),
                 f"minutes until {target:g}": over_seeds(list(until[arm].values())),
+                "steps": statistics.mean(len(run["steps"]) for run in of_arm.values()),
                 "minutes in all": statistics.mean(end["minutes"] for end in ends),
                 "held-out reward at the end": statistics.mean(end["reward"] for end in ends),
                 "s a step": statistics.median(step["step_s"] for step in steps),
@@ -398,6 +399,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="join the runs that the folder has")
     parser.add_argument("--trl-batch", type=harness.at_least_one, nargs="+", default=[16, 32, 64],
                         help="responses a forward, to try")  # fmt: skip
+    parser.add_argument("--trl-steps", type=harness.at_least_one, help="TRL's first steps alone, with their schedule")
     parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of both")
     parser.add_argument("--target", type=float, default=TARGET, help="the held-out reward that minutes count to")
     args = parser.parse_args()

@@ -8,7 +8,7 @@ weights, and reports the fraction of the machine's limit that it reached (`grpo_
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
 kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where
-`--trl-generation` names them, other ways of generating. On a CPU without AVX-512 both sides work in fp32, and no
+`--trl-generation` names them, other ways of generating. On a CPU without bfloat16 both sides work in fp32, and no
 setting of TRL has autocast. The fastest goes on to the rounds, in which both sides take turns: more arms would not fit
 into 24 GiB. Where it does not fit next to ours, the next one does, and the figure is the smaller of the ratio in the
 rounds and the one by its time alone. All times are recorded.

@@ -56,10 +56,9 @@ def load_policy(
     """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
     if devices.train[0].type == "cpu" and lacks_bfloat16():
         if derived.dtype(settings) == "float32":
-            logs.note("Weights are float32: nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16")
+            logs.note("Weights are float32: this CPU has no instructions for bfloat16, and is slow in it")
         else:
-            slow = "Nearly all x86 CPUs without AVX-512, as this one, are slow in bfloat16"
-            logs.note(f"{slow}: train_model.dtype=float32 may be many times faster")
+            logs.note("This CPU has no instructions for bfloat16: train_model.dtype=float32 is several times as fast")
     with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:

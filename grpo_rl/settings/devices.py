@@ -297,21 +297,21 @@ def has_no_gpu() -> bool:
 
 
 def lacks_bfloat16() -> bool:
-    """True if this is an x86 CPU without AVX-512; nearly all of these multiply bfloat16 matrices in plain loops.
+    """True if this is an x86 CPU without instructions for bfloat16 (AVX512-BF16, AMX), and slow in it.
 
-    On two AMD cores with AVX2 those loops do 1 GFLOP/s, and PyTorch's float32 kernels 116. The few that have bfloat16
-    without AVX-512 (AVX-NE-CONVERT) count as well: Linux does not list that flag.
+    On two AMD cores with AVX2 alone PyTorch's loops do 1 GFLOP/s, and its float32 kernels 116; on two Intel cores with
+    AVX-512, which convert, 49 and 208. The few CPUs with AVX-NE-CONVERT alone count as well: Linux does not list it.
     """
     try:
         text = CPU_FILE.read_text(errors="replace")
     except OSError:
         return False
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)  # ARM's list is called Features
-    return flags is not None and "avx512bw" not in flags[1].split()
+    return flags is not None and not {"avx512_bf16", "amx_bf16"} & {*flags[1].split()}
 
 
 def default_dtype(ray_address: str | None = None) -> str:
-    """Name of the dtype for training: bfloat16, or float32 on a CPU without fast bfloat16 kernels.
+    """Name of the dtype for training: bfloat16, or float32 on a CPU without instructions for bfloat16.
 
     A cluster at ``ray_address`` gets bfloat16, as its CPUs can't be seen from here.
     """

@@ -17,7 +17,8 @@ from grpo_rl.settings.schema import Settings
 
 ZEN_3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_2 fma avx f16c avx2 vaes\nbugs\t: spectre_v1\n"
 ZEN_4 = ZEN_3.replace("avx2", "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16")
-NO_BF16_OF_ITS_OWN = ZEN_3.replace("avx2", "avx2 avx512f avx512dq avx512bw avx512vl")  # converted, and still fast
+CASCADE_LAKE = ZEN_3.replace("avx2", "avx2 avx512f avx512dq avx512bw avx512vl")
+SAPPHIRE_RAPIDS = CASCADE_LAKE.replace("avx512vl", "avx512vl amx_bf16")
 GRAVITON = "processor\t: 0\nFeatures\t: fp asimd sve bf16\n"
 
 
@@ -30,10 +31,10 @@ def cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_dtype_is_float32_on_an_x86_cpu_without_avx512(cpu):
-    for text in (ZEN_3, ZEN_4, NO_BF16_OF_ITS_OWN, GRAVITON, ""):
+def test_the_dtype_is_float32_on_an_x86_cpu_without_instructions_for_bfloat16(cpu):
+    for text in (ZEN_3, CASCADE_LAKE, ZEN_4, SAPPHIRE_RAPIDS, GRAVITON, ""):
         cpu(text)
-        expected = "float32" if text == ZEN_3 else "bfloat16"
+        expected = "float32" if text in (ZEN_3, CASCADE_LAKE) else "bfloat16"
         assert default_dtype() == dtype(Settings.read(compose_config("grpo_gsm8k", []))) == expected
 
 
