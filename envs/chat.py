@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.tables import is_message
-from grpo_rl.envs.task import Messages, Task
+from grpo_rl.envs.task import Messages, Reward, Task
 from grpo_rl.envs.tools.schemas import shows_tools, tool_schemas, with_arguments, with_tools_in_text
 
 _STAND_IN = "stand-in"
@@ -76,7 +76,13 @@ class Dialog:
         return replace(self, messages=[*self.messages, *reply])
 
     def ended(self, verdict: Any) -> Dialog:
-        """The conversation once it is over and was scored."""
+        """The conversation once it is over and was scored; a reward counts its turns, replies and their errors."""
+        if isinstance(verdict, Reward) and self.max_turns > 1:
+            said = self.messages[self.prompt_messages :]
+            replies = [message["content"] for message in said if message["role"] != "assistant"]
+            errors = sum(reply.startswith("Error") for reply in replies)
+            counts = {"turns": self.turns, "replies": len(replies), "error_replies": errors}
+            verdict = replace(verdict, measures=counts | verdict.measures)
         return replace(self, over=True, verdict=verdict)
 
     @property

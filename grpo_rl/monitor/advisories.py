@@ -132,6 +132,7 @@ class Rule:
     """A row of the table.
 
     Args:
+        title: what goes wrong, as a sentence.
         metric: the value that it is about; ``also`` another one.
         holds: True if the value is beyond its bound over some steps.
         remedy: alternatives, divided by ``|``; one whose ``SETTING=VALUE`` a run has already is left out.
@@ -140,6 +141,7 @@ class Rule:
         steps: the number of last steps that are judged; 1 for an evaluation.
     """
 
+    title: str
     metric: str
     holds: Callable[[History], bool]
     remedy: str
@@ -187,31 +189,31 @@ NOTHING_LEARNED = "all-rewards-are-equal-and-nothing-is-learned"
 # the third step; its entropy ends at 0.1 of the first steps' while the reward still rises; responses shrink to 0.62.
 RULES: dict[str, Rule] = {
     "unstable": Rule(
-        REWARD, _is_unstable,
+        "Training is unstable", REWARD, _is_unstable,
         "a tenth of optimizer.lr|a higher policy.kl_coef|an earlier checkpoint", "training-is-unstable"),
     "bad_steps": Rule(
-        SKIPPED, lambda h: len(h.growth(SKIPPED)) >= 3,
+        "Optimizer steps are skipped", SKIPPED, lambda h: len(h.growth(SKIPPED)) >= 3,
         "a tenth of optimizer.lr|a higher optimizer.warmup_steps|train_model.dtype=float32", "nan-and-infinity"),
     "scorers_fail": Rule(
-        FAILED, lambda h: len(found := h.growth(FAILED)) >= 3 and sum(found) >= 0.1 * h.responses,
+        "Scorers fail", FAILED, lambda h: len(found := h.growth(FAILED)) >= 3 and sum(found) >= 0.1 * h.responses,
         "a higher env.score_timeout_s|env.reward, env.rewards: the first failure of each kind was printed",
         "scorers-fail"),
     "cut_off": Rule(
-        CUT, lambda h: (h.mean(CUT, EARLY) >= 0.85 or h.mean(CUT) >= 0.6) and not h.falls(CUT),
+        "Responses are cut off", CUT, lambda h: (h.mean(CUT, EARLY) >= 0.85 or h.mean(CUT) >= 0.6) and not h.falls(CUT),
         "a higher sampling.max_new_tokens|shorter responses (env.system_prompt, env.examples)",
         "responses-are-cut-off", ("unstable",), EARLY),
     "zero_rewards": Rule(
-        "reward/std", lambda h: not any(h.values(REWARD) + h.values("reward/std")),
+        "All rewards are 0", "reward/std", lambda h: not any(h.values(REWARD) + h.values("reward/std")),
         "read responses in completions.parquet; show the form in the prompt (env.examples), add a reward for it "
         "(env.rewards)|easier rows (env.path)", NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off")),
     "entropy_collapse": Rule(
-        "entropy",
+        "Entropy collapses", "entropy",
         lambda h: h.mean("entropy") <= 0.1 and h.mean("entropy") <= 0.2 * h.first("entropy")
         and h.mean(ALIKE) >= 0.5 and not h.rises(REWARD) and h.median("reward/std") > 0.1 * abs(h.mean(REWARD)),
         "a higher policy.entropy_coef, such as 0.001|a higher policy.kl_coef|a lower optimizer.lr",
         "entropy-collapses", ("unstable",)),
     "no_variance": Rule(
-        ALIKE,
+        "Groups have no variance", ALIKE,
         lambda h: (h.mean(ALIKE, EARLY) >= 0.97 or (h.mean(ALIKE) >= 0.9 and not h.rises(REWARD)))
         and not h.falls(ALIKE) and any(h.values(REWARD, EARLY)),
         "a higher train.max_resamples, such as 5|a higher env.repeats|a higher policy.entropy_coef, such as 0.001"
@@ -219,60 +221,66 @@ RULES: dict[str, Rule] = {
         "|a tenth of optimizer.lr, if it came at once",
         NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"), EARLY),
     "no_gradient": Rule(
-        "grad_norm", lambda h: max(h.values("grad_norm", EARLY)) == 0 and h.mean(ALIKE, EARLY) < 1,
+        "The gradient is 0", "grad_norm", lambda h: max(h.values("grad_norm", EARLY)) == 0 and h.mean(ALIKE, EARLY) < 1,
         "train.reward_clip=null|loss.mask_truncated=false|look at what else leaves tokens out",
         "the-gradient-is-0-though-rewards-differ", steps=EARLY),
     "held_out_loss_rises": Rule(
+        "The held-out loss rises",
         "eval/loss", lambda h: h.last_eval.get("eval/loss", 0.0) > 1.05 * h.best_eval.get("eval/loss", math.inf),
         "a lower train.epochs|a lower optimizer.lr|more rows (env.path)",
         "the-held-out-loss-of-demonstrations-rises", steps=1),
     "held_out_falls": Rule(
-        "eval/reward", _held_out_falls,
+        "The held-out reward falls while the training reward rises", "eval/reward", _held_out_falls,
         "env.reward, env.path: read responses in completions.parquet, and go back to an earlier checkpoint",
         RESPONSES, steps=1),
     "paid_for_length": Rule(
+        "Longer responses earn more",
         LENGTH, lambda h: h.mean(LENGTH) >= 1.5 * h.first(LENGTH) and h.mean("response/length_correlation") >= 0.5,
         "env.rewards.soft_overlong_punishment takes from long responses; read them in completions.parquet", RESPONSES),
     "repetition": Rule(
+        "Responses repeat themselves",
         REPEATED, lambda h: h.mean(REPEATED) >= 0.3 and h.mean(REPEATED) >= h.first(REPEATED) + 0.15,
         "env.rewards.repetition_penalty takes from them; read them in completions.parquet", RESPONSES, ("unstable",)),
     "length_limit": Rule(
+        "Responses grow into the length limit",
         CUT, lambda h: h.mean(LENGTH) >= 1.25 * h.first(LENGTH) and h.mean(CUT) >= max(0.2, 1.5 * h.first(CUT)),
         "a higher sampling.max_new_tokens, if the length is of use|env.rewards.soft_overlong_punishment|loss=dr_grpo",
         "responses-grow-or-shrink", ("unstable", "cut_off", "paid_for_length")),
     "length_collapse": Rule(
+        "Responses get short without earning more",
         LENGTH, lambda h: h.mean(LENGTH) <= 0.4 * h.first(LENGTH) and h.mean(REWARD) <= h.first(REWARD),
         "a lower optimizer.lr|a higher policy.kl_coef|a reward that a short response can't earn (env.rewards)",
         "responses-grow-or-shrink", ("unstable", "zero_rewards")),
     "kl_runaway": Rule(
-        "kl/ref", _kl_runs_away,
+        "The KL to the reference runs away", "kl/ref", _kl_runs_away,
         "a higher policy.kl_coef|a lower optimizer.lr", "the-kl-to-the-reference-runs-away", ("unstable",)),
     "mismatch_rises": Rule(
-        GAP, lambda h: h.median(GAP) >= 0.1 and h.median(GAP) >= 2 * h.first(GAP),
+        "Sampler and trainer drift apart", GAP, lambda h: h.median(GAP) >= 0.1 and h.median(GAP) >= 2 * h.first(GAP),
         "loss.correction=truncate|a lower optimizer.lr|train_model.dtype=float32",
         "mismatchmean-is-high-or-the-run-stops-for-it"),
     "off_policy": Rule(
+        "The policy is far from the one that sampled",
         "ess", lambda h: h.median("ess") < 0.5 or h.median(CLIPPED) > 0.5,
         "train.epochs=1|a lower train.max_staleness, if sampling goes on while it trains|a lower optimizer.lr",
         "the-policy-is-far-from-the-one-that-sampled", ("unstable",), also=CLIPPED),
     "trainer_waits": Rule(
-        WAITING, lambda h: h.mean(WAITING) >= 0.5,
+        "The trainer waits", WAITING, lambda h: h.mean(WAITING) >= 0.5,
         "a higher inference_model.num_devices|a higher env.num_envs|a higher train.max_staleness",
         "time-goes-to-waiting-and-sampling"),
     # Up to 64 responses, more of them take hardly any longer: each decoding step reads all weights.
     "sampling_dominates": Rule(
-        SAMPLING, lambda h: h.median(SAMPLING) >= 0.85
+        "Sampling takes most of a step", SAMPLING, lambda h: h.median(SAMPLING) >= 0.85
         and (h.responses <= 64 or h.facts.get("inference_model.engine") == "transformers"),
         "inference_model.engine=vllm|a higher env.num_envs, with train.optim_batch_size",
         "time-goes-to-waiting-and-sampling"),
     # On an H100 a token of a micro-batch of 512 took 13 times as long as one of 16,384.
     "small_micro_batches": Rule(
-        TOKENS, lambda h: h.median(DIVIDED) >= 4 and h.median(TOKENS) < 1024
+        "Micro-batches are small", TOKENS, lambda h: h.median(DIVIDED) >= 4 and h.median(TOKENS) < 1024
         and (h.facts.get("train.gradient_accumulation_steps") is not None
              or (h.facts.get("train.micro_batch_tokens") or 1024) < 1024),
         "train.gradient_accumulation_steps=null|train.micro_batch_tokens=8192", "micro-batches-are-small"),
     "memory_full": Rule(
-        MEMORY, lambda h: min(h.values(MEMORY, EARLY)) >= 0.95,
+        "Memory is nearly full", MEMORY, lambda h: min(h.values(MEMORY, EARLY)) >= 0.95,
         "a lower train.micro_batch_tokens|train_model.gradient_checkpointing=true"
         "|a lower inference_model.gpu_memory_utilization, if an engine shares the GPU",
         "memory-is-nearly-full", steps=EARLY),
@@ -306,9 +314,9 @@ class Advisory:
 
     @property
     def title(self) -> str:
-        """The advisory's name, with its steps."""
+        """What goes wrong, and in which steps."""
         when = f"since step {self.since}" if self.until is None else f"steps {self.since} to {self.until}"
-        return f"{self.name.replace('_', ' ').capitalize()}, {when}"
+        return f"{RULES[self.name].title}, {when}"
 
     def __str__(self) -> str:
         return f"{self.title}: {self.seen}. Try {self.setting}. See {self.page}"

@@ -33,6 +33,14 @@ FACTS = {
     "loss": {"loss/sft": ("loss", "{:.3f}"), "eval/loss": ("held-out loss", "{:.3f}")},
     "policy": {"entropy": ("entropy", "{:.3g}"), "kl/ref": ("kl", "{:.3g}"), "grad_norm": ("grad norm", "{:.3g}")},
     "responses": {"response/mean_length": ("length", "{:.1f}"), "response/truncated_fraction": ("cut off", "{:.0%}")},
+    "turns": {
+        "measure/turns": ("turns", "{:.1f}"),
+        "measure/replies": ("replies", "{:.1f}"),
+        "measure/error_replies": ("errors", "{:.2f}"),
+        "agents/sessions": ("sessions", "{:,.0f}"),
+        "agents/calls": ("calls", "{:,.0f}"),
+    },
+    "async": {"time/wait_s": ("waiting", "{:.1f} s"), "staleness/mean": ("staleness", "{:.2f}")},
     "speed": {
         "throughput/sample_tokens_per_s": ("sampling", "{:,.0f} tokens/s"),
         "throughput/train_tokens_per_s": ("training", "{:,.0f} tokens/s"),
@@ -286,6 +294,8 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _facts(metrics: Mapping[str, float], row: str) -> list[tuple[str, str]]:
+    if row == "async" and "time/wait_s" not in metrics:
+        return []  # where training and sampling take turns, no token is stale
     return [(label, text.format(metrics[name])) for name, (label, text) in FACTS[row].items() if name in metrics]
 
 

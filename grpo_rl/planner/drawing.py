@@ -205,7 +205,7 @@ def plan_view(
         share = best.scenario.settings.inference_model.gpu_memory_utilization
         split = f"train {best.layout.train}, inference {best.layout.inference}, engines of {best.layout.engine_size}"
         text = f"{_seconds(best.step_s)} a step with {split} in {share:.0%} of the memory ({phases(best.seconds)})"
-        parts.append(_line("", f"best at once: {text}"))
+        parts.append(_line("", f"shortest in async mode: {text}"))
     parts.append(Text())
     for role in plan.roles:
         if role.missing_gib:

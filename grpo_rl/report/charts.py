@@ -18,6 +18,9 @@ EVALUATION = frozenset({
     "tied",
 })  # fmt: skip
 """Names under ``eval/`` other than the parts of the held-out reward, pass@k and maj@k."""
+HEAD, UNCHANGED = "Summary", "Unchanged"
+"""Groups of the charts in the head of the page, and of those whose series have one value from ``FEWEST`` points on."""
+FEWEST = 3
 APART = CLOCKS | {"time/evaluate_s"}
 """Metrics that no pattern takes."""
 
@@ -50,17 +53,17 @@ def _quantiles(part: str) -> dict[str, str]:
 # What SFT alone has comes last, and leaves the others their colours.
 PHASES = {f"time/{phase}_s": phase for phase in sorted(STEP_PHASES, key="read".__eq__)}
 DEMONSTRATIONS = [
-    Chart("Demonstrations", "Loss of demonstrations", {"loss/sft": "training", "eval/loss": "held-out"},
+    Chart(HEAD, "SFT loss", {"loss/sft": "training", "eval/loss": "held-out"},
           "The mean of -log pi over their tokens, in nats. Where the held-out one rises, the data is learnt by heart.",
           markers=True),
-    Chart("Demonstrations", "Passes over the data", {"train/epoch": "epochs"}, "Since the run's start.", 0),
-    Chart("Demonstrations", "Tokens of demonstrations", {"train/tokens": "tokens"}, "Those that a step imitates.", 0),
+    Chart("Demonstrations", "Epochs", {"train/epoch": "epochs"}, "Since the run's start.", 0),
+    Chart("Demonstrations", "Demonstration tokens", {"train/tokens": "tokens"}, "Those that a step imitates.", 0),
 ]  # fmt: skip
 REWARD = [
-    Chart("Reward", "Reward",
+    Chart(HEAD, "Reward",
           {"reward/mean": "mean reward", "reward/sampled_mean": "with the groups that were filtered out"},
           "The mean over the responses of a training step."),
-    Chart("Reward", "Held-out reward", {"eval/reward": "held-out", "eval/sampled_reward": "of sampled responses"},
+    Chart(HEAD, "Held-out reward", {"eval/reward": "held-out", "eval/sampled_reward": "of sampled responses"},
           "The mean reward of problems that are never trained on. Responses are greedy unless noted.", markers=True),
 ]  # fmt: skip
 TASKS = [
@@ -68,7 +71,7 @@ TASKS = [
     Chart("Tasks", "Zero-variance groups by task", {"reward/{}/zero_std_fraction": "{}"}, "They teach nothing.", 0,
           percent=True),
     Chart("Tasks", "Response length by task", {"response/{}/mean_length": "{}"}, "The tokens of a response.", 0),
-    Chart("Tasks", "Responses cut off, by task", {"response/{}/truncated_fraction": "{}"},
+    Chart("Tasks", "Truncated responses by task", {"response/{}/truncated_fraction": "{}"},
           "They reached the length limit.", 0, percent=True),
     Chart("Tasks", "Failures by task", {"failed/{}": "{}"},
           "Responses without a reward since the start of the run.", 0),
@@ -81,7 +84,7 @@ HELD_OUT = [
           "How far chance moves the mean reward.", 0, markers=True),
     Chart("Held-out", "Held-out response length", {"{}mean_length": "{}"},
           "The mean number of tokens of a greedy response.", 0, markers=True),
-    Chart("Held-out", "Held-out responses cut off", {"{}truncated_fraction": "{}"},
+    Chart("Held-out", "Held-out responses truncated", {"{}truncated_fraction": "{}"},
           "Greedy responses that reached the length limit.", 0, percent=True, markers=True),
     Chart("Held-out", "Tied majorities", {"{}tied": "{}"},
           "Problems of which several answers are the most frequent one.", 0, percent=True, markers=True),
@@ -90,25 +93,25 @@ HELD_OUT = [
 ]  # fmt: skip
 """Charts of evaluations, a line a task, whose prefix stands for ``{}``."""
 STEPS = [
-    Chart("Reward", "Spread of the reward", _quantiles("total") | {"reward/std": "standard deviation"},
+    Chart("Reward", "Reward distribution", _quantiles("total") | {"reward/std": "standard deviation"},
           "How the responses of a step differ in their reward."),
-    Chart("Reward", "Measured next to the reward", {"measure/*": "*"},
+    Chart("Reward", "Measures outside the reward", {"measure/*": "*"},
           "What the task logs and does not pay for, as means over responses."),
     Chart("Reward", "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
           "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True),
     Chart("Responses", "Response length", {"response/mean_length": "mean", "response/max_length": "longest"},
           "The tokens of a response, without the prompt.", 0),
-    Chart("Responses", "Cut-off and repetitive responses",
+    Chart("Responses", "Truncated and repetitive responses",
           {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
           "truncated: responses that reached the length limit. repeated: 4-grams that the response had before.", 0,
           percent=True),
-    Chart("Responses", "Length and reward", {"response/length_correlation": "correlation"},
+    Chart("Responses", "Length-reward correlation", {"response/length_correlation": "correlation"},
           "Above zero the longer responses of a group earn more than the shorter ones."),
     Chart("Policy", "Entropy", {"entropy": "entropy"},
           "Nats a token: the policy's remaining exploration. Near zero it has stopped exploring.", 0),
     Chart("Policy", "KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
           "Nats a token: how far the policy is from each.", 0),
-    Chart("Policy", "Weight of the KL divergence", {"kl/coef": "kl_coef"}, "Its factor in loss or reward.", 0),
+    Chart("Policy", "KL coefficient", {"kl/coef": "kl_coef"}, "Its factor in loss or reward.", 0),
     Chart("Policy", "Clipped tokens",
           {"clip/low_fraction": "below", "clip/high_fraction": "above", "clip/dual_fraction": "dual clip"},
           "Tokens whose ratio left the clip range; there are few where a batch is trained on once.", 0, percent=True),
@@ -119,32 +122,32 @@ STEPS = [
     Chart("Policy", "Loss", {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
           "The value of a policy-gradient loss means little; its parts should stay in proportion."),
     Chart("Policy", "Learning rate", {"lr": "learning rate"}, "The rate of the step, as scheduled.", 0),
-    Chart("Sampler and trainer", "Sampler against trainer", {"mismatch/mean": "mean", "mismatch/max": "largest"},
+    Chart("Sampler and trainer", "Sampler-trainer mismatch", {"mismatch/mean": "mean", "mismatch/max": "largest"},
           "The gap between their log-probabilities of a token on the same weights; small gaps are rounding.", 0),
-    Chart("Sampler and trainer", "Sampler against trainer on moved weights", {"mismatch/stale_*": "* versions old"},
+    Chart("Sampler and trainer", "Sampler-trainer mismatch on later weights", {"mismatch/stale_*": "* versions old"},
           "The same gap where weights moved after the token was sampled; 0: in the step's later optimizer steps.", 0),
-    Chart("Sampler and trainer", "Probability that the sampler could draw from",
+    Chart("Sampler and trainer", "Probability mass kept by top-k and top-p",
           {"mismatch/mass_kept": "kept by top-k and top-p"},
           "The trainer's probability of the tokens that the sampler's settings allow.", 0, percent=True),
     Chart("Sampler and trainer", "Effective sample size", {"ess": "of the loss", "correction/ess": "of the correction"},
           "As a share of the tokens, weighted by their ratios; 100 %: all weigh the same.", 0, percent=True),
-    Chart("Sampler and trainer", "Correction of stale tokens",
+    Chart("Sampler and trainer", "Off-policy correction",
           {"correction/mean": "mean weight", "correction/bounded_fraction": "bounded, as a share"},
           "The weights that make up for older policies.", 0),
     Chart("Sampler and trainer", "Staleness", {"staleness/mean": "mean", "staleness/max": "largest"},
           "Versions between the weights that sampled a token and those that are trained.", 0),
-    Chart("Sampler and trainer", "Busiest expert", {"router/load_max_over_mean": "worst layer"},
+    Chart("Sampler and trainer", "Expert load", {"router/load_max_over_mean": "worst layer"},
           "The tokens of the busiest expert over the mean of its layer.", 0),
     Chart("Work", "Groups", {"groups/*": "*", "sample/filtered_groups": "filtered out"},
           "Groups by what became of them in the step; open: begun and not yet trained on.", 0),
-    Chart("Work", "Drafts kept", {"drafts/accepted_fraction": "since the start"},
+    Chart("Work", "Draft acceptance rate", {"drafts/accepted_fraction": "since the start"},
           "Of the drafted tokens, those that the policy sampled (inference_model.speculative).", 0, percent=True),
-    Chart("Work", "Updates of a step",
+    Chart("Work", "Optimizer steps and micro-batches",
           {"train/optimizer_steps": "optimizer steps", "train/micro_batches": "micro-batches"},
           "Optimizer steps, and the micro-batches that they are made of.", 0),
-    Chart("Work", "Tokens of a micro-batch", {"train/micro_batch_tokens": "mean"},
+    Chart("Work", "Micro-batch size", {"train/micro_batch_tokens": "mean"},
           "Tokens of responses that are trained on, on average; prompts come on top.", 0),
-    Chart("Work", "Memory ran out",
+    Chart("Work", "Out of memory",
           {"train/out_of_memory": "training, in the step", "engine/out_of_memory": "engine, so far"},
           "Each time it went on with less at a time, at the same gradient.", 0),
     Chart("Work", "Skipped",
@@ -161,18 +164,18 @@ STEPS = [
     Chart("Machine", "Throughput",
           {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"},
           "Tokens of responses per second.", 0),
-    Chart("Machine", "Time of a step", PHASES | {"time/*_s": "*"},
+    Chart("Machine", "Step time", PHASES | {"time/*_s": "*"},
           "The seconds of each phase, one above the other.", 0, stacked=True),
-    Chart("Machine", "Time of an evaluation", {"time/evaluate_s": "evaluation"}, "Seconds, between two steps.", 0,
+    Chart("Machine", "Evaluation time", {"time/evaluate_s": "evaluation"}, "Seconds, between two steps.", 0,
           markers=True),
-    Chart("Machine", "Share of the machine's roofline",
+    Chart("Machine", "Roofline fraction",
           {"limit_fraction": "whole step"}
           | {f"limit_fraction/{phase}": phase for phase in ("sample", "score", "train", "sync")},
           "The time that the machine would need at its measured best, over the time taken.", 0, percent=True),
     Chart("Machine", "Memory",
           {"memory/peak_gib": "peak", "memory/engine_gib": "engine", "memory/peak_beside_engine_gib": "the rest"},
           "GiB of the training process, at its peak.", 0),
-    Chart("Machine", "Memory that there is", {"memory/limit_gib": "limit"},
+    Chart("Machine", "Memory limit", {"memory/limit_gib": "limit"},
           "GiB of the GPU, or of the machine or container without one.", 0),
 ]  # fmt: skip
 
@@ -215,7 +218,7 @@ def _reward_parts(names: Sequence[str]) -> Iterator[Chart]:
     for part in dict.fromkeys(rest.rpartition("/")[0] for rest in _below(names, "reward_distribution/").values()):
         if part and part != "total":
             help = "How the responses of a step differ in this part."
-            yield Chart("Reward", f"Spread of {part}", _quantiles(part), help)
+            yield Chart("Reward", f"Distribution of {part}", _quantiles(part), help)
 
 
 def _held_out(names: Sequence[str]) -> Iterator[Chart]:
@@ -233,7 +236,7 @@ def _held_out(names: Sequence[str]) -> Iterator[Chart]:
     parts = {name: rest for name, rest in own.items() if name not in known and rest not in EVALUATION}
     yield Chart("Held-out", "Held-out parts", parts, "What the held-out reward is made of.", markers=True)
     help = "What the task logs and does not pay for."
-    yield Chart("Held-out", "Measured next to the held-out reward", measures, help, markers=True)
+    yield Chart("Held-out", "Held-out measures outside the reward", measures, help, markers=True)
     for task in tasks:
         inner = _below(names, f"eval/{task}/")
         series = {name: rest for name, rest in inner.items() if rest in ("reward", "sampled_reward")} | _solved(inner)
@@ -277,7 +280,11 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
         ]
         if not shown:
             continue
-        fixed = {**vars(chart), "series": shown}
+        of_chart = [
+            run["columns"][metric]["values"] for run in columns for metric, *_ in shown if metric in run["columns"]
+        ]
+        moves = chart.group == HEAD or any(len(values) < FEWEST or len(set(values)) > 1 for values in of_chart)
+        fixed = {**vars(chart), "series": shown} | ({} if moves else {"group": UNCHANGED})
         if len(columns) == 1:
             drawn.append(fixed)
             continue
@@ -285,7 +292,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
             title = chart.title if len(shown) == 1 else f"{chart.title}: {label}"
             lines = [[metric, run["name"], i, i] for i, run in enumerate(columns) if metric in run["columns"]]
             drawn.append({**fixed, "title": title, "series": lines, "stacked": False})
-    return {"runs": columns, "charts": drawn}
+    return {"runs": columns, "charts": sorted(drawn, key=lambda chart: chart["group"] == UNCHANGED)}
 
 
 def charts(names: Sequence[str], stale: bool) -> list[Chart]:

@@ -43,11 +43,18 @@ def _is_run(folder: Path) -> bool:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """A short name for each run: the end of its path that is its own.
+    """A short name for each run: the end of its path that is its own, or, where that is but a sweep's number, the
+    settings in which it differs from the others.
 
     >>> names_of([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
     """
+    if all(run.name.isdigit() for run in runs):
+        settings = {key.rpartition(".")[2]: _texts(key, values) for key, values in differences(runs).items()}
+        names = [", ".join(f"{key}={text:.30}" for key, text in zip(settings, values, strict=True))
+                 for values in zip(*settings.values(), strict=True)]  # fmt: skip
+        if len(set(names)) == len(runs):
+            return names
     paths = [run.resolve() for run in runs]
     for parts in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-parts:]) for path in paths]
@@ -123,10 +130,13 @@ def head(runs: Sequence[Path]) -> dict[str, Any]:
         "subject": f"Comparison of {len(runs)} runs",
         "headline": f"{len(runs)} runs; {_lowest_loss(imitated) if imitated and not gained else _ranking(gained)}.",
         "note": " ".join(notes),
+        "progress": "",
+        "origin": " · ".join(map(str, runs)),
+        "command": "",
         "tiles": [],
         "state": "running" if running else "stopped" if rest else "ended",
         "step": 0,
-        "footer": " · ".join(map(str, runs)),
+        "footer": "",
     }
 
 

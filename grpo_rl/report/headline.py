@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ from scipy import stats
 
 from grpo_rl.monitor.metrics import steps_at_an_end
 from grpo_rl.monitor.progress import duration
-from grpo_rl.report.files import is_running, read_config, read_rows, read_summary, subject, versions
+from grpo_rl.report.files import is_running, read_config, read_overrides, read_rows, read_summary, subject, versions
 
 FEWEST_STEPS = 6
 """Fewest steps whose training reward is judged: three on each side give no interval worth its name."""
+PACE = 20
+"""The pace of a run that goes on is that of so many steps."""
 
 
 def build(run_dir: Path) -> dict[str, Any]:
@@ -23,18 +26,49 @@ def build(run_dir: Path) -> dict[str, Any]:
     states = {True: "running", False: "stopped", None: "unknown"}
     state = "ended" if summary.get("finished") else states[is_running(run_dir)]
     folder = run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir)
+    code = summary.get("git_commit")
+    origin = [folder, _began(rows), f"commit {code[:8]}{'+changes' * code.endswith('+changes')}" if code else ""]
     return {
         "title": f"{subject(config)}: training report",
         "subject": f"Training report · {subject(config)}",
         "headline": headline(rows, summary),
         "note": note(rows, summary, state),
+        "progress": progress(rows, config) if state == "running" else "",
+        "origin": " · ".join(filter(None, origin)),
+        "command": summary.get("command") or " ".join(read_overrides(run_dir)),
         "tiles": tiles(rows, summary),
         "state": state,
         "step": int(max((row["step"] for row in rows), default=0)),
-        "footer": " · ".join(
-            [folder, *(f"{name} {version}" for name, version in (summary.get("versions") or versions()).items())]
-        ),
+        "footer": " · ".join(f"{name} {of}" for name, of in (summary.get("versions") or versions()).items()),
     }
+
+
+def _began(rows: Sequence[Mapping[str, float]]) -> str:
+    """The local time of a run's first line, to the minute; empty where it has none."""
+    return f"{datetime.fromtimestamp(rows[0]['time']):%-d %B %Y, %H:%M}" if rows and "time" in rows[0] else ""
+
+
+def progress(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> str:
+    """The last step of a GRPO run, out of how many, and when it will end by the pace of its newest steps.
+
+    >>> rows = [{"step": step, "time": 60.0 * step} for step in (1, 2, 3)]
+    >>> config = {"train": {"total_dialog_turns": 160}, "env": {"num_envs": 2, "repeats": 4}}
+    >>> progress(rows, config)
+    'Step 3 of 20, ends in about 17 min.'
+    """
+    last = {int(row["step"]): row.get("time", math.nan) for row in rows if row["step"] > 0}
+    try:
+        total = math.ceil(
+            config["train"]["total_dialog_turns"] / (config["env"]["num_envs"] * config["env"]["repeats"])
+        )
+    except (LookupError, TypeError, ArithmeticError):
+        return ""  # as in SFT, whose steps follow from its data
+    newest = sorted(last)[-PACE - 1 :]
+    if len(newest) < 2 or not total >= newest[-1]:
+        return ""
+    pace_s = (last[newest[-1]] - last[newest[0]]) / (newest[-1] - newest[0])
+    left_min = pace_s * (total - newest[-1]) / 60
+    return f"Step {newest[-1]} of {total}" + (f", ends in about {left_min:.0f} min." if left_min >= 1 else ".")
 
 
 class Change(NamedTuple):

@@ -96,16 +96,16 @@ SUMMARY = Section("summary", "Summary", headline.build)
 
 SECTIONS: list[Section] = [
     Section("advisories", "Advice", _advice),
+    Section("responses", "Responses", responses.build),
+    Section("tokens", "Tokens", responses.build_tokens),
+    Section("held_out", "Held-out responses", responses.build_held_out),
     Section(
         "charts",
         "Curves",
         charts.build,
         "Numbers read first → last: means over a tenth of the steps at each end, 5 at least, half at most. Point to "
-        "read values, drag to zoom, double-click to zoom out.",
+        "read values, drag to zoom, double-click to zoom out. A subject opens on a click.",
     ),
-    Section("responses", "Responses", responses.build),
-    Section("tokens", "Tokens", responses.build_tokens),
-    Section("held_out", "Held-out responses before and after", responses.build_held_out),
     Section("configuration", "Configuration", _configuration),
 ]
 """Sections of a run, in the order of the page."""

@@ -80,7 +80,8 @@ def _with_file(message: str, hydra: DictConfig) -> str:
 
 
 class MaskedSweep(Callback):
-    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``).
+    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``), and ends with
+    the command that compares its runs.
 
     The config itself stays as it is: the sweeper takes the jobs' overrides from it.
     """
@@ -94,6 +95,10 @@ class MaskedSweep(Callback):
     @override
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         mask_sweep()
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        print(f"The sweep on one page: grpo-rl report {config.hydra.sweep.dir}")
 
 
 def mask_sweep() -> None:
@@ -167,6 +172,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         def run(cfg: DictConfig) -> object:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it where it is imported
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 options = [word for word in compose.divided(sys.argv[1:])[0] if word not in ("--multirun", "-m")]

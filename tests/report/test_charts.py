@@ -44,7 +44,7 @@ def test_other_tasks_have_a_chart_each_and_lengths_and_errors_stand_apart():
         "Held-out reward": ["eval/reward"],
         "Held-out problems solved": ["eval/pass@4", "eval/accuracy"],
         "Held-out parts": ["eval/correct"],
-        "Measured next to the held-out reward": ["eval/measure/words"],
+        "Held-out measures outside the reward": ["eval/measure/words"],
         "Held-out: math": ["eval/math/reward", "eval/math/pass@4", "eval/math/correct"],
         "Standard error of the held-out reward": ["eval/standard_error"],
         "Held-out response length": ["eval/mean_length", "eval/math/mean_length"],

@@ -65,8 +65,8 @@ def test_the_best_run_is_named_with_what_its_interval_allows_where_gains_are_of_
     high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))
     near = run_of(tmp_path / "2", 4e-5, [0.0, 1.0], (0.85, 0.7, 0.95))
     assert compare.head([low, high])["headline"] == (
-        "2 runs; run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other "
-        "run's interval."
+        "2 runs; run lr=2e-05 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every "
+        "other run's interval."
     )
     assert compare.head([low, high, near])["headline"].endswith(", others reach into it.")
     (panel,) = compare.sweep([high, low, near])["panels"]

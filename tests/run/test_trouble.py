@@ -64,7 +64,9 @@ def test_a_run_says_what_is_wrong_once_also_over_a_resume(tiny_run, tmp_path, ca
     folder = tmp_path / "run"
     (told,), lines = advisories(tiny_run, folder, capsys, steps=7)
     assert (told["name"], told["since"], told["until"]) == ("cut_off", 1, None)
-    assert lines == [f"Advisory. Cut off, since step 1: {told['seen']}. Try {told['setting']}. See {told['page']}"]
+    assert lines == [
+        f"Advisory. Responses are cut off, since step 1: {told['seen']}. Try {told['setting']}. See {told['page']}"
+    ]
     assert "a higher sampling.max_new_tokens (now 8)" in told["setting"]
     assert told["page"] in (folder / "report.html").read_text()
     assert advisories(tiny_run, folder, capsys, f"resume={folder}", steps=9) == ([told], [])

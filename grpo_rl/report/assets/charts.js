@@ -1,8 +1,9 @@
 // All charts of the page share the x axis, the zoom, the cursor and the smoothing. A chart is drawn once it is near the
-// window, and again when something changed while it was away.
+// window, and again when something changed while it was away. Those of the group "Summary" are in the head of the page;
+// the other groups are folded.
 sections.charts = function (root, first) {
   let data = first, palette, cards = [], zoom = null, cursorX = null;
-  const chosen = {};
+  const chosen = {}, opened = new Set();
   const axes = {step: "Step", time: "Time trained", tokens: "Tokens trained"};
   const SMOOTH_FROM = 30, COLOURS = 8;
   const longest = Math.max(...data.runs.map((run) => run.step.length));
@@ -14,7 +15,7 @@ sections.charts = function (root, first) {
   const search = el("input", {type: "search", id: "metric-search", placeholder: "reward, kl, lr, …", oninput: filter});
   const reset = el("button", {type: "button", text: "Reset zoom", hidden: true, onclick: () => zoomTo(null)});
   const none = el("p", {class: "note", role: "status"});
-  const place = el("div");
+  const place = el("div"), head = document.getElementById("first");
   root.append(
     el("div", {class: "controls"},
       el("label", {for: "metric-search"}, "Search metrics", search),
@@ -104,7 +105,8 @@ sections.charts = function (root, first) {
 
     function endsOf({values, ends}) {
       const bad = values.filter((value) => value === null).length;
-      const said = ends ? ends.map(text).join(" → ") : text(values[0]);
+      const shown = spec.markers && ends ? [values[0], values.at(-1)] : ends;  // evaluations are few, and each is of all rows
+      const said = shown ? shown.map(text).join(" → ") : text(values[0]);
       return said + (bad ? ` (${bad} not finite)` : "");
     }
 
@@ -262,16 +264,17 @@ sections.charts = function (root, first) {
 
   function filter() {
     const words = search.value.toLowerCase().split(/\s+/);
-    let found = 0;
+    let found = 0, all = 0;
     for (const group of place.children) {
       const own = cards.filter((card) => card.group === group);
       own.forEach((card) => { card.element.hidden = !words.every((word) => card.words.includes(word)); });
       const left = own.filter((card) => !card.element.hidden).length;
       group.hidden = left === 0;
       found += left;
-      if (search.value && left && group.firstChild.tagName === "SUMMARY") group.open = true;
+      all += own.length;
+      group.open = search.value ? left > 0 : opened.has(group.dataset.name);
     }
-    none.textContent = search.value ? `${found} of ${cards.length} charts` : "";
+    none.textContent = search.value ? `${found} of ${all} charts` : "";
   }
 
   function rebuild() {
@@ -279,10 +282,14 @@ sections.charts = function (root, first) {
     sized.disconnect();
     cards.forEach((card) => card.plot?.destroy());
     cards = data.charts.map(makeCard);
-    const groups = [...new Set(data.charts.map((chart) => chart.group))].map((name) => {
-      const own = cards.filter((card) => card.spec.group === name), rest = name === "Everything else";
-      const made = el(rest ? "details" : "div", {class: "group"}, el(rest ? "summary" : "div", {}, el("h3", {text: name})),
-        el("div", {class: "grid"}, ...own.map((card) => card.element)));
+    const names = [...new Set(data.charts.map((chart) => chart.group))];
+    const of = (name) => cards.filter((card) => card.spec.group === name);
+    head.replaceChildren(...of("Summary").map((card) => card.element));
+    const groups = names.filter((name) => name !== "Summary").map((name) => {
+      const own = of(name), count = el("span", {class: "help", text: ` ${own.length}`});
+      const summary = el("summary", {onclick: () => { made.open ? opened.delete(name) : opened.add(name); }}, el("h3", {text: name}), count);
+      const made = el("details", {class: "group"}, summary, el("div", {class: "grid"}, ...own.map((card) => card.element)));
+      made.dataset.name = name;
       own.forEach((card) => { card.group = made; });
       return made;
     });

@@ -13,12 +13,12 @@ function marked(text, query) {
   return found;
 }
 
-// A reply as messages, each with its role: chat templates write role names on lines of their own between the messages.
-function messagesOf(reply) {
-  const role = /^\s*(tool|user|system|ipython)\s*\n/i;
-  if (!role.test(reply)) return [{role: "reply", text: reply.trim()}];
-  const parts = reply.trim().replace(/\n?\s*assistant$/, "").split(/(?:^|\n)\s*(tool|user|system|ipython)\s*\n/i);
-  const found = [];
+// A prompt or a reply as messages, each with its role: chat templates write role names on lines of their own between the
+// messages. A text without them is one message of the role `otherwise`.
+function messagesOf(text, otherwise = "reply") {
+  const role = /(?:^|\n)\s*(tool|user|system|developer|assistant|ipython)\s*\n/i;
+  if (text.search(role) > 0 || !role.test(text)) return [{role: otherwise, text: text.trim()}];
+  const parts = text.trim().replace(/(?:^|\n)\s*assistant$/, "").split(new RegExp(role, "gi")), found = [];
   for (let i = 1; i < parts.length; i += 2) found.push({role: parts[i].toLowerCase(), text: parts[i + 1].trim()});
   return found;
 }
@@ -66,7 +66,8 @@ function responseCard(title, response, facts, {tools = [], query = "", chosen = 
 }
 
 function promptCard(prompt, cut, gold, query) {
-  const card = el("div", {class: "card prompt"}, el("h3", {text: "Prompt"}), el("pre", {tabIndex: 0}, ...marked(prompt, query)));
+  const card = el("div", {class: "card prompt"}, el("h3", {text: "Prompt"}), ...messagesOf(prompt, "").flatMap(({role, text}) => [
+    role ? el("p", {class: "role"}, el("b", {text: role})) : null, el("pre", {tabIndex: 0}, ...marked(text, query))]).filter(Boolean));
   if (cut) card.append(el("p", {class: "help", text: `${cut.toLocaleString("en")} more characters.`}));
   if (gold) card.append(el("p", {class: "gold"}, el("b", {text: "Gold answer: "}), gold));
   return card;

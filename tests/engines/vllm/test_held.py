@@ -20,7 +20,9 @@ from grpo_rl.engines.fingerprint import digest
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
-packs_bfloat16 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM packs no bfloat16 weight on a CPU without AVX-512")
+packs_bfloat16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM packs no bfloat16 weight on a CPU without AVX-512"
+)
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of a GPU's engine are not packed")
