@@ -35,7 +35,7 @@ class Tab:
         return self
 
     def card(self, title: str):
-        return self.page.locator("article.chart", has=self.page.get_by_role("heading", name=title, exact=True))
+        return self.page.locator("article.chart", has=self.page.locator(f'h4:text-is("{title}")'))  # may be folded
 
 
 # Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of
@@ -79,6 +79,9 @@ def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_pa
     tab.page.wait_for_timeout(300)
     assert tab.requests == [url] and tab.complaints == []
     assert tab.page.locator("article.chart").count() == 42
+    assert tab.page.locator("article.chart:visible").count() == 2  # subjects are folded until one is opened
+    tab.page.locator("summary", has_text="Policy").click()
+    tab.card("Gradient norm").locator(".uplot").wait_for()
     assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
 
 
@@ -114,7 +117,7 @@ def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
         for name in ("Log scale: Reward", "Large: Reward"):
             tab.card("Reward").get_by_role("button", name=name).click()
         log.log(8, {"reward/mean": 8.0, "lr": 0.1})  # a metric that is new: the charts are made anew
-        tab.card("Learning rate").wait_for()
+        tab.card("Learning rate").wait_for(state="attached")
         tab.card("Reward").locator(".uplot").wait_for()
         assert tab.card("Reward").locator(".plot").evaluate("(node) => node.card.plot.scales.y.distr") == 3
         assert "wide" in tab.card("Reward").get_attribute("class")
