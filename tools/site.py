@@ -19,6 +19,7 @@ ELSEWHERE = {
 """Pages of the repository that become pages of the site."""
 FOLDERS = ("envs", "losses", "data", "policies", "engines", "weights", "collectors", "training", "run", "settings")
 """Folders of the package whose docstrings make the API."""
+COLAB = "https://colab.research.google.com/github"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -39,8 +40,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Points links to where the site has the file; a link to a file that the site has not becomes its text."""
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Points links to where the site has the file; a link to a file that the site has not becomes its text.
+
+    Next to a notebook comes a link to Colab, where mkdocs.yml has a ``repo_url`` on GitHub.
+    """
+    repository = (config["repo_url"] or "").rstrip("/").partition("github.com/")[2]
     home = next((source for source, target in ELSEWHERE.items() if target == page.file.src_uri), None)
     here = Path(home).parent.as_posix() if home else posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
@@ -59,7 +64,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         else:
             return f"{text} (`{source}`)" if text.strip("`") != source else f"`{source}`"
         start = posixpath.dirname(page.file.src_uri) or "."
-        return f"{bang}[{text}]({posixpath.relpath(target, start)}{hash_}{anchor})"
+        colab = f" ([open in Colab]({COLAB}/{repository}/blob/main/{source}))" if source.endswith(".ipynb") else ""
+        return f"{bang}[{text}]({posixpath.relpath(target, start)}{hash_}{anchor})" + (colab if repository else "")
 
     return LINK.sub(moved, markdown)
 

@@ -213,7 +213,7 @@ RULES: dict[str, Rule] = {
         "a higher policy.entropy_coef, such as 0.001|a higher policy.kl_coef|a lower optimizer.lr",
         "entropy-collapses", ("unstable",)),
     "no_variance": Rule(
-        "Groups have no variance", ALIKE,
+        "Nearly all groups have zero variance", ALIKE,
         lambda h: (h.mean(ALIKE, EARLY) >= 0.97 or (h.mean(ALIKE) >= 0.9 and not h.rises(REWARD)))
         and not h.falls(ALIKE) and any(h.values(REWARD, EARLY)),
         "a higher train.max_resamples, such as 5|a higher env.repeats|a higher policy.entropy_coef, such as 0.001"

@@ -37,8 +37,8 @@ FACTS = {
         "measure/turns": ("turns", "{:.1f}"),
         "measure/replies": ("replies", "{:.1f}"),
         "measure/error_replies": ("errors", "{:.2f}"),
-        "agents/sessions": ("sessions", "{:,.0f}"),
-        "agents/calls": ("calls", "{:,.0f}"),
+        "agents/sessions": ("sessions so far", "{:,.0f}"),
+        "agents/calls": ("calls so far", "{:,.0f}"),
     },
     "async": {"time/wait_s": ("waiting", "{:.1f} s"), "staleness/mean": ("staleness", "{:.2f}")},
     "speed": {

@@ -19,8 +19,9 @@ EVALUATION = frozenset({
 })  # fmt: skip
 """Names under ``eval/`` other than the parts of the held-out reward, pass@k and maj@k."""
 HEAD, UNCHANGED = "Summary", "Unchanged"
-"""Groups of the charts in the head of the page, and of those whose series have one value from ``FEWEST`` points on."""
+"""Groups of the charts in the head of the page, and of those whose metrics have each kept one value."""
 FEWEST = 3
+"""Fewest values of a metric that can count as unchanged."""
 APART = CLOCKS | {"time/evaluate_s"}
 """Metrics that no pattern takes."""
 
@@ -280,10 +281,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
         ]
         if not shown:
             continue
-        of_chart = [
-            run["columns"][metric]["values"] for run in columns for metric, *_ in shown if metric in run["columns"]
-        ]
-        moves = chart.group == HEAD or any(len(values) < FEWEST or len(set(values)) > 1 for values in of_chart)
+        moves = chart.group == HEAD or any(_moves(columns, metric) for metric, *_ in shown)
         fixed = {**vars(chart), "series": shown} | ({} if moves else {"group": UNCHANGED})
         if len(columns) == 1:
             drawn.append(fixed)
@@ -293,6 +291,17 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
             lines = [[metric, run["name"], i, i] for i, run in enumerate(columns) if metric in run["columns"]]
             drawn.append({**fixed, "title": title, "series": lines, "stacked": False})
     return {"runs": columns, "charts": sorted(drawn, key=lambda chart: chart["group"] == UNCHANGED)}
+
+
+def _moves(runs: Sequence[Mapping[str, Any]], metric: str) -> bool:
+    """True unless all values of a metric, in all runs, are one number, ``FEWEST`` times at least.
+
+    >>> a, b = ({"columns": {"lr": {"values": [rate] * 3}}} for rate in (0.1, 0.2))
+    >>> _moves([a], "lr"), _moves([a, b], "lr"), _moves([{"columns": {"lr": {"values": [None] * 3}}}], "lr")
+    (False, True, True)
+    """
+    values = [value for run in runs for value in run["columns"].get(metric, {"values": []})["values"]]
+    return len(values) < FEWEST or len(set(values)) > 1 or None in values
 
 
 def charts(names: Sequence[str], stale: bool) -> list[Chart]:

@@ -1,5 +1,6 @@
 """The comparison of several runs, or of the runs of a sweep: what differs, what each gained, their curves together."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ SAME_FOR_A_PAIR = ("env.", "evaluate.")
 """Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""
 OF_TOKENS = ("model.name", "model.chat_template")
 """Settings that decide what a token is: nats a token compare where these are the same, too."""
+MOST_IN_A_NAME = 4
+"""A run is named by at most so many settings."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
 """Settings that do not affect a run's results."""
 
@@ -43,17 +46,19 @@ def _is_run(folder: Path) -> bool:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """A short name for each run: the end of its path that is its own, or, where that is but a sweep's number, the
-    settings in which it differs from the others.
+    """A short name for each run: the end of its path that is its own; for a sweep's numbered folders, the settings that
+    differ, if they are few.
 
     >>> names_of([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
     """
     if all(run.name.isdigit() for run in runs):
-        settings = {key.rpartition(".")[2]: _texts(key, values) for key, values in differences(runs).items()}
-        names = [", ".join(f"{key}={text:.30}" for key, text in zip(settings, values, strict=True))
+        settings = {key: _texts(key, values) for key, values in differences(runs).items()}
+        last = Counter(key.rpartition(".")[2] for key in settings)
+        settings = {name if last[name := key.rpartition(".")[2]] == 1 else key: of for key, of in settings.items()}
+        names = [", ".join(f"{key}={' '.join(text.split()):.30}" for key, text in zip(settings, values, strict=True))
                  for values in zip(*settings.values(), strict=True)]  # fmt: skip
-        if len(set(names)) == len(runs):
+        if len(set(names)) == len(runs) and len(settings) <= MOST_IN_A_NAME:
             return names
     paths = [run.resolve() for run in runs]
     for parts in range(1, max(len(path.parts) for path in paths)):
@@ -130,13 +135,12 @@ def head(runs: Sequence[Path]) -> dict[str, Any]:
         "subject": f"Comparison of {len(runs)} runs",
         "headline": f"{len(runs)} runs; {_lowest_loss(imitated) if imitated and not gained else _ranking(gained)}.",
         "note": " ".join(notes),
-        "progress": "",
-        "origin": " · ".join(map(str, runs)),
+        "origin": "",
         "command": "",
         "tiles": [],
         "state": "running" if running else "stopped" if rest else "ended",
         "step": 0,
-        "footer": "",
+        "footer": " · ".join(map(str, runs)),
     }
 
 

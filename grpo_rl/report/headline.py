@@ -1,6 +1,7 @@
 """The head of the page: what the run gained, as one sentence that claims no more than its interval, and its tiles."""
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,13 +12,11 @@ import numpy as np
 from scipy import stats
 
 from grpo_rl.monitor.metrics import steps_at_an_end
-from grpo_rl.monitor.progress import duration
+from grpo_rl.monitor.progress import ETA_STEPS, duration
 from grpo_rl.report.files import is_running, read_config, read_overrides, read_rows, read_summary, subject, versions
 
 FEWEST_STEPS = 6
 """Fewest steps whose training reward is judged: three on each side give no interval worth its name."""
-PACE = 20
-"""The pace of a run that goes on is that of so many steps."""
 
 
 def build(run_dir: Path) -> dict[str, Any]:
@@ -32,10 +31,9 @@ def build(run_dir: Path) -> dict[str, Any]:
         "title": f"{subject(config)}: training report",
         "subject": f"Training report · {subject(config)}",
         "headline": headline(rows, summary),
-        "note": note(rows, summary, state),
-        "progress": progress(rows, config) if state == "running" else "",
+        "note": note(rows, summary, state, progress(rows, config)),
         "origin": " · ".join(filter(None, origin)),
-        "command": summary.get("command") or " ".join(read_overrides(run_dir)),
+        "command": summary.get("command") or shlex.join(read_overrides(run_dir)),
         "tiles": tiles(rows, summary),
         "state": state,
         "step": int(max((row["step"] for row in rows), default=0)),
@@ -45,30 +43,32 @@ def build(run_dir: Path) -> dict[str, Any]:
 
 def _began(rows: Sequence[Mapping[str, float]]) -> str:
     """The local time of a run's first line, to the minute; empty where it has none."""
-    return f"{datetime.fromtimestamp(rows[0]['time']):%-d %B %Y, %H:%M}" if rows and "time" in rows[0] else ""
+    try:
+        return f"{datetime.fromtimestamp(rows[0]['time']):%-d %B %Y, %H:%M}"
+    except (LookupError, ValueError, OverflowError, OSError):  # a time that is none, in a file from elsewhere
+        return ""
 
 
 def progress(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> str:
     """The last step of a GRPO run, out of how many, and when it will end by the pace of its newest steps.
 
-    >>> rows = [{"step": step, "time": 60.0 * step} for step in (1, 2, 3)]
+    Empty for SFT, whose number of steps follows from its data, and while there is no pace.
+
+    >>> rows = [{"step": step, "time/at_s": 60.0 * step} for step in (1, 2, 3)]
     >>> config = {"train": {"total_dialog_turns": 160}, "env": {"num_envs": 2, "repeats": 4}}
-    >>> progress(rows, config)
-    'Step 3 of 20, ends in about 17 min.'
+    >>> progress(rows, config), progress(rows, config | {"mode": "sft"})
+    ('Step 3 of 20, ends in about 17:00.', '')
     """
-    last = {int(row["step"]): row.get("time", math.nan) for row in rows if row["step"] > 0}
+    last = {int(row["step"]): row["time/at_s"] for row in rows if row["step"] > 0 and "time/at_s" in row}
+    newest = sorted(last)[-ETA_STEPS - 1 :]
     try:
         total = math.ceil(
             config["train"]["total_dialog_turns"] / (config["env"]["num_envs"] * config["env"]["repeats"])
         )
-    except (LookupError, TypeError, ArithmeticError):
-        return ""  # as in SFT, whose steps follow from its data
-    newest = sorted(last)[-PACE - 1 :]
-    if len(newest) < 2 or not total >= newest[-1]:
+        left_s = (last[newest[-1]] - last[newest[0]]) / (newest[-1] - newest[0]) * (total - newest[-1])
+        return f"Step {newest[-1]} of {total}, ends in about {duration(left_s)}." if config.get("mode") != "sft" else ""
+    except (LookupError, TypeError, ValueError, ArithmeticError):  # too few steps, or a config that is none
         return ""
-    pace_s = (last[newest[-1]] - last[newest[0]]) / (newest[-1] - newest[0])
-    left_min = pace_s * (total - newest[-1]) / 60
-    return f"Step {newest[-1]} of {total}" + (f", ends in about {left_min:.0f} min." if left_min >= 1 else ".")
 
 
 class Change(NamedTuple):
@@ -230,12 +230,12 @@ def _variance_of_mean(x: np.ndarray) -> float:
     return max(plain, plain + 2 * sum(w * c for w, c in zip(weights, covariances, strict=True)) / n)
 
 
-def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state: str) -> str:
-    """The note below the headline: whether the run has ended, and what its number is of."""
+def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state: str, going: str = "") -> str:
+    """The note below the headline: whether the run has ended, or how far it is, and what its number is of."""
     notes = []
     last = int(max((row["step"] for row in rows), default=0))
     if state == "running":
-        notes.append(f"The run goes on: this shows it up to step {last}.")
+        notes.append(going or f"The run goes on: this shows it up to step {last}.")
     elif state != "ended":
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
     if held_out_change(summary) is None and finite(rows, "reward/mean"):

@@ -92,7 +92,8 @@ def written(value: object) -> str:
 
 
 SUMMARY = Section("summary", "Summary", headline.build)
-"""The head of the page, which every page has; its data have ``title``, ``subject``, ``headline`` and ``note``."""
+"""The head of the page, which every page has. Its data have ``title``, ``subject``, ``headline``, ``note``,
+``origin``, ``command`` and ``footer``, each a text that may be empty."""
 
 SECTIONS: list[Section] = [
     Section("advisories", "Advice", _advice),
@@ -103,8 +104,9 @@ SECTIONS: list[Section] = [
         "charts",
         "Curves",
         charts.build,
-        "Numbers read first → last: means over a tenth of the steps at each end, 5 at least, half at most. Point to "
-        "read values, drag to zoom, double-click to zoom out. A subject opens on a click.",
+        "Numbers read first → last: means over a tenth of the steps at each end, 5 at least, half at most; of "
+        "evaluations, the first and the last. A subject opens on a click. Point to read values, drag to zoom, "
+        "double-click to zoom out.",
     ),
     Section("configuration", "Configuration", _configuration),
 ]

@@ -96,19 +96,17 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
     org/M on gsm8k: 100 steps in 12:34
     held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375): learned
     python sota/grpo.py
-    >>> result_lines({"eval_before": 0.0, "eval_after": 0.0, "eval_gain": 0.0, "eval_gain_ci95": [0.0, 0.0]})[1][-60:]
-    '+0.000): every response earned 0; see docs/troubleshooting.md'
+    >>> result_lines({"train_reward_first": 0.0, "train_reward_last": 0.0})[1].rpartition(": ")[2]
+    'the mean reward is 0 at first and at last; see docs/troubleshooting.md'
     """
-    rewards = [
-        summary.get(f"{of}_{when}") for of in ("eval", "train_reward") for when in ("before", "after", "first", "last")
-    ]
+    rewards = [summary.get(name) for name in ("eval_before", "eval_after", "train_reward_first", "train_reward_last")]
     took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
     verdict = ""
     if summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]
         verdict = f": {'learned' if low > 0 else 'got worse' if high < 0 else 'no clear change, the interval holds 0'}"
     if any(reward is not None for reward in rewards) and not any(rewards):
-        verdict = ": every response earned 0; see docs/troubleshooting.md"
+        verdict = ": the mean reward is 0 at first and at last; see docs/troubleshooting.md"
     lines = [
         f"{summary.get('model')} on {summary.get('task')}: {summary.get('steps')} steps{took}",
         f"{result(summary)}{verdict}",

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -80,7 +81,7 @@ def _with_file(message: str, hydra: DictConfig) -> str:
 
 
 class MaskedSweep(Callback):
-    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``), and ends with
+    """Masks the secrets in a sweep's multirun.yaml once its first job starts (see ``config/grpo.yaml``), and prints
     the command that compares its runs.
 
     The config itself stays as it is: the sweeper takes the jobs' overrides from it.
@@ -98,7 +99,7 @@ class MaskedSweep(Callback):
 
     @override
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        print(f"The sweep on one page: grpo-rl report {config.hydra.sweep.dir}")
+        print(f"The sweep on one page: grpo-rl report {shlex.quote(config.hydra.sweep.dir)}")
 
 
 def mask_sweep() -> None:
@@ -172,7 +173,6 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         def run(cfg: DictConfig) -> object:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it where it is imported
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 options = [word for word in compose.divided(sys.argv[1:])[0] if word not in ("--multirun", "-m")]

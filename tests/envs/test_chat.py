@@ -9,8 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.chat import check_reply, decode_responses, encode_prompts, encode_reply, harmless
+from grpo_rl.envs.chat import Dialog, check_reply, decode_responses, encode_prompts, encode_reply, harmless
 from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.task import Reward
 from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 from tests.envs.chat_templates import FAMILIES, tokenizer_of
@@ -175,3 +176,15 @@ def test_a_reward_sees_the_tags_of_a_thought_that_are_special_tokens(thinking):
     task = PromptResponse([{"prompt": "?"}], reward=lambda completion: ["<think>" in text for text in completion])
     ids = thinking("<think>2 + 3</think>5<end>", add_special_tokens=False)["input_ids"]
     assert [reward.total for reward in scored(LLMEnv(task, thinking, 1, 2), 0, [ids, ids[1:]])] == [1.0, 0.0]
+
+
+def test_a_conversations_reward_counts_its_turns_its_replies_and_their_errors():
+    def result(content):
+        return [{"role": "tool", "content": content}]
+
+    begun = Dialog([{"role": "user", "content": "Error"}], max_turns=3)
+    played = begun.said("2+").heard(result("Error: no number")).said("2+2").heard(result("4")).said("4")
+    own = played.ended(Reward({"right": 1.0}, {"turns": 9.0})).verdict
+    assert own.measures == {"turns": 9.0, "replies": 2, "error_replies": 1} and own.parts == {"right": 1.0}
+    assert Dialog([]).said("4").ended(Reward({"right": 1.0})).verdict.measures == {}
+    assert played.ended("a failure").verdict == "a failure"

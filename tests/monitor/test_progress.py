@@ -72,6 +72,20 @@ def test_the_live_view_shows_what_a_person_watches_for():
     assert [text for text in texts if text not in frame] == []
 
 
+def test_a_step_has_its_turns_and_errors_and_in_async_mode_alone_its_staleness():
+    def line_of(**more):
+        screen = console()
+        with Progress(2, screen) as progress:
+            progress.update(1, {"staleness/mean": 0.5} | more)
+        return "\n".join(last_frame(screen))
+
+    assert "staleness" not in line_of()
+    assert "turns 2.5   replies 1.5   errors 0.25" in line_of(
+        **{"measure/turns": 2.5, "measure/replies": 1.5, "measure/error_replies": 0.25}
+    )
+    assert "waiting 3.0 s   staleness 0.50" in line_of(**{"time/wait_s": 3.0})
+
+
 def test_a_hostile_sample_moves_nothing_in_the_terminal():
     screen = console()
     with Progress(1, screen) as progress:

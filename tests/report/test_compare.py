@@ -78,6 +78,14 @@ def test_the_best_run_is_named_with_what_its_interval_allows_where_gains_are_of_
     assert "differs (env.dataset), so their gains don't compare" in compare.head([low, other])["headline"]
 
 
+def test_the_jobs_of_a_sweep_are_named_by_their_settings_and_by_their_folders_where_these_are_many(tmp_path):
+    jobs = [run_of(tmp_path / str(i), 1e-5, [], prompt=f"a\n{i}", depth=1, **{"eval": {"prompt": i}}) for i in (0, 1)]
+    assert compare.names_of(jobs) == [f"env.prompt=a {i}, env.eval.prompt={i}" for i in (0, 1)]
+    bare = tmp_path / "2"
+    MetricsLog(bare).log(1, {"reward/mean": 0.5})
+    assert compare.names_of([*jobs, bare]) == ["0", "1", "2"]
+
+
 def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):
     runs = [run_of(tmp_path / name, 1e-5, []) for name in "ab"]
     assert compare.head(runs)["state"] == "ended"

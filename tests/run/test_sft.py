@@ -66,9 +66,9 @@ def test_page_log_docs_and_model_card_tell_of_imitation(finished):
     assert head["headline"].startswith(said) and "trained with SFT on gsm8k" in head["title"] and not head["note"]
     assert [tile["label"] for tile in head["tiles"]][:2] == ["Held-out loss", "Steps"]
     drawn = {chart["title"] for chart in charts.build(finished)["charts"]}
-    assert {"Loss of demonstrations", "Passes over the data"} <= drawn and "Held-out reward" not in drawn
+    assert {"SFT loss", "Epochs"} <= drawn and "Held-out reward" not in drawn
     assert not [chart for chart in charts.build(finished)["charts"] if chart["group"] == "Everything else"]
-    assert "Time of a step" in drawn
+    assert "Step time" in drawn
     assert said in (finished / "report.html").read_text()
     log = (finished / "sft.log").read_text()
     assert f"held-out loss {before:.3f}" in log and "step 5/5 · loss " in log

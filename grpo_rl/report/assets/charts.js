@@ -70,7 +70,7 @@ sections.charts = function (root, first) {
   function makeCard(spec) {
     const text = spec.percent ? percent : number;
     // What a reader has chosen outlives the charts being made anew: a live page does so when a metric is new.
-    const kept = chosen[`${spec.group}/${spec.title}`] ??= {log: false, wide: false, hidden: new Set()};
+    const kept = chosen[spec.title] ??= {log: false, wide: false, hidden: new Set()};
     const card = {spec, near: false, stale: true, kept};
     const isHidden = (i) => kept.hidden.has(spec.series[i].slice(0, 2).join("/"));
     const title = el("h4", {text: spec.title});
@@ -103,9 +103,9 @@ sections.charts = function (root, first) {
     });
     legend.append(...entries.map((entry) => entry.entry));
 
-    function endsOf({values, ends}) {
+    function endsOf(metric, {values, ends}) {
       const bad = values.filter((value) => value === null).length;
-      const shown = spec.markers && ends ? [values[0], values.at(-1)] : ends;  // evaluations are few, and each is of all rows
+      const shown = metric.startsWith("eval/") && ends ? [values[0], values.at(-1)] : ends;  // an evaluation is of all rows
       const said = shown ? shown.map(text).join(" → ") : text(values[0]);
       return said + (bad ? ` (${bad} not finite)` : "");
     }
@@ -114,7 +114,7 @@ sections.charts = function (root, first) {
     function tell(index) {
       entries.forEach((entry, i) => {
         const [metric, , run] = spec.series[i], value = index === null ? null : card.raw[i + 1][index];
-        entry.value.textContent = index === null ? endsOf(data.runs[run].columns[metric])
+        entry.value.textContent = index === null ? endsOf(metric, data.runs[run].columns[metric])
           : value === undefined ? "–" : text(value);
       });
     }
@@ -190,7 +190,7 @@ sections.charts = function (root, first) {
     card.refresh = () => { if (card.stale) draw(); };
     card.resize = () => {
       const height = card.element.classList.contains("wide") ? 380 : 190;
-      if (card.plot && (card.plot.width !== plot.clientWidth || card.plot.height !== height)) {
+      if (card.plot && plot.clientWidth && (card.plot.width !== plot.clientWidth || card.plot.height !== height)) {
         card.plot.setSize({width: plot.clientWidth, height});
       }
     };
@@ -274,7 +274,7 @@ sections.charts = function (root, first) {
       all += own.length;
       group.open = search.value ? left > 0 : opened.has(group.dataset.name);
     }
-    none.textContent = search.value ? `${found} of ${all} charts` : "";
+    none.textContent = search.value ? `${found} of ${all} folded charts` : "";
   }
 
   function rebuild() {

@@ -16,9 +16,9 @@ function marked(text, query) {
 // A prompt or a reply as messages, each with its role: chat templates write role names on lines of their own between the
 // messages. A text without them is one message of the role `otherwise`.
 function messagesOf(text, otherwise = "reply") {
-  const role = /(?:^|\n)\s*(tool|user|system|developer|assistant|ipython)\s*\n/i;
-  if (text.search(role) > 0 || !role.test(text)) return [{role: otherwise, text: text.trim()}];
-  const parts = text.trim().replace(/(?:^|\n)\s*assistant$/, "").split(new RegExp(role, "gi")), found = [];
+  const names = "(tool|user|system|developer|assistant|ipython)", whole = text.trim();
+  if (!new RegExp(`^${names}[ \\t]*\\n`, "i").test(whole)) return [{role: otherwise, text: whole}];
+  const parts = whole.replace(/\n[ \t]*assistant$/, "").split(new RegExp(`(?:^|\\n)[ \\t]*${names}[ \\t]*\\n`, "gi")), found = [];
   for (let i = 1; i < parts.length; i += 2) found.push({role: parts[i].toLowerCase(), text: parts[i + 1].trim()});
   return found;
 }
