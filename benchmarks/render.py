@@ -33,7 +33,7 @@ def render(results: Sequence[Mapping]) -> dict[str, str]:
     files = {}
     sections = []
     for result in results:
-        names = []
+        names = list(result.get("pictures", []))  # drawn by the benchmark itself
         for i, plot in enumerate(plots(result)):
             names.append(f"{result['name']}{f'_{i + 1}' if i else ''}.svg")
             files[names[-1]] = draw(plot)
