@@ -4,6 +4,7 @@
 #
 #   docker build -t grpo-rl .
 #   docker run --rm -v grpo-rl-work:/work -v grpo-rl-cache:/cache grpo-rl train +experiment=quickstart
+#   docker run --rm -v grpo-rl-work:/work -v grpo-rl-cache:/cache -v "$PWD:/data:ro" grpo-rl train env.path=/data/train.jsonl
 #
 #   docker build --build-arg BACKEND=cuda --build-arg EXTRAS=,ray -t grpo-rl:cuda .
 #   docker run --rm --gpus all --shm-size 16g -v grpo-rl-work:/work -v grpo-rl-cache:/cache grpo-rl:cuda train --async

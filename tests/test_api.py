@@ -31,8 +31,8 @@ def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_mode
     script = script.replace("text.strip().lower().startswith(wanted)", "sum(map(ord, text)) % 7")
     words = [f"{section}={values}" for section, values in SECTIONS.items()]
     script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model))
-    more = f'optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)}'
-    script = script.replace("held_out=rows[12:]", f"held_out=rows[12:], {more}")
+    more = f'settings = dict(optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)})'
+    script = re.sub("^settings = .*$", more, script, flags=re.MULTILINE)
     (tmp_path / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""A run on one GPU of Modal's (1.6): `modal run docs/cloud/modal_train.py --overrides "+experiment=quickstart"`.
+"""A run on one GPU of Modal's (1.6):
+`modal run docs/cloud/modal_train.py --name first --overrides "+experiment=quickstart"`.
 
 Runs are kept on the volume grpo-rl-runs: `modal volume get grpo-rl-runs NAME`.
 """

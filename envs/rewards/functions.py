@@ -40,7 +40,8 @@ class RewardFunction:
         self.is_named = isinstance(function, str)
         own = getattr(self.function, "__name__", type(self.function).__name__)
         # Partial objects and what a factory makes are called alike.
-        self.name: str = function.rpartition(":")[2] if isinstance(function, str) else own
+        # `grpo_rl.train` keeps the functions of a script in `own`.
+        self.name: str = function.rpartition(":")[2].removeprefix("own.") if isinstance(function, str) else own
         self.where = function if isinstance(function, str) else own
         if not callable(self.function) or inspect.isclass(self.function):
             raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")

@@ -67,7 +67,8 @@ def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
                 try:
                     fields[field] = ast.literal_eval(keyword.value)
                 except (ValueError, TypeError):  # a name; a list as a key
-                    unknown.append(f"{field}={ast.unparse(keyword.value)}: no literal; left out")
+                    instead = "; set model.name, or the default model trains" if name == "GRPOTrainer" else ""
+                    unknown.append(f"{field}={ast.unparse(keyword.value)}: no literal; left out{instead}")
             elif name != "GRPOTrainer":
                 unknown.append(f"{name}({text}): not taken over")
     if "GRPOConfig" not in called:
