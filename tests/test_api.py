@@ -28,7 +28,7 @@ SAME = ("reward/mean", "loss/total", "grad_norm", "response/mean_length", "eval/
 def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_model, tmp_path):
     page = (ROOT / "docs" / "from_python.md").read_text()
     (script,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", page, re.DOTALL)
-    script = script.replace("text.strip().lower().startswith(wanted)", "sum(map(ord, text)) % 7")
+    script = script.replace("len(text.split()) == 1 and text.lower().startswith(first)", "sum(map(ord, text)) % 7")
     words = [f"{section}={values}" for section, values in SECTIONS.items()]
     script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model))
     more = f'settings = dict(optimizer={{"lr": 1e-3}}, folder="one", {", ".join(words)})'
@@ -36,11 +36,11 @@ def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_mode
     (tmp_path / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "judge.py").write_text(re.search(r"def begins.*?\n\n", script, re.DOTALL)[0])
+    (tmp_path / "judge.py").write_text(re.search(r"def one_word.*?\n\n", script, re.DOTALL)[0])
     given = {
-        "env": {"dataset": "prompt_response", "reward": "judge:begins", "isolated": "false",
+        "env": {"dataset": "prompt_response", "reward": "judge:one_word", "isolated": "false",
                 "path": "one/data/train.jsonl", "eval_path": "one/data/held_out.jsonl"},
-        "evaluate": {"rows": 4}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
+        "evaluate": {"rows": 6}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
     }  # fmt: skip
     sections = [(name, own) for part in (SECTIONS, given) for name, own in part.items()]
     overrides = [f"{name}.{key}={value}" for name, own in sections for key, value in own.items()]
