@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.functional import linear
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.engines.base import Sampler, Sampling, forked_random_state
 from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.attention import forward_hidden
 from grpo_rl.policies.packing import pack
@@ -121,11 +120,6 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
         return Explanation("truncation", text + where)
     with forked_random_state():  # dropout and sampling draw from it
         return _best(context, scored, thorough)
-
-
-def forked_random_state() -> AbstractContextManager[None]:
-    """A context in which torch draws from copies of its random states, on the CPU and every GPU of this process."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()))
 
 
 def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -> Explanation:

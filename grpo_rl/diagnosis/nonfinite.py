@@ -17,7 +17,7 @@ from torchrl.objectives import LossModule
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.diagnosis.causes import forked_random_state
+from grpo_rl.engines.base import forked_random_state
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals

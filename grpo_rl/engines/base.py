@@ -86,9 +86,24 @@ def seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with forked_random_state():
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
         yield
+
+
+@contextmanager
+def forked_random_state() -> Iterator[None]:
+    """A context that draws from copies of torch's random states, and of numpy's.
+
+    On a GPU vLLM takes the seed of each request that has none from numpy's.
+    """
+    before = np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        np.random.set_state(before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.base import Samples, Sampling, seeded
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.training.checkpoint import rng_state
 from tests.engines.test_contract import engine_of
+from tests.tiny_runs import same
 
 pytestmark = pytest.mark.gpu
 
@@ -122,3 +124,23 @@ def test_two_gpus_share_an_engine_and_its_proof_adds_up(folder, trainer):
             sync.verify()
         assert made.fingerprints(shapes(trainer)) == on_host(trainer)
         assert made.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=4))
+
+
+def test_a_seed_gives_the_same_responses_and_greedy_ones_leave_the_random_state_as_it_was(engine):
+    def sampled():
+        with seeded(3):
+            return [
+                samples.response_ids.tolist() for samples in engine.generate([[5, 6]], 4, Sampling(max_new_tokens=8))
+            ]
+
+    first, before = sampled(), rng_state()
+    engine.generate([[5, 6]], 1, Sampling(temperature=0.0, max_new_tokens=8))
+    assert sampled() == first and same(before, rng_state())
+
+
+def test_a_request_that_cuts_nothing_off_gets_no_sets_from_an_engine_that_returns_them(folder):
+    with engine_of("vllm", folder, **ENGINE, sampling=Sampling(top_p=0.7)) as engine:
+        (cut,) = engine.generate([[5, 6]], 2, Sampling(top_p=0.7, max_new_tokens=8))
+        assert cut.kept_counts.min() > 0
+        outputs = engine._llm.generate([{"prompt_token_ids": [5, 6]}], engine._parameters(2, Sampling(), None))
+        assert all(not any(response.sampling_mask.token_ids) for response in outputs[0].outputs)

@@ -230,7 +230,8 @@ def write_in_place(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]
     places: list[Tensor] = []
     sources: list[Tensor] = []
     held = 0
-    for name, tensor in weights:
+    for given, tensor in weights:
+        name = name_in(model, given)
         path, _, kind = name.rpartition(".")
         module, _ = module_of(model, path)
         place = rows_of(module, getattr(module, kind), parts_in(model, path, module))

@@ -27,7 +27,16 @@ class OneStream(WeightSource):
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.weights
+        # vLLM reads in streams of its own; the weights are made, and their fingerprints taken, in the trainer's.
+        while True:
+            with torch.cuda.stream(own := torch.cuda.default_stream()):
+                named = next(self.weights, None)
+            if named is None:
+                return
+            reads = torch.cuda.current_stream()
+            reads.wait_stream(own)
+            named[1].record_stream(reads)
+            yield named
 
 
 def native_trainer(

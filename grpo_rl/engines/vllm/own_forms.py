@@ -229,5 +229,7 @@ def _decay(mixer: Any) -> Tensor:
     came = getattr(getattr(mixer.A, "weight_loader", None), "came", None)
     if came is None:
         raise LookupError(f"{type(mixer).__name__} has kept no {DECAY[0]}: its decay rates can't be traced back")
-    mine = came.to(mixer.A.device).narrow(0, get_tensor_model_parallel_rank() * len(mixer.A), len(mixer.A))
-    return mine if torch.equal(-torch.exp(mine.float()), mixer.A) else torch.log(-mixer.A)
+    mine = came.narrow(0, get_tensor_model_parallel_rank() * len(mixer.A), len(mixer.A))
+    # Where it came: the CPU's exponentials and a GPU's differ in their last bits.
+    made_from_it = torch.equal((-torch.exp(mine.float())).to(mixer.A.device), mixer.A)
+    return mine.to(mixer.A.device) if made_from_it else torch.log(-mixer.A)

@@ -15,6 +15,7 @@ from grpo_rl.engines.vllm.cpu import (
     rotate_heads_in_rows,
     skip_proxies,
 )
+from grpo_rl.engines.vllm.kept import leave_out_whole_sets
 from grpo_rl.engines.vllm.own_forms import record_decays, record_expert_packing
 from grpo_rl.engines.vllm.shared_transfer import register
 from grpo_rl.engines.vllm.text_part import TextPartLoader  # noqa: F401, registered with vLLM
@@ -23,7 +24,9 @@ register()  # the entry point does it too, where the package is installed and VL
 record_packing()
 record_expert_packing()
 record_decays()
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    leave_out_whole_sets()
+else:
     attend_without_amx()
     give_drafts_their_temperature()
     offer_norms()

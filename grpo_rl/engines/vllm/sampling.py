@@ -38,8 +38,9 @@ def sampling_params(
     greedy = sampling.temperature == 0
     native = {"top_k": sampling.top_k or ALL} if return_sampling_mask else {}
     if return_sampling_mask and greedy:
-        native = {"top_k": 1, "temperature": 1.0, "seed": 0}
-    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed, **native}
+        native = {"top_k": 1, "temperature": 1.0}
+    seed = 0 if greedy else sampling.seed  # vLLM would draw one on a GPU
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": seed, **native}
     return SamplingParams(
         n=n,
         **settings,

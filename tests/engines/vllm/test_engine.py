@@ -152,3 +152,18 @@ def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(monkeypatch, ma
     sizes = config.compilation_config.cudagraph_capture_sizes
     assert len(sizes) == graphs
     assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == max_num_seqs
+
+
+def test_of_a_gpus_kept_sets_those_of_all_tokens_are_returned_as_empty(monkeypatch):
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    from grpo_rl.engines.vllm.kept import leave_out_whole_sets
+
+    monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)  # put back at the end
+    whole, two = [0b111], [0b101]  # of three tokens, a bit each
+    sets = SamplingMaskTensors(
+        torch.tensor([[0, 1, 2], [0, 2, 0]]), torch.tensor([whole, two], dtype=torch.uint8), torch.tensor([3, 2]), 3
+    )
+    assert sets.tolists().slice_request(0, 1).to_nested_list() == [[0, 1, 2]]
+    leave_out_whole_sets()
+    assert [sets.tolists().slice_request(i, 1).to_nested_list() for i in (0, 1)] == [[[]], [[0, 2]]]
