@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_rl.engines.base import Samples, Sampling, seeded
 from grpo_rl.engines.fingerprint import fingerprint
-from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.training.checkpoint import rng_state
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from tests.engines.test_contract import engine_of
 from tests.tiny_runs import same
 
