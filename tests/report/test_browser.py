@@ -97,7 +97,7 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path):
     assert tab.requests == [url] and tab.complaints == []
     assert tab.page.locator("img").count() == 0
     assert "<script>window.hacked=1</script>" in tab.page.locator("#configuration pre").inner_text()
-    assert "(1 not finite)" in tab.card("Gradient norm").locator(".legend").inner_text()
+    assert "(1 not finite)" in tab.card("Gradient norm").locator(".legend").text_content()
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

@@ -80,7 +80,7 @@ def test_the_best_run_is_named_with_what_its_interval_allows_where_gains_are_of_
 
 def test_the_jobs_of_a_sweep_are_named_by_their_settings_and_by_their_folders_where_these_are_many(tmp_path):
     jobs = [run_of(tmp_path / str(i), 1e-5, [], prompt=f"a\n{i}", depth=1, **{"eval": {"prompt": i}}) for i in (0, 1)]
-    assert compare.names_of(jobs) == [f"env.prompt=a {i}, env.eval.prompt={i}" for i in (0, 1)]
+    assert compare.names_of(jobs) == [f"env.eval.prompt={i}, env.prompt=a {i}" for i in (0, 1)]
     bare = tmp_path / "2"
     MetricsLog(bare).log(1, {"reward/mean": 0.5})
     assert compare.names_of([*jobs, bare]) == ["0", "1", "2"]
