@@ -314,7 +314,7 @@ class Advisory:
 
     @property
     def title(self) -> str:
-        """What goes wrong, and in which steps."""
+        """The rule's title, and the steps in which its condition held."""
         when = f"since step {self.since}" if self.until is None else f"steps {self.since} to {self.until}"
         return f"{RULES[self.name].title}, {when}"
 
