@@ -288,6 +288,6 @@ def _read_tools(value: Any) -> list[dict]:
         tool_schemas(tools)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{tables.TOOLS} is {value!r:.80}: {error}; env.columns={{other: {tables.TOOLS}}} renames it"
+            f"{tables.TOOLS} is {value!r:.80}: {error}; 'env.columns={{other: {tables.TOOLS}}}' renames it"
         ) from error
     return tools

@@ -175,9 +175,9 @@ def column_hint(missing: Any, present: Iterable[str], ours: Any = None) -> str:
     """The end of a message about a missing column, to the task ``ours``: those that are there, and how to name one.
 
     >>> column_hint("question", ["problem", "questions"])
-    "; its columns are ['problem', 'questions']; did you mean questions? env.columns={question: questions} renames it"
+    "; its columns are ['problem', 'questions']; did you mean questions? 'env.columns={question: questions}' renames it"
     """
     present = list(present)
     close = difflib.get_close_matches(str(missing), present, n=1)
     hint, nearest = (f"did you mean {close[0]}? ", close[0]) if close else ("", "ITS_NAME")
-    return f"; its columns are {present}; {hint}env.columns={{{ours or missing}: {nearest}}} renames it"
+    return f"; its columns are {present}; {hint}'env.columns={{{ours or missing}: {nearest}}}' renames it"

@@ -58,7 +58,7 @@ def check_devices(settings: Settings, devices: Devices) -> None:
     if settings.inference_model.engine == "vllm" and devices.inference[0].type == "cuda" and devices.inference != first:
         raise ValueError(
             f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
-            f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
+            f"'inference_model.devices={[d.index for d in first]}' 'train_model.devices=[{len(first)}]'"
         )
 
 

@@ -15,11 +15,11 @@ OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
 def add_eval(parser: argparse.ArgumentParser) -> None:
     """Evaluates a model on held-out rows of several tasks, on one engine: reward and accuracy of greedy responses, and
     of `samples` others pass@k and maj@k, each with a 95 % interval. Writes eval.json and the responses. Two models are
-    compared row by row. Overrides: tasks=[gsm8k,math500,ifeval,countdown] rows=200 samples=8 temperature=0.7
+    compared row by row. Overrides: 'tasks=[gsm8k,math500,ifeval,countdown]' rows=200 samples=8 temperature=0.7
     max_new_tokens=512 engine=vllm path.gsm8k=test.jsonl seed=0 out=FOLDER, and those of training's env, model,
     inference_model and sampling. Exit code 1: a task could not be evaluated; 2: wrong input.
     """
-    parser.usage = "grpo-rl eval MODEL [MODEL] tasks=[...] [overrides ...] | grpo-rl eval --compare A B"
+    parser.usage = "grpo-rl eval MODEL [MODEL] 'tasks=[...]' [overrides ...] | grpo-rl eval --compare A B"
     parser.add_argument(
         "models",
         nargs="*",

@@ -76,7 +76,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
         raise ValueError(f"{unknown('setting', wrong[0], known)}, and those of {', '.join(PASSED_ON)}")
     own = read_section(EvalSettings, values)
     if not own.tasks:
-        raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
+        raise ValueError(f"no task is given; set 'tasks=[...]' of {TASK_NAMES}")
     check_names(own.tasks, "tasks")
     short = [short_name(name) for name in own.tasks]
     if idle := [name for name in own.path if name not in short]:
