@@ -30,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif isinstance(reply, tuple):
             self._send(reply[0], server.message, reply[1])
+        elif isinstance(reply, dict | list):
+            self._send(200, json.dumps(reply))
         else:
             choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": server.finish_reason}
             self._send(200, json.dumps({"choices": [choice], "usage": server.usage}))
@@ -38,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
 class ChatEndpoint(ThreadingHTTPServer):
     """Replies with ``replies`` first, then with what ``respond`` makes of a request's body.
 
-    A reply is a text, a status with headers, whose body is then ``message``, or ConnectionResetError.
+    A reply is a text, JSON, a status with headers, whose body is then ``message``, or ConnectionResetError.
     """
 
     daemon_threads, block_on_close = True, False

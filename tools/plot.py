@@ -1,4 +1,4 @@
-"""Curves of quickstart runs (rewards 0 to 3, with evaluation) as one SVG: `python tools/plot.py OUT.svg RUN_FOLDER...`.
+"""Curves of a recipe's runs, with evaluation, as one SVG: `python tools/plot.py OUT.svg RUN_FOLDER...`.
 
 A run is named by its seed, or as in NAME=RUN_FOLDER; runs of one name have one colour. With `--parts` before OUT.svg
 each run has a column of its own: the parts of its reward, and the lengths of its responses.
@@ -24,14 +24,17 @@ def plot(out, runs):
     colours = {}
     for name, _, folder in (run.rpartition("=") for run in runs):
         summary = json.loads(Path(folder, "summary.json").read_text())
-        rows = [row for row in read_metrics(folder) if "reward/mean" in row]
+        rows, evaluated = (
+            [(row["step"], row[key]) for row in read_metrics(folder) if key in row]
+            for key in ("reward/mean", "eval/reward")
+        )
         name = name or f"seed {summary['seed']}"
         label = None if name in colours else name
         line = {"color": colours.setdefault(name, f"C{len(colours)}"), "linewidth": 1}
-        train.plot([row["step"] for row in rows], [row["reward/mean"] for row in rows], label=label, **line)
-        held_out.plot([0, 1], [summary["eval_before"], summary["eval_after"]], marker="o", **line)
-    train.set(title="reward of sampled responses", xlabel="step", ylabel="reward (at most 3)", ylim=(0, 3))
-    held_out.set(title="held out, greedy", xticks=[0, 1], xticklabels=["before", "after"], xlim=(-0.3, 1.3))
+        train.plot(*zip(*rows, strict=True), label=label, **line)
+        held_out.plot(*zip(*evaluated, strict=True), marker="o", **line)
+    train.set(title="reward of sampled responses", xlabel="step", ylabel="reward", ylim=(0, None))
+    held_out.set(title="held out, greedy", xlabel="step")
     train.legend(frameon=False)
     save(figure, out)
 

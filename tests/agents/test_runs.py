@@ -47,8 +47,7 @@ def solve(client, row):
 class Parser:
     """A text whose first letter has an odd number calls each tool: a random model writes no format."""
 
-    def __init__(self, tokenizer, tools):
-        pass
+    def __init__(self, tokenizer, tools): ...
 
     def parse(self, text):
         if not text or ord(text[0]) % 2 == 0:

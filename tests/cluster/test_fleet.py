@@ -22,8 +22,6 @@ class Engine:
         return self.number, self.launch, self.weights
 
     async def take(self, weights):
-        if not self.alive:
-            raise EngineDeadError(f"engine {self.number} died")
         await asyncio.sleep(0.5)
         self.weights = weights
         return self.number
@@ -33,19 +31,11 @@ class Engine:
 
 
 async def push(fleet, weights, only_new=False):
-    """Gives each engine the weights; numbers of those that took them. One that dies of it is replaced."""
-
-    async def one(engine):
-        try:
-            number = await engine.take(weights)
-        except EngineDeadError as error:
-            await fleet.lose(engine, error)
-            return []
-        await fleet.admit([engine])
-        return [number]
-
+    """Gives each engine the weights; numbers of those that took them."""
     engines = [engine for engine in await fleet.present() if not only_new or engine.weights is None]
-    return [number for took in await asyncio.gather(*map(one, engines)) for number in took]
+    numbers = await asyncio.gather(*(engine.take(weights) for engine in engines))
+    await fleet.admit(engines)
+    return numbers
 
 
 def harbour(launch_s=0.0, fails=None):
@@ -117,34 +107,6 @@ async def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
     await busy
     await fleet.close()
     assert all(e.closed for e in engines)
-
-
-@simulated
-async def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
-    launch, engines = harbour()
-    fleet = Fleet(launch, size=2)
-    await fleet.start()
-    engines[1].alive = False
-    assert await push(fleet, "v1") == [0]
-    await fleet.new_engine()
-    assert await push(fleet, "v2") == [0, 1]
-    assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
-
-
-@simulated
-async def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_often():
-    launch, engines = harbour(launch_s=2.0)
-    fleet = Fleet(launch, size=1, max_restarts=1)
-    await dies(fleet)
-    call = asyncio.ensure_future(fleet.call(lambda e: e.answer()))
-    await fleet.new_engine()
-    await push(fleet, "v1", only_new=True)
-    assert (await call)[1:] == (1, "v1")
-    engines[1].alive = False
-    with pytest.raises(EngineLostError):
-        await fleet.call(lambda e: e.answer())
-    with pytest.raises(EngineDeadError, match=r"engine 0 died; slot 0 has lost 2 \(.*max_restarts=1"):
-        await fleet.call(lambda e: e.answer())
 
 
 @simulated

@@ -33,8 +33,6 @@ from grpo_rl.engines.loop_thread import LoopThread, SteppedEngine
 from grpo_rl.envs.agent import Told
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
-from grpo_rl.envs.search_qa import SearchQA
-from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.testing import ScriptedEngine
@@ -231,17 +229,9 @@ def test_an_agent_tells_its_reward_by_a_call_or_as_its_result(tokenizer):
     assert "no reward on row 0, session 2" in env.guard.examples["error"]
 
 
-RHONE = Document("Rhone", "It flows through Lyon.")
+def test_a_task_with_a_tool_scores_the_final_message_of_a_session(tokenizer):
+    task, right = Calculator([{"question": "6 times 7?", "answer": "#### 42"}]), "<answer>42</answer>"
 
-
-@pytest.mark.parametrize(
-    ("task", "right"),
-    [
-        (Calculator([{"question": "6 times 7?", "answer": "#### 42"}]), "<answer>42</answer>"),
-        (SearchQA([{"question": "Which town?", "answer": "Lyon", "documents": []}], SearchIndex([RHONE])), "Lyon"),
-    ],
-)
-def test_a_task_with_a_tool_scores_the_final_message_of_a_session(tokenizer, task, right):
     async def script(number, call):
         said = await call(("user", "p"))
         await call(("user", "p"), ("assistant", said), ("user", "q"))
@@ -388,18 +378,6 @@ def test_a_session_tells_its_reward_of_a_held_out_row_too(tokenizer):
     rows = [{"worth": 0.5}, {"worth": 2}]
     found = evaluate(env, Engine(tokenizer), rows, GREEDY, sessions=sessions_of(Tells(), env.task))
     assert found.rewards == [0.5, 2.0] and found.parts == {"agent": 1.25} and found.completions == ["aab", "aab"]
-
-
-def test_sessions_of_an_evaluation_are_counted_with_none_of_training(tokenizer):
-    engine, task = Engine(tokenizer), Length([{}])
-    env, groups = groups_of(tokenizer, Scripted(asks_once), task)
-    with collecting(env, groups, engine) as collector:
-        before = collector.collect()
-        counts = collector.metrics()
-        evaluate(env, engine, [{}, {}], GREEDY, sessions=sessions_of(Scripted(asks_once), task))
-        assert collector.metrics() == counts and collector.events() == []
-        (group,) = collector.collect()
-        assert group.group_id == before[0].group_id + 1 and group.size == 3
 
 
 def test_a_session_that_breaks_ends_the_evaluation_and_the_sessions_of_other_rows_with_their_programs(

@@ -6,8 +6,7 @@ from itertools import chain
 import pytest
 from simulation import virtual_time
 
-from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler, StalenessManager
-from grpo_rl.engines.loop_thread import EngineLostError
+from grpo_rl.collectors.rollout_scheduler import RolloutScheduler, StalenessManager
 
 
 def scheduler_of(answer, groups, bound=1, per_step=2):
@@ -33,46 +32,6 @@ def test_every_group_is_handed_out_once_in_whole_batches_and_a_rest():
 
     out = virtual_time.run(batches(scheduler_of(answer, groups=7)))
     assert [len(batch) for batch in out] == [2, 2, 2, 1] and sorted(chain.from_iterable(out)) == list(range(7))
-
-
-def test_sampling_goes_on_while_a_step_is_trained():
-    async def answer(number):
-        await asyncio.sleep(1.0)
-        return number
-
-    async def timed():
-        await batches(scheduler_of(answer, groups=8))
-        return asyncio.get_running_loop().time()
-
-    # The first batch takes a second, and then each of four steps does, with the next batch behind it.
-    assert virtual_time.run(timed()) == pytest.approx(5.0)
-
-
-def test_a_group_whose_engine_died_is_sampled_again_and_one_that_came_to_nothing_is_counted():
-    died = set()
-
-    async def answer(number):
-        await asyncio.sleep(0.1)
-        if number == 1 and number not in died:
-            died.add(number)
-            raise EngineLostError("engine 0 died")
-        if number == 2:
-            raise Dropped("no rewards")
-        return number
-
-    scheduler = scheduler_of(answer, groups=5)
-    out = virtual_time.run(batches(scheduler))
-    assert sorted(chain.from_iterable(out)) == [0, 1, 3, 4]
-    staleness = scheduler.staleness
-    assert scheduler.resampled == 1 and staleness.dropped == {"no rewards": 1} and staleness.started == 5
-
-
-def test_an_error_in_a_group_reaches_whoever_waits_for_a_batch():
-    async def answer(number):
-        raise ZeroDivisionError("a bug in a task")
-
-    with pytest.raises(ZeroDivisionError, match="a bug in a task"):
-        virtual_time.run(batches(scheduler_of(answer, groups=3)))
 
 
 def test_closing_ends_what_is_in_flight():

@@ -7,17 +7,6 @@ from hypothesis import strategies as st
 from grpo_rl.collectors.rollout_scheduler import StalenessManager
 
 
-def test_without_staleness_nothing_is_started_while_a_step_is_trained():
-    staleness = StalenessManager(groups_per_step=2, max_staleness=0)
-    started = [staleness.start() for _ in range(2)]
-    assert staleness.room() == 0 and staleness.take() is None
-    for group in started:
-        staleness.finish(group)
-    assert staleness.take() == started and staleness.room() == 0
-    staleness.advance(1)
-    assert staleness.room() == 2
-
-
 def test_a_step_waits_for_the_group_whose_turn_it_is():
     staleness = StalenessManager(groups_per_step=1, max_staleness=1)
     slow, quick = staleness.start(), staleness.start()
@@ -45,17 +34,6 @@ def test_a_step_leaves_no_more_for_a_later_one_than_that_has_room_for():
     assert staleness.take() is None  # with one of the new ones beside the third, the fourth would come too late
     staleness.finish(first[3])
     assert staleness.take() == first[2:]
-
-
-def test_a_group_sampled_again_is_of_the_present_version_and_counts_once():
-    staleness = StalenessManager(groups_per_step=1, max_staleness=1)
-    lost, kept = staleness.start(), staleness.start()
-    staleness.finish(kept)
-    assert staleness.take() == [kept]
-    staleness.advance(1)
-    staleness.restart(lost)
-    assert lost.version == 1 and staleness.started == 2
-    staleness.check()
 
 
 def test_the_last_step_takes_what_is_left():

@@ -113,8 +113,3 @@ def test_a_system_message_counts_once_in_each_micro_batch():
     groups = [replace(group, prompt_ids=torch.cat([system, group.prompt_ids])) for group in groups]
     assert [len(micro) for micro in micro_batches(groups, 100)] == [3, 3]
     assert [len(pack(micro).input_ids) for micro in micro_batches(groups, 100)] == [100, 100]
-
-
-def test_a_fixed_count_gives_that_many_micro_batches():
-    groups = [random_group(group_id=i) for i in range(5)]
-    assert len(micro_batches(groups, 10_000, count=3)) == 3

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import torch
 from scipy import stats
 
 from grpo_rl.assembly.training import with_hint
-from grpo_rl.data import keys
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
 from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.mixture import MixtureEnv
@@ -144,19 +142,14 @@ def calls(prompt, g):
     return called if SHOWN in prompt else "x"
 
 
-def with_tools():
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_each_task_has_its_own_tools_and_its_turns_read_by_its_own_parser(in_rounds):
     tokenizer = tokenizer_of("qwen3")
     rows = [{"question": "6 * 7?", "answer": "#### 42"}]
     tasks = {"says": Says("x"), "calculator": Calculator(rows, form="function", examples=(), system_prompt=None)}
     envs = {name: LLMEnv(task, tokenizer, 2, 2, tool_parser=PlainParser) for name, task in tasks.items()}
     env = MixtureEnv(envs, dict.fromkeys(tasks, 1.0), 12, 2)
     env.check_prompts()
-    return env, tokenizer
-
-
-@pytest.mark.parametrize("in_rounds", [False, True])
-def test_each_task_has_its_own_tools_and_its_turns_read_by_its_own_parser(in_rounds):
-    env, tokenizer = with_tools()
     groups = playing(env, tokenizer, calls, in_rounds).collect()
     rows = [env.task.rows[group.row] for group in groups]
     assert {row["task"] for row in rows} == {"says", "calculator"}
@@ -166,16 +159,3 @@ def test_each_task_has_its_own_tools_and_its_turns_read_by_its_own_parser(in_rou
         assert group.rewards.tolist() == [REWARDS[row["task"]]] * 2, row
         hinted = tokenizer.decode(with_hint(env, "It is {gold}.", group).prompt_ids)
         assert ((SHOWN in hinted), "It is 42." in hinted) == (row["task"] == "calculator",) * 2
-
-
-def test_a_batch_of_a_mixture_has_its_turns_read_by_their_tasks():
-    env, tokenizer = with_tools()
-    state, rewards = env.reset(), torch.zeros(24)
-    for _ in range(2):
-        for row in state.unbind(0):
-            said = calls(tokenizer.decode(row[keys.TOKENS_PROMPT]), 0)
-            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(said)["input_ids"], tokenizer.eos_token_id])
-        state = env.step(state)["next"]
-        rewards += state["reward"].flatten()
-    tasks = [env.task.rows[row]["task"] for row in state[keys.ROW].flatten().tolist()]
-    assert rewards.tolist() == [REWARDS[task] for task in tasks]

@@ -1,11 +1,8 @@
 """A served teacher gives the losses of the same teacher in the process; what a server may reply instead is refused."""
 
-import itertools
-import json
 import math
 import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.served import ServedTeacher
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
+from tests.chat_endpoint import ChatEndpoint
 from tests.policies.test_exactness import groups_of
 
 LENGTHS = [(5, [3, 2, 0, 3]), (1, [4, 7]), (9, [1, 1])]
@@ -32,20 +30,16 @@ def folders(tmp_path_factory):
     ]
 
 
-class Server(ThreadingHTTPServer):
+class Server(ChatEndpoint):
     """`vllm serve`'s replies, of a model in the process: token ids in, each token's likeliest tokens out."""
 
     def __init__(self, folder, spoil=lambda reply: reply, fails=0):
+        super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.spoil, self.asked, self.to_fail = spoil, [], itertools.chain([True] * fails, itertools.repeat(False))
-        self.models = ["teacher"]
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.spoil, self.replies, self.models = spoil, [(503, {})] * fails, ["teacher"]
+        self.respond = lambda asked: self.spoil(self.complete(asked))
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
 
     @torch.no_grad()
     def complete(self, asked):
@@ -57,28 +51,6 @@ class Server(ThreadingHTTPServer):
             decoded = {w: self.tokenizer.decode([w]) for w in tokens}
             rows.append({str(w): {"logprob": log_probs[w].item(), "decoded_token": decoded[w]} for w in tokens})
         return {"choices": [{"text": "", "prompt_logprobs": rows}]}
-
-
-class Handler(BaseHTTPRequestHandler):
-    def reply(self, value, code=200):
-        body = json.dumps(value).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.reply({"data": [{"id": name} for name in self.server.models]})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(asked["prompt"])
-        if next(self.server.to_fail):
-            return self.reply({}, 503)
-        return self.reply(self.server.spoil(self.server.complete(asked)))
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
@@ -132,7 +104,7 @@ def test_a_served_teacher_gives_the_loss_and_gradient_of_one_in_the_process(fold
     torch.testing.assert_close(gradient, expected[1], rtol=0, atol=1e-4 * expected[1].abs().max().item())
     # Equal responses are sent once, an empty one never, and one request failed for now.
     distinct = {(*g.prompt_ids.tolist(), *ids.tolist()) for g in groups for ids in g.responses if len(ids)}
-    assert len(server.asked) == len(distinct) + 2  # one more at the start
+    assert len(server.bodies) == len(distinct) + 2  # one more at the start
 
 
 def cut(reply):

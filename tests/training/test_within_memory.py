@@ -1,8 +1,6 @@
 """Memory that runs out, injected into scoring and into the backward pass: the step begins again, with its gradient."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from grpo_rl.policies.routing import router_record
 from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import WithinMemory, _RanOut, scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
+from tests.helpers import of_two_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -190,51 +189,40 @@ def test_a_group_that_does_not_fit_alone_ends_the_run_with_its_tokens(tiny_model
         trained(tiny_model, 80, room=19)
 
 
-def of_two_ranks(model, max_tokens, room=10**6):
+def step_of_two_ranks(model, max_tokens, room=10**6):
     """The gradients of both ranks of a step, what they said, and the groups that each scored; one has little room."""
-    there, barrier = [None, None], threading.Barrier(2, timeout=60)
     policies = [Small.load(model, torch.float32) for _ in range(2)]
 
-    class Peers:
-        size, in_step, device = 2, False, torch.device("cpu")
+    def train(peers):
+        policy, said, scored, cleared, gather = policies[peers.rank], [], [], [], peers.gather
+        policy.peers, policy.room = peers, room if peers.rank else 10**6
+        optimizer = PolicyOptimizer(policy.model)
 
-        def __init__(self, rank):
-            self.rank, self.cleared = rank, False
-
-        def clear(self, optimizer):
-            self.cleared = True
+        def clear():
+            cleared.append(True)
             optimizer.clear_gradients()
 
-        def gather(self, mine):
+        def gather_when_cleared(mine):
             # It makes room before it tells the others, which takes memory, too.
-            assert self.cleared or not isinstance(mine, _RanOut)
-            there[self.rank] = mine
-            barrier.wait()
-            found = list(there)
-            barrier.wait()
-            return found
+            assert cleared or not isinstance(mine, _RanOut)
+            return gather(mine)
 
-    def train(rank):
-        policy, said, scored = policies[rank], [], []
-        policy.peers, policy.room = Peers(rank), room if rank else 10**6
-        optimizer = PolicyOptimizer(policy.model)
-        within = WithinMemory(policy, MicroBatching(max_tokens), lambda: policy.peers.clear(optimizer))
-        for micro_batch in within.micro_batches(GROUPS, said.append):
+        peers.device, peers.gather = torch.device("cpu"), gather_when_cleared
+        for micro_batch in WithinMemory(policy, MicroBatching(max_tokens), clear).micro_batches(GROUPS, said.append):
             with micro_batch as tokens:
                 GRPOLoss()(tokens)["loss"].backward()
                 scored.append(len(set(tokens["group_id"].tolist())))
         return [param.grad.clone() for param in policy.model.parameters()], said, scored
 
-    with ThreadPoolExecutor(2) as threads:
-        return list(zip(*threads.map(train, range(2)), strict=True))
+    return list(zip(*of_two_ranks(train), strict=True))
 
 
 def test_all_ranks_begin_again_where_one_ran_out_with_the_gradient_of_the_smaller_split(tiny_model):
-    gradients, said, scored = of_two_ranks(tiny_model, 40, room=20)
+    gradients, said, scored = step_of_two_ranks(tiny_model, 40, room=20)
     # Of two micro-batches of 40 each rank has one, of four of 20 two; the rank without room scored none of 40.
     assert scored == ([2, 1, 1], [1, 1])
     assert said[0] == said[1] and len(said[0]) == 1 and "with micro-batches of 20 tokens" in said[0][0]
-    smaller, nothing, _ = of_two_ranks(tiny_model, 20)
+    smaller, nothing, _ = step_of_two_ranks(tiny_model, 20)
     assert nothing == ([], [])
     for rank in range(2):
         assert all(map(torch.equal, gradients[rank], smaller[rank]))

@@ -71,17 +71,6 @@ def test_the_recorded_verdicts_are_ours_but_for_those_that_are_explained(recorde
     assert differing == DISAGREEMENTS
 
 
-def test_the_totals_of_gpt_4_match(recorded, ours):
-    # Of 538 prompts and 828 instructions. The paper's table 3 gives 76.89, 83.57, 79.30 and 85.37 % of all 541 and 834.
-    expected = {"strict": (415, 693), "loose": (429, 709)}
-    pairs = [pair for pair in zip(recorded, ours, strict=True) if pair[0]["model"] == "gpt-4-20231107"]
-    for kind, totals in expected.items():
-        for side in (0, 1):
-            verdicts = [pair[side][kind] for pair in pairs]
-            assert (len(verdicts), sum(map(len, verdicts))) == (538, 828)
-            assert (sum(map(all, verdicts)), sum(map(sum, verdicts))) == totals
-
-
 def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, rows):
     chosen = [at for at, answer in enumerate(recorded) if ABOUT_LANGUAGE & set(answer["instruction_id_list"])][::3]
     assert len(chosen) > 80

@@ -4,14 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+import transformers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8K
@@ -30,10 +24,10 @@ def save(tokenizer, folder, kind, labels):
     sizes["initializer_range"] = 0.5  # so that texts have values of their own
     if kind == "bert":
         tokenizer.chat_template = None
-        model = BertForSequenceClassification(BertConfig(**sizes | {"pad_token_id": 0}))
+        config = transformers.BertConfig(**sizes | {"pad_token_id": 0})
     else:
-        model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, head_dim=16))
-    model.save_pretrained(folder)
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, head_dim=16)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if kind == "bert":  # which tells its two texts apart
         file = folder / "tokenizer_config.json"
