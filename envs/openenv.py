@@ -125,7 +125,7 @@ def _connected(url: str) -> Any:
     try:
         from websockets.sync.client import connect
     except ImportError as error:
-        raise ValueError('env.dataset=openenv needs websockets: pip install "grpo-rl[openenv]"') from error
+        raise ValueError("env.dataset=openenv needs websockets: pip install 'grpo-rl[openenv]'") from error
     # Nor is a proxy of the environment used.
     address = "ws" + url.removeprefix("http") + "/ws"
     # A session stays open from turn to turn, and `close` ends it: no block could.

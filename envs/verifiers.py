@@ -234,7 +234,7 @@ def _environment(taskset: str) -> Any:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ValueError('env.dataset=verifiers needs verifiers: pip install "grpo-rl[verifiers]"') from error
+        raise ValueError("env.dataset=verifiers needs verifiers: pip install 'grpo-rl[verifiers]'") from error
     try:
         env = vf.load_environment(vf.resolve_env_config({"taskset": config}))
     # A foreign package's code runs here: its name, its settings and its imports may be wrong in any way.

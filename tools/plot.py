@@ -33,7 +33,7 @@ def plot(out, runs):
         line = {"color": colours.setdefault(name, f"C{len(colours)}"), "linewidth": 1}
         train.plot(*zip(*rows, strict=True), label=label, **line)
         held_out.plot(*zip(*evaluated, strict=True), marker="o", **line)
-    train.set(title="reward of sampled responses", xlabel="step", ylabel="reward", ylim=(0, None))
+    train.set(title="reward of sampled responses", xlabel="step", ylabel="reward")
     held_out.set(title="held out, greedy", xlabel="step")
     train.legend(frameon=False)
     save(figure, out)

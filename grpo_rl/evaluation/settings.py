@@ -18,9 +18,9 @@ OWN_NAMES = {
     "inference_model.max_model_len": "max_model_len=",
     "inference_model.engine": "engine=",
     "env.eval_path": "path.TASK=",
-    "env.dataset": "tasks=[...]",
-    "env.task": "tasks=[...]",
-    "env": "tasks=[...]",
+    "env.dataset": "'tasks=[...]'",
+    "env.task": "'tasks=[...]'",
+    "env": "'tasks=[...]'",
 }
 """Settings of training for which an evaluation has its own."""
 PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")

@@ -1,4 +1,4 @@
-"""Groups in flight: nothing is lost or twice, errors arrive, and the end is clean."""
+"""Groups in flight: nothing is lost or twice, and the end is clean."""
 
 import asyncio
 from itertools import chain

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_runs import run_script
 from torchrl.collectors import Collector
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling, Transform
 
@@ -211,6 +212,16 @@ def test_a_run_trains_on_the_rewards_of_its_transforms(tiny_run, tmp_path, monke
     for row in read_metrics(folder / "metrics.jsonl"):
         parts = [row[f"reward/{part}"] for part in ("correctness", "reasoning_format", "answer_format")]
         assert row["reward/mean"] == pytest.approx(2 * sum(parts))
+
+
+def test_our_groups_go_through_torchrls_buffer_and_come_back(tokenizer):
+    groups = SyncCollector(env_of(Counting(), tokenizer), policy_for(tokenizer), 6).collect()
+    buffer = ReplayBuffer(storage=LazyStackStorage(6))
+    for group in groups:
+        buffer.extend(group.to_tensordict())
+    rows = buffer[:]
+    back = [Group.from_tensordict(rows[at : at + 3]) for at in (0, 3)]
+    assert all(map(same, groups, back))
 
 
 def test_a_prompt_that_does_not_begin_with_what_was_sampled_is_refused(tokenizer):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_runs import run_script
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -246,6 +247,15 @@ def test_a_healthy_run_gives_no_alarm_and_stays_on_its_floor(model, dtype, how):
         assert set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/mass_kept"} and training.warning is None
 
 
+def test_importance_weights_are_one_on_fresh_weights_within_the_floor(model):
+    for dtype in DTYPES:
+        training = Training(model, dtype)
+        groups = [g.with_advantages(torch.ones(g.size)) for g in training.sample()]
+        (tokens,) = scored_micro_batches(training.policy, groups, MicroBatching(4096))
+        ratio = (tokens["log_prob"] - tokens["sampler_log_prob"]).exp()
+        assert (ratio - 1).abs().mean() < FLOORS[dtype] and (ratio - 1).abs().max() < 10 * FLOORS[dtype]
+
+
 def test_looking_into_a_step_changes_nothing_in_the_run(model):
     def trained(first_tokens):
         training = Training(model, "bfloat16", first_tokens=first_tokens)
@@ -405,16 +415,37 @@ def test_the_mass_kept_is_the_mean_of_the_trainers_over_the_samplers_probability
     assert mass_kept([Scored(group, torch.tensor([0.5, 0.9]).log())]) == pytest.approx((0.8 + 0.9) / 2)
 
 
+@pytest.fixture(scope="module")
+def tiny(model, tiny_run):
+    few = ["train.total_dialog_turns=48", "train.checkpoint_frequency=0", "train.micro_batch_tokens=8192"]
+    return [*tiny_run, f"model.name={model}", *few, "optimizer.warmup_steps=0"]
+
+
+def run(overrides, folder, monkeypatch):
+    monkeypatch.setenv("GRPO_RL_CACHE", str(folder / "cache"))
+    return run_script(SCRIPT, overrides, folder / "run")
+
+
 @pytest.mark.nightly
-def test_the_script_stops_at_the_second_step_where_a_push_is_left_out(model, tiny_run, tmp_path, monkeypatch):
+def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_path, monkeypatch):
+    folder = run([*tiny, "optimizer.lr=0", "train.epochs=2"], tmp_path, monkeypatch)
+    rows = read_metrics(folder)
+    assert len(rows) == 3
+    for row in rows:
+        assert 0 < row["mismatch/mean"] < FLOORS["bfloat16"] and row["mismatch/stale_0"] < FLOORS["bfloat16"]
+        assert row["ess"] > 0.999 and row["clip/low_fraction"] == row["clip/high_fraction"] == 0
+    start, end = (AutoModelForCausalLM.from_pretrained(path) for path in (model, folder / "model"))
+    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
+
+
+@pytest.mark.nightly
+def test_the_script_stops_at_the_second_step_where_a_push_is_left_out(tiny, tmp_path, monkeypatch):
     push = WeightSync.push
 
     def once(sync):
         return push(sync) if sync.version == 0 else sync.version
 
     monkeypatch.setattr(WeightSync, "push", once)
-    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
-    few = ["train.total_dialog_turns=48", "train.checkpoint_frequency=0", "train.micro_batch_tokens=8192"]
     with pytest.raises(MismatchError, match="failed sync.*20 of 20 tensors differ"):
-        run_script(SCRIPT, [*tiny_run, f"model.name={model}", *few, "optimizer.warmup_steps=0"], tmp_path / "run")
+        run(tiny, tmp_path, monkeypatch)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]

@@ -5,6 +5,7 @@ from grpo_rl.envs.calculator import Calculator
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
+from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.math import Math
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
@@ -62,6 +63,16 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert [getattr(result, "total", None) for result in results] == [2.5, None, 3.0, 0.5]
     assert guard.failed == {"timeout": 1} and len(told) == 1
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
+
+
+@pytest.mark.alone
+def test_texts_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
+    with IsolatedCalls(patterns.search, workers=1) as workers:
+        monkeypatch.setattr(patterns, "_workers", lambda _: workers)
+        workers.start()
+        # At 5 s each, the first three would take all of the time.
+        found = patterns.found((r"^(x+x+)+y",), [*["x" * 40] * 4, *["xxy"] * 12], budget_s=12.0)
+    assert [isinstance(result, TimeoutError) for result in found] == [True] * 4 + [False] * 12
 
 
 def test_a_number_in_an_example_is_its_text():

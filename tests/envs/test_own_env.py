@@ -21,6 +21,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase
 
+
 class Letters(EnvBase):
     """Asks for letters; pays their share in a response, after `turns` responses."""
 
@@ -53,9 +54,14 @@ class Letters(EnvBase):
                                     ("reward_parts", "share"): share * done}))
         return lazy_stack(rows)
 
-    def _set_seed(self, seed): pass
-    def get_extra_state(self): return {"prompts": self.prompts}
-    def set_extra_state(self, state): self.prompts = state["prompts"]
+    def _set_seed(self, seed):
+        pass
+
+    def get_extra_state(self):
+        return {"prompts": self.prompts}
+
+    def set_extra_state(self, state):
+        self.prompts = state["prompts"]
 '''
 
 
@@ -112,3 +118,8 @@ def test_it_trains_in_turns_and_while_it_samples(module, tiny_run, tmp_path, scr
     folder = run_script(SOTA / script, [*words(module, tiny_run), *own], tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows and all("reward/share" in row and row["grad_norm"] >= 0 for row in rows)
+
+
+def test_what_is_neither_a_task_nor_an_environment_is_refused(tiny_run):
+    with pytest.raises(ValueError, match=r"inherits from grpo_rl\.envs\.base\.Task, or from torchrl"):
+        Settings.read(compose_config("grpo_gsm8k", [*tiny_run, "env.dataset=json:JSONDecoder"]))

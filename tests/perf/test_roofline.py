@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.perf.roofline import ModelSizes, Rates, StepRoofline, floors_s
 from grpo_rl.policies.lora import LoRA, add_adapters
@@ -67,7 +74,7 @@ def test_the_training_floor_is_what_torch_counts_in_a_plain_model_without_attent
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(window):
-    model = MistralForCausalLM(MistralForCausalLM.config_class(**config().to_dict() | {"sliding_window": window}))
+    model = MistralForCausalLM(MistralConfig(**config().to_dict() | {"sliding_window": window}))
     group = random_group(prompt=5, lengths=[4, 0, 2], vocab=11)
     seen = 0
     for first, last in ((0, 5), (5, 9), (5, 5), (5, 7)):

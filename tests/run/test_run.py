@@ -5,8 +5,10 @@ import functools
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -174,6 +176,14 @@ def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path):
     first, second = read_metrics(folder)
     assert first["limit_fraction/score"] > 0
     assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
+
+
+@pytest.mark.nightly
+def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
+    overrides = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "optimizer.lr=1e-3,1e-4"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
 
 
 def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):

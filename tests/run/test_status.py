@@ -89,3 +89,8 @@ def test_a_run_whose_process_may_be_there_is_not_called_dead(run, capsys):
         (run / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026"}))
         code, said = ask(run, capsys)
         assert code == 0 and said.startswith("Perhaps alive") and f"process {pid} on {host}" in said
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err

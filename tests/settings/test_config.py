@@ -52,6 +52,7 @@ def test_every_experiment_passes_the_checks(experiment):
         ("sampling.ignore_eos=true loss=dapo", "every response meets the length limit"),
         ("optimizer.lr=inf", "optimizer.lr is inf; it should be a finite number"),
         ("optimizer.betas=[0.9,high]", r"optimizer.betas\[1\] is 'high'; it should be a valid number"),
+        ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it should be a valid number"),
         ("logger.name=20250101", "it should be a valid string, or null; quoted it is: logger.name=\"'20250101'\""),
         ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
         ("env=prompt_response", r"env\.reward must be set"),

@@ -70,12 +70,21 @@ def test_gpus_of_a_cluster_are_counted_not_named_and_not_shared():
         (config(ref=1), "sync", 8, "ref_model.num_devices=1, but with policy.kl_coef=0.0 no reference is loaded"),
         (config(inference=4, tp=3), "sync", 8, r"3 does not divide 4 \(inference devices\); use one of \[1, 2, 4\]"),
         (config(2), "sync", 0, "train_model.num_devices=2, but no GPU is visible"),
-        (OmegaConf.merge(config([0, 1]), {"train_model": {"num_devices": 3}}), "sync", 4, r"=\[0, 1\] with .*=3"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers_and_remedy(cfg, mode, visible, message):
     with pytest.raises(ValueError, match=message):
         allocate(cfg, mode=mode, visible=visible)
+
+
+def test_a_list_and_a_number_that_contradict_each_other_are_refused():
+    cfg = config([0, 1])
+    for number in (None, 2):
+        cfg.train_model.num_devices = number
+        assert indices(allocate(cfg, visible=4).train) == [0, 1]
+    cfg.train_model.num_devices = 3
+    with pytest.raises(ValueError, match=r"train_model.devices=\[0, 1\] with train_model.num_devices=3"):
+        allocate(cfg, visible=4)
 
 
 def test_tensor_parallelism_has_to_divide_the_attention_heads():

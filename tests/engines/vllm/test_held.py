@@ -5,7 +5,15 @@ from contextlib import closing
 import pytest
 import torch
 from loop_control import Reads
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.fingerprint import digest
@@ -25,8 +33,8 @@ SIZES = dict(vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_la
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.1)
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)  # padded to 32 by vLLM
 MODELS = {
-    "untied": lambda: LlamaForCausalLM(LlamaForCausalLM.config_class(**SIZES, tie_word_embeddings=False)),
-    "biased": lambda: Qwen2ForCausalLM(Qwen2ForCausalLM.config_class(**SIZES, tie_word_embeddings=True)),
+    "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "biased": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "mixture": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=True)),
 }
 

@@ -112,7 +112,9 @@ def brief(length, correct, *, limit: int = 100):
     return 1 - length / limit if correct else 0.0
 
 def asks(text, row): return 0.0
+def idle(): return 0.0
 def raises(gold): return len(gold) / 0
+def says(text): return "yes"
 """
 
 
@@ -123,7 +125,10 @@ def test_a_function_of_ones_own_is_added_to_a_shipped_tasks_rewards(written_modu
     assert right["short"] == pytest.approx(2 * (1 - 8 / 10)) and wrong["short"] == 0.0
     for setting, message in {
         "asks": "asks for row; it can ask for text, length, correct",
-        "raises": r"can't score an empty response: ZeroDivisionError: .*own_rewards.py, line 6\)",
+        "idle": "asks for nothing; it can ask for text",
+        "raises": r"can't score an empty response: ZeroDivisionError: .*own_rewards.py, line 7\)",
+        "says": "returned 'yes' for an empty response",
+        "missing": "has no missing",
     }.items():
         with pytest.raises(ValueError, match=f"^env.rewards.own.*{message}"):
             with_rewards(GSM8K(ROWS), {"own": {"function": f"own_rewards:{setting}"}}).try_own()
