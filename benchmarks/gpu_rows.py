@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from xml.etree import ElementTree
+from typing import Any
 
 import harness
 import torch
@@ -34,8 +36,9 @@ WARM_STEPS = MAX_STALENESS + 2
 STEPS, TOY_STEPS = 48, 12
 """Steps of a run, of 128 responses each, and of a toy's, of 16."""
 POLL_S = 0.02
-FAILED = ("failure", "error")
-"""Tags of a test in pytest's report that did not pass."""
+ENDED = re.compile(r"(?P<test>tests/.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
+TOLD = re.compile(r"(FAILED|ERROR) (?P<test>tests/.+?) - (?P<why>.*)")
+"""What pytest says of a test when it ends, and in its summary."""
 
 
 class NotAvailable(Exception):
@@ -69,22 +72,25 @@ class Place:
 
 
 def tests(place: Place) -> Figures:
-    """The tests marked `gpu`: how many passed, failed and were skipped, and what failed."""
+    """The tests marked `gpu`: how many passed, failed and were skipped, and what failed, as they end."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("*.py")) if "mark.gpu" in path.read_text()]
-    report = place.folder / "tests.xml"
-    subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *files], cwd=ROOT)
-    if not report.exists():
-        raise RuntimeError("pytest wrote no report; its log says why")
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    bad = {f"{case.get('classname')}.{case.get('name')}": each for case in cases for each in case if each.tag in FAILED}
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    yield "passed", len(cases) - skipped - len(bad)
-    yield "failed", len(bad)
-    yield "skipped", skipped
-    for name, found in bad.items():
-        yield f"failed: {name}", (found.get("message") or "").partition("\n")[0]
-    if bad:
-        raise RuntimeError(f"{len(bad)} tests failed")
+    command = [sys.executable, "-m", "pytest", "-vv", "-ra", "--color=no", "-m", "gpu", *files]
+    counts: Counter[str] = Counter()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if ended := ENDED.match(line):
+                what = ended["outcome"].lower().replace("error", "failed")
+                counts[what] += 1
+                yield what, counts[what]
+                if what == "failed":
+                    yield f"failed: {ended['test']}", ""
+            elif told := TOLD.match(line):
+                yield f"failed: {told['test']}", told["why"]
+    if process.returncode:
+        raise RuntimeError(f"{counts['failed']} tests failed; pytest ended with exit code {process.returncode}")
+    yield "failed", 0
 
 
 def quickstart(place: Place) -> Figures:
@@ -250,48 +256,58 @@ def liger_missing(place: Place) -> str | None:
 
 
 def whole_step(place: Place) -> Figures:
-    """`step_vs_trl.py`'s arms on the quickstart's questions: ours alone, and then in turns with TRL's."""
+    """`step_vs_trl.py`'s own arm on the quickstart's questions."""
+    script, work = step_work(place)
+    extra = ["inference_model.engine=transformers"] if place.toy else ["train.micro_batch_tokens=16384"]
+    start = time.perf_counter()
+    with contextlib.closing(harness.Arm("ours", script.our_arm, work, extra)) as ours:
+        yield "start_s, caches as they are", time.perf_counter() - start
+        alone = {"ours": functools.partial(ours.step, alone=True)}
+        figures = harness.summarize(harness.rounds(alone, step_rounds(place), script.WARMUP_STEPS)["ours"])["median"]
+        for name in ("step_s", "sample_s", "train_s"):
+            yield name, figures[name]
+        yield "push_ms", 1000 * figures["sync_s"]
+
+
+def step_work(place: Place) -> tuple[Any, Any]:
+    """`step_vs_trl.py`, and the step that both arms make."""
     import step_vs_trl as script
 
     count, repeats, response = (2, 2, 8) if place.toy else (16, 8, 512)
     # Of 80 GiB 0.18 hold the weights (1.2 GiB) and the cache of all 128 responses (about 10 GiB at 112 KiB a token):
     # no response waits for room in either engine, and both trainers have what is left.
     share = None if place.toy else 0.18
-    work = script.make_work(str(place.model("0.6B")), "quickstart-train", count, repeats, response, engine_share=share)
-    extra = ["inference_model.engine=transformers"] if place.toy else ["train.micro_batch_tokens=16384"]
-    rounds = 1 if place.toy else 3
+    model = str(place.model("0.6B"))
+    return script, script.make_work(model, "quickstart-train", count, repeats, response, engine_share=share)
+
+
+def step_rounds(place: Place) -> int:
+    """The rounds of which the median counts."""
+    return 1 if place.toy else 3
+
+
+def trl_step(place: Place) -> Figures:
+    """`step_vs_trl.py`'s arm of TRL, the same step, beside what ours took by itself."""
+    if reason := missing("trl"):
+        raise NotAvailable(reason)
+    script, work = step_work(place)
+    ours_s = place.measured.get("whole step", {}).get("step_s")
+    failed: dict[str, str] = {}
+    start = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        start = time.perf_counter()
-        ours = stack.enter_context(contextlib.closing(harness.Arm("ours", script.our_arm, work, extra)))
-        yield "start of ours_s, caches as they are", time.perf_counter() - start
-        alone = {"ours": functools.partial(ours.step, alone=True)}
-        figures = harness.summarize(harness.rounds(alone, rounds, script.WARMUP_STEPS)["ours"])["median"]
-        for name in ("step_s", "sample_s", "train_s"):
-            yield f"ours alone, {name}", figures[name]
-        yield "ours alone, push_ms", 1000 * figures["sync_s"]
-        if reason := missing("trl"):
-            yield "times faster than TRL", reason
-            return
-        ours.step()  # after it the GPU's memory is free for the other arm
-        failed: dict[str, str] = {}
         found = script.first_that_runs(stack, work, trl_settings(place, work.responses), failed)
         yield from ((f"{name}, step_s", reason) for name, reason in failed.items())
         if found is None:
-            yield "times faster than TRL", "TRL ran at none of its settings"
+            yield "times slower than ours", "TRL ran at none of its settings"
             return
         trl, setting = found
-        steps = [("ours", ours.step), ("trl", trl.step)]
-        reports: dict[str, list[dict]] = {"ours": [], "trl": []}
-        for number in range(1, rounds + 1):
-            for name, (report,) in harness.rounds(dict(steps), 1, warmup=0).items():
-                reports[name].append(report)
-            steps.reverse()  # none always follows the same neighbour
-            # After each round, and before the arms end: a row that is cut short keeps the rounds that it has.
-            ours_s, trl_s = (harness.summarize(reports[name])["median"]["step_s"] for name in ("ours", "trl"))
+        yield "start_s and warm-up, caches as they are", time.perf_counter() - start
+        seconds: list[float] = []
+        for number in range(1, step_rounds(place) + 1):  # a row that is cut short keeps the rounds that it has
+            seconds.append(harness.rounds({"trl": trl.step}, 1, warmup=0)["trl"][0]["step_s"])
             yield "rounds", number
-            yield "ours, step_s", ours_s
-            yield f"{setting.name}, step_s", trl_s
-            yield "times faster than TRL", trl_s / ours_s
+            yield f"{setting.name}, step_s", median(seconds)
+            yield "times slower than ours", median(seconds) / ours_s if ours_s else "our whole step gave no time"
 
 
 def trl_settings(place: Place, responses: int) -> list:

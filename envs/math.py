@@ -1,10 +1,13 @@
 """MATH: competition problems, judged on the boxed answer by math-verify, in processes that can be killed."""
 
+import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Annotated, Any
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.declared import SystemPrompt, means, weight
+from grpo_rl.envs.grading.boxed import is_unbounded
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
 from grpo_rl.envs.sources import AnySource, Row, Source
@@ -16,6 +19,9 @@ HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("
 
 COLUMNS = ("problem", "answer", "solution")
 """The columns that are read of the data; some sets have whole conversations next to them."""
+
+FORMS_DEADLINES = 10
+"""Deadlines of one comparison that finding a row's equal answers takes at most."""
 
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 
@@ -89,19 +95,24 @@ class Math(GroupTask):
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         r"""The content of each response's last box; of those equal as mathematics, the form that comes first.
 
+        What is left as work to do, or not compared within :data:`FORMS_DEADLINES`, is equal to nothing else.
+
         >>> Math([]).final_answers([r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{2}", "No idea."])
         ['0.5', '0.5', '2', None]
         """
         answers = [last_boxed(response, MAX_CHARS) for response in responses]
-        distinct = [answer for answer in dict.fromkeys(answers) if answer is not None]
-        pairs = [(first, later) for i, first in enumerate(distinct) for later in distinct[i + 1 :]]
-        boxes = [rf"\boxed{{{later}}}" for _, later in pairs]
-        judged = verdicts([first for first, _ in pairs], boxes, self._deadline_s) if pairs else []
-        form = {answer: answer for answer in distinct}
-        for (first, later), verdict in zip(pairs, judged, strict=True):
-            if isinstance(verdict, Verdict) and verdict.equal and form[later] == later:
-                form[later] = form[first]
-        return [None if answer is None else form[answer] for answer in answers]
+        forms = {answer: answer for answer in answers if answer is not None}
+        # Here the policy's text stands for the gold answer, which may be work that sympy never finishes.
+        left = [answer for answer in forms if not is_unbounded(answer)]
+        until = time.monotonic() + FORMS_DEADLINES * self._deadline_s
+        while len(left) > 1 and (budget_s := until - time.monotonic()) > 0:
+            first, *others = left
+            boxes = [rf"\boxed{{{other}}}" for other in others]
+            judged = verdicts([first] * len(others), boxes, self._deadline_s, budget_s)
+            same = [isinstance(verdict, Verdict) and bool(verdict.equal) for verdict in judged]
+            forms |= dict.fromkeys(compress(others, same), first)
+            left = [other for other, equal in zip(others, same, strict=True) if not equal]
+        return [None if answer is None else forms[answer] for answer in answers]
 
     def demonstration(self, row: dict) -> str | None:
         """The row's ``solution``; None where there is only an answer."""

@@ -50,6 +50,12 @@ class Rows(Sequence[dict]):
         return self.ends[which] - len(self._rows[name])
 
 
+def _scaled(reward: Reward, scale: float) -> Reward:
+    """The reward, and those of its turns, times a factor."""
+    turns = {name: value * scale for name, value in reward.measures.items() if name.startswith("turn_reward_")}
+    return Reward({part: value * scale for part, value in reward.parts.items()}, {**reward.measures, **turns})
+
+
 class Mixture(Task):
     """Several tasks as one, whose rewards are scaled by ``scales``, 1 where none is given.
 
@@ -65,15 +71,15 @@ class Mixture(Task):
 
     def named(self, name: str, reward: Reward) -> Reward:
         """The reward that a task gave, at the task's scale, under the names that its parts have in the mixture."""
-        scale = self._scales.get(name, 1.0)
-        parts = {f"{name}/{part}": value * scale for part, value in reward.parts.items()}
-        return Reward(parts, {f"{name}/{measure}": value for measure, value in reward.measures.items()})
+        scaled = _scaled(reward, self._scales.get(name, 1.0))
+        parts = {f"{name}/{part}": value for part, value in scaled.parts.items()}
+        return Reward(parts, {f"{name}/{measure}": value for measure, value in scaled.measures.items()})
 
     def own(self, name: str, reward: Reward) -> Reward:
         """The inverse of :meth:`named`, up to rounding."""
-        scale = self._scales.get(name, 1.0)
-        parts = {part.removeprefix(f"{name}/"): value / scale for part, value in reward.parts.items()}
-        return Reward(parts, {measure.removeprefix(f"{name}/"): value for measure, value in reward.measures.items()})
+        parts = {part.removeprefix(f"{name}/"): value for part, value in reward.parts.items()}
+        measures = {measure.removeprefix(f"{name}/"): value for measure, value in reward.measures.items()}
+        return _scaled(Reward(parts, measures), 1 / self._scales.get(name, 1.0))
 
     def without_rows(self) -> Mixture:
         """A copy of the mixture and its tasks, without data."""

@@ -34,6 +34,8 @@ from grpo_rl.envs.rows import DONE, Row, stacked
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable
 
 GOLD = "gold"
+KEPT = 10_000
+"""Groups whose query and gold answer are kept for the logs."""
 WHOLE = "own"
 """The only part of the reward of an environment that names no parts."""
 
@@ -42,7 +44,7 @@ class Asked(dict):
     """The query and gold answer of each prompt that the environment gave, by the number of its group."""
 
     def __missing__(self, _: int) -> dict[str, Any]:
-        return {keys.QUERY: "", GOLD: None}  # asked before a resume
+        return {keys.QUERY: "", GOLD: None}  # asked before a resume, or long ago
 
     def __len__(self) -> int:
         return max(1, super().__len__())  # a task without rows is refused
@@ -88,6 +90,7 @@ class OwnPrompts:
                 first = rows[at]
                 query = str(first[keys.QUERY]) if keys.QUERY in first.keys() else ""
                 self._asked[self._next] = {keys.QUERY: query, GOLD: first[GOLD] if GOLD in first.keys() else None}
+                self._asked.pop(self._next - KEPT, None)
                 self._ready.append(Prompt(self._next, self._next, query, first[keys.TOKENS_PROMPT]))
                 self.begun[self._ready[-1]] = rows[at : at + self._repeats]
                 self._next += 1

@@ -15,9 +15,11 @@ _PLAIN = rf"(?:(?:{_WHOLE})(?:\.\d+)?|(?<![\w.])\.\d+)"
 _TOKEN = re.compile(
     # Exponents are taken first and thrown away: "25 cm^2" ends on 25.
     r"\^\{?[-+]?\d+\}?"
-    r"|\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"
+    r"|\\[dt]?frac\s*(?P<over>\{\d+\}|\d)\s*(?P<under>\{\d+\}|\d)"
     rf"|(?P<number>{_PLAIN})(?:(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))| ?/ ?(?P<divisor>{_PLAIN}))?"
 )
+# Four of them; where a word follows, Markdown's heading.
+_HASHES = re.compile(r"(?<!#)####(?!#)(?![^\S\n]*+[*_]*+[^\W\d_])")
 # Written with both cases, not with IGNORECASE, which would try it at each letter.
 _PHRASE = re.compile(r"(?<![^\W_])[aA](?:nswer|NSWER)[\s*_]*+(?:(?:is|IS)\b|[:=])")
 # The rest of a number's side of an equation, and the sign, on one line: no word and no end of a sentence is in it.
@@ -39,7 +41,7 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
     Where the answer stands is looked for in this order, and what is found first decides, even if no number is there:
 
     1. inside the last closed ``<answer>…</answer>``;
-    2. behind the last ``####``;
+    2. behind the last ``####``, unless a word follows, which makes it a heading;
     3. inside the last ``\boxed{…}``;
     4. behind the last "answer is" or "answer:" that a number follows;
     5. anywhere: the last number of the text.
@@ -59,8 +61,9 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
     - A minus is a sign where it touches the number or its currency (``-3``, ``−3``, ``-$3``, ``$-3``). After an
       operand it is an operator (``3-2``, ``3 -2``), after a word a hyphen (``day-2``), before a space an operator or a
       list's bullet (``- 3``): all these leave the number positive.
-    - ``1/2`` and ``\frac{1}{2}`` are worth their quotient, if at all: to read the denominator alone would be wrong. A
-      division by zero is no number. Mixed numbers (``1 1/2``) are not put together, and powers are not computed.
+    - ``1/2``, ``\frac{1}{2}`` and ``\frac12`` are worth their quotient, if at all: to read the denominator alone would
+      be wrong. A division by zero is no number. Mixed numbers (``1 1/2``) are not put together, and powers are not
+      computed.
     - ``1.5e3`` is 1500.
 
     Takes time linear in the text, whatever the text.
@@ -69,9 +72,9 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
     Decimal('1072.50')
     """
     closed = last_answer(text)
-    if closed is None and "####" in text:
-        return _first(text[text.rfind("####") + len("####") :].lstrip().partition("\n")[0], quotients)
     if closed is None:
+        if hashes := deque(_HASHES.finditer(text), maxlen=1):
+            return _first(text[hashes[0].end() :].lstrip().partition("\n")[0], quotients)
         closed = last_boxed(text)
     if closed is not None:
         return _only(closed, quotients)
@@ -131,7 +134,7 @@ def _signed(text: str, match: re.Match[str]) -> Decimal | None:
 
 def _value(match: re.Match[str]) -> Decimal | None:
     if match["over"]:
-        return _quotient(Decimal(match["over"]), Decimal(match["under"]))
+        return _quotient(*(Decimal(match[side].strip("{}")) for side in ("over", "under")))
     number = Decimal(_KEPT.sub("", match["number"]))
     if match["divisor"]:
         return _quotient(number, Decimal(_KEPT.sub("", match["divisor"])))

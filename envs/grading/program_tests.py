@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-_FENCE = "```"
+_FENCE = re.compile("```+[^`]*")
+_NAMED = re.compile(r"`+\s*[\w+#-]+")  # which opens a block, and closes none
 _DECIMAL = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?|[+-]?\d+\.?([eE][+-]?\d+)")
 _TOLERANCE = 1e-6
 _CALLED = """
@@ -217,18 +218,19 @@ def _tree(code: str) -> ast.Module:
 
 
 def program_of(response: str) -> str | None:
-    """The content of the last fenced block that is closed; None where there is none or it is empty.
+    """The content of the last fenced block that is closed, without the fence's indent; None where it is empty or none.
 
     >>> program_of("First:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```")
     'print(2)'
     """
-    found, block = None, None
+    found, block, indent = None, None, ""
     for line in response.split("\n"):
-        if not line.strip().startswith(_FENCE):
+        text = line.strip()
+        if not _FENCE.fullmatch(text):
             if block is not None:
-                block.append(line)
-        elif block is None:
-            block = []
+                block.append(line.removeprefix(indent))
+        elif block is None or _NAMED.fullmatch(text):  # a block that is never closed is dropped
+            block, indent = [], line[: -len(line.lstrip())]
         else:
             found, block = "\n".join(block), None
     return found if found and found.strip() else None

@@ -50,7 +50,9 @@ def _sampled(parts: Trial, groups: list[Group]) -> Finding:
 def _compared(parts: Trial, groups: list[Group], batching: MicroBatching, bound: float | None) -> Iterator[Finding]:
     # Every second response is rewarded, so that there is a gradient whatever their text.
     groups = [replace(group, rewards=(torch.arange(group.size) % 2).float()) for group in groups]
-    batching, mismatch = replace(batching, on_policy=True), Mismatch(bound)
+    # What a loss leaves out is scored here as well: the trial's short responses may be all cut off.
+    batching = replace(batching, on_policy=True, mask_truncated=False, top_entropy_fraction=1.0, covariance=None)
+    mismatch = Mismatch(bound)
     for tokens in scored_micro_batches(parts.policy, AdvantageEstimator()(groups), batching):
         mismatch.add(tokens.detach(), groups, parts.weights.version)
         GRPOLoss()(tokens)["loss"].backward()

@@ -59,7 +59,6 @@ class RayEngine(AsyncEngine, EngineControl):
         self.proves_bytes: bool = about["proves_bytes"]
         self.version: int = about["version"]
         self.deadline_s: float = about["deadline_s"]
-        self.node: str = about["node"]
         self.pids: list[int] = about["pids"]
         self._closed = False
 

@@ -242,10 +242,8 @@ def places(bundles: Sequence[Mapping[str, float]], deadline_s: float = 60.0) -> 
         bundles: resources that each actor needs, such as ``{"CPU": 1, "GPU": 2}``.
 
     Raises:
-        ValueError: the cluster has no room for them; with what it lacks.
+        ValueError: the cluster has had no room for them until the deadline.
     """
-    if short := _lacking(bundles):
-        raise ValueError(f"{short}; ask for fewer devices, or add nodes")
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     try:
         try:
@@ -263,16 +261,3 @@ def places(bundles: Sequence[Mapping[str, float]], deadline_s: float = 60.0) -> 
 
 def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in {n for b in bundles for n in b}}
-
-
-def _lacking(bundles: Sequence[Mapping[str, float]]) -> str | None:
-    """Says of which resource all nodes, or the largest of them, have too little; None where there is enough."""
-    found = nodes()
-    for name, asked in sorted(_total(bundles).items()):
-        have = [node.resources.get(name, 0.0) for node in found]
-        if asked > sum(have):
-            return f"the plan asks for {asked:g} {name}, and the cluster's {len(found)} nodes have {sum(have):g}"
-        largest = max(bundle.get(name, 0) for bundle in bundles)
-        if largest > max(have):
-            return f"an actor needs {largest:g} {name} on one node, and none has more than {max(have):g}"
-    return None

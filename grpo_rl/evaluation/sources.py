@@ -89,7 +89,8 @@ class Endpoint:
             choice = answer["choices"][0]
             tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
             text = choice["message"].get("content") or ""  # a model that only reasons up to the limit has none
-            if not isinstance(text, str) or not isinstance(tokens, int | float) or not float(tokens).is_integer():
+            counted = isinstance(tokens, int | float) and 0 <= tokens < 1 << 31 and tokens == int(tokens)
+            if not isinstance(text, str) or not counted:
                 raise TypeError("a text as content, or a whole number of completion_tokens")
             return Reply(text, int(tokens), choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError) as error:

@@ -197,7 +197,9 @@ def _mask_reasons(group: Group, scored: Mapping[str, Tensor], trained: Tensor) -
     low_entropy = no_weight = torch.zeros_like(trained)
     zero_advantage = torch.full_like(trained, group.advantages is not None and not group.advantages.any())
     if group.advantages is not None and "corrected" in scored:
-        low_entropy = (scored["advantage"] == 0) & (group.advantages.repeat_interleave(group.lengths) != 0)
+        own = group.token_advantages
+        own = group.advantages.repeat_interleave(group.lengths) if own is None else own
+        low_entropy = (scored["advantage"] == 0) & (own != 0)
         no_weight = scored["corrected"] & (scored["correction"] == 0)
     reasons = torch.stack([~group.trainable, ~trained, zero_advantage, low_entropy, no_weight])
     first = pa.array(reasons.int().argmax(0).numpy(), pa.int8(), mask=~reasons.any(0).numpy())

@@ -1,5 +1,6 @@
 """A model's engine and the endpoint over it, until it is interrupted."""
 
+import sys
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +21,9 @@ from grpo_rl.settings.schema import Settings
 
 MOST_SESSIONS = 1000
 """Keys whose sessions are kept; beyond it the oldest is forgotten."""
-LIMITS = Limits(calls=10_000, tokens=10_000_000)
+MOST_CALLS = 1000
+"""Calls of one key that are kept. The next one begins anew: conversations are then written from their beginning."""
+LIMITS = Limits(calls=sys.maxsize, tokens=sys.maxsize)
 
 
 class OpenSessions:
@@ -34,13 +37,16 @@ class OpenSessions:
         self._forgotten: Counter[str] = Counter()
 
     def __call__(self, key: str) -> Session:
+        if key in self._sessions and self._sessions[key].counts["calls"] >= MOST_CALLS:
+            self._forget(key)
         if key not in self._sessions:
             if len(self._sessions) == MOST_SESSIONS:
-                oldest = self._sessions.pop(next(iter(self._sessions)))
-                oldest.ended = True
-                self._forgotten += oldest.counts + Counter(sessions=1)
+                self._forget(next(iter(self._sessions)))
             self._sessions[key] = Session(*self._parts)
         return self._sessions[key]
+
+    def _forget(self, key: str) -> None:
+        self._forgotten += self._sessions.pop(key).counts + Counter(sessions=1)
 
     def counts(self) -> Counter[str]:
         """The counts of all sessions together, and their number."""

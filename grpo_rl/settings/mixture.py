@@ -120,8 +120,6 @@ def check_agent(settings: Sections) -> None:
     if bool(own["command"]) == bool(own["agent"]):
         raise ValueError(f"env.command={own['command']} and env.agent={own['agent']}; set one of them")
     scorer = own["scorer"]
-    if scorer in EPISODES:
-        raise ValueError(f"env.scorer={scorer} rewards the steps of an episode, not a final message; leave it out")
     names = [name for name in TASKS if name not in ("agent", MIXTURE, *EPISODES)]
     if scorer is not None and not is_name(scorer) and scorer not in names:
         raise ValueError(f"env.scorer={scorer}; it must be {' | '.join(names)} | package.module:Class, or null")

@@ -123,10 +123,11 @@ def _check_loss(settings: Sections) -> None:
     loss = settings.loss
     masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
     shared = loss.surrogate == "gmpo" or (loss.ratio == "sequence" and loss.surrogate != "topr")  # topr: each its own
-    if shared and (masks_tokens or loss.top_entropy_fraction < 1):
+    covariance = loss.surrogate in ("clip_cov", "kl_cov")
+    if shared and (masks_tokens or covariance or loss.top_entropy_fraction < 1):
         remedy = "loss.correction_level=sequence alone" if loss.surrogate == "gmpo" else "loss.ratio=sequence_token"
-        what = "loss.top_entropy_fraction and loss.correction=mask leave out no token of a response with one value"
-        raise ValueError(f"{what} for all; use {remedy}")
+        what = "loss.top_entropy_fraction, loss.correction=mask, clip_cov and kl_cov leave out no token of a response"
+        raise ValueError(f"{what} with one value for all; use {remedy}")
     if loss.turn_credit and settings.env.dataset == "agent":
         raise ValueError("loss.turn_credit is of conversations that the environment leads; set it to 0 for agents")
     if loss.turn_credit and (loss.ratio == "sequence" or loss.surrogate == "gmpo" or loss.off_policy_bound is not None):

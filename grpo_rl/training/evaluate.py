@@ -97,8 +97,9 @@ class Evaluation:
             if n == 1:
                 row = {"accuracy": row["pass@1"]}
             elif self.answers:
-                value, tied = majority([self.answers[i] for i in known], right)
-                row |= {f"maj@{n}": value if known else math.nan, "tied": float(tied)}
+                votes = self.answers[at : at + n]
+                value, tied = majority(votes, right) if len(known) == n else (math.nan, math.nan)
+                row |= {f"maj@{n}": value, "tied": float(tied)}
             for name, value in row.items():
                 scores.setdefault(name, []).append(value)
         return scores

@@ -1,8 +1,7 @@
-"""The optimizer step: fp32 master weights, clipping, schedule, and a guard: no weight ever becomes NaN or infinite."""
+"""The optimizer step: fp32 master weights, clipping, schedule; one whose loss or gradient is not finite is skipped."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from grpo_rl.policies.loading import assign, local, placed_like, whole
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
 
-LARGEST_SQUARE_ROOT = 1e19
-"""Squares of larger gradients overflow fp32, and AdamW's second moment would never recover."""
 HELD_BYTES = 1 << 28
 """Bytes of gradients that wait before they are added."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,7 +27,7 @@ REMEDY = (
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a loss, a gradient or an update that is not finite."""
+    """Too many steps in a row had a loss or a gradient that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,6 @@ class PolicyOptimizer:
         clip_grad_norm: largest L2 norm of the gradient.
         max_bad_steps: non-finite steps in a row that stop the run.
         ranks: the processes that train the model together; all call each method.
-
-    Raises:
-        ValueError: fp16 weights have no fp32 masters.
     """
 
     def __init__(
@@ -110,8 +104,6 @@ class PolicyOptimizer:
         self._names = [n for n, _ in named]
         self._params = [p for _, p in named]
         copies = mixed_precision and any(p.dtype != torch.float32 for p in self._params)
-        if not copies and any(p.dtype == torch.float16 for p in self._params):
-            raise ValueError("fp16 weights need train.mixed_precision=true: AdamW's epsilon is 0 in fp16: 0 / 0 is NaN")
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
         on_cuda = ranks is None and all(p.device.type == "cuda" for p in self._params)
         self._queue = GradientQueue() if copies and on_cuda else None
@@ -144,7 +136,7 @@ class PolicyOptimizer:
     def step(self, loss_is_finite: bool = True, explain: Callable[[], str] | None = None) -> StepResult:
         """Applies the gradients accumulated since the last step, and clears them.
 
-        The step is skipped if the loss, the gradient or the updated weights would not be finite.
+        The step is skipped if the loss or the gradient is not finite.
 
         Args:
             loss_is_finite: whether the step's loss is; if not, a finite gradient is not trusted either.
@@ -163,26 +155,24 @@ class PolicyOptimizer:
             loss_is_finite = not self._on_any_rank(not loss_is_finite)
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = _total_norm(grads) if grads else 0.0
-        finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
-        overflows = False
+        finite = loss_is_finite and math.isfinite(norm)  # squares that overflow make an infinite norm
         if finite and grads:
             if norm + 1e-6 > self._clip:  # otherwise it would multiply by 1
                 torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows(lr))
         self.before_step()
-        if finite and grads and not overflows:
+        if finite and grads:
             self._decay(self._masters, lr)
             self._optimizer.step()
             self._copy_masters()
         trouble = None
-        if not finite or overflows:
+        if not finite:
             self.bad_steps += 1
             self._bad_in_a_row += 1
             stops = self._bad_in_a_row >= self._max_bad_steps
             if stops or self._bad_in_a_row == 1:
-                trouble = self._trouble(norm, lr, loss_is_finite, overflows)
+                trouble = self._trouble(norm, loss_is_finite)
                 # There is nothing to locate if all is finite and only too large for the step.
                 broken = not loss_is_finite or bool(self.nonfinite_gradients())
                 trouble += f" {explain()}" if explain and broken and not self._ranks else ""
@@ -192,7 +182,7 @@ class PolicyOptimizer:
             self._bad_in_a_row = 0
         self.clear_gradients()
         self.steps += 1
-        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
+        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads), trouble=trouble)
 
     def _decay(self, weights: Sequence[Tensor], lr: float) -> None:
         """Decays matrices that have a gradient, as torch's optimizers do: norms and biases would only lose their scale.
@@ -234,41 +224,10 @@ class PolicyOptimizer:
             if param is not master:
                 param.copy_(master)
 
-    def _could_overflow(self, lr: float) -> bool:
-        """True if a weight might leave its dtype's range, by a cheap bound; False for any sane setting.
-
-        AdamW moves a weight by at most ``lr / sqrt((1 - b2) (1 - b1^2 / b2))``, by Cauchy-Schwarz on its two moments.
-        """
-        settings = self._optimizer.param_groups[0]
-        if isinstance(self._optimizer, torch.optim.SGD):
-            largest = self._clip
-        else:
-            beta1, beta2 = settings["betas"]
-            spread = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
-            largest = spread**-0.5 if spread > 0 else math.inf
-        # The L2 norm bounds the largest weight, and takes an eighth of the time.
-        weight = _total_norm(self._masters)
-        reached = weight * (1 + lr * self._weight_decay) + lr * largest
-        limit = min(torch.finfo(param.dtype).max for param in self._params)
-        return not reached < limit / 2  # half: a margin for rounding
-
-    def _overflows(self, lr: float) -> bool:
-        """True if a weight leaves its dtype's range in this step, found by a trial step on a copy."""
-        copies = [master.detach().clone() for master in self._masters]
-        for trial, master in zip(copies, self._masters, strict=True):
-            trial.grad = master.grad
-        self._decay(copies, lr)
-        optimizer = type(self._optimizer)(copies, lr=0.0, fused=True)
-        optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
-        optimizer.step()
-        return not all(_finite(local(x).to(param.dtype)) for x, param in zip(copies, self._params, strict=True))
-
-    def _trouble(self, norm: float, lr: float, loss_is_finite: bool, overflows: bool) -> str:
+    def _trouble(self, norm: float, loss_is_finite: bool) -> str:
         broken = self._names_where([not _finite(master) for master in self._masters])
         weights = f"Weights hold non-finite numbers in {broken[0]}." if broken else "Weights were not touched."
-        if overflows:
-            what = f"the update would have taken weights out of their dtype's range at a learning rate of {lr:g}"
-        elif bad := self.nonfinite_gradients():
+        if bad := self.nonfinite_gradients():
             what = f"the gradient is not finite, first seen in {bad[0]}, {len(bad)} of {len(self._names)} tensors"
         elif not loss_is_finite:
             what = "the loss is not finite, though the gradient is"

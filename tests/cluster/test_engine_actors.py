@@ -84,7 +84,7 @@ async def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_el
     addresses = [ip for child in psutil.Process().children(recursive=True) for ip in listening(child)]
     addresses += listening(psutil.Process())
     await engine.close()
-    assert engine.node == "127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
+    assert engine.name == "engine 0 on 127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
     exposed = [ip for ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback]
     assert not exposed
     assert not ray._private.worker.get_dashboard_url()

@@ -41,19 +41,6 @@ def test_room_is_taken_for_all_at_once_and_given_back(two_nodes):
         pass
 
 
-@pytest.mark.parametrize(
-    ("bundles", "message"),
-    [
-        ([{"slot": 4}, {"slot": 3}], "the plan asks for 7 slot, and the cluster's 2 nodes have 6"),
-        ([{"slot": 5}], "an actor needs 5 slot on one node, and none has more than 4"),
-        ([{"GPU": 1}], "the plan asks for 1 GPU, and the cluster's 2 nodes have 0"),
-    ],
-)
-def test_what_the_cluster_does_not_have_is_refused_with_numbers(two_nodes, bundles, message):
-    with pytest.raises(ValueError, match=message), places(bundles):
-        pass
-
-
 @pytest.mark.nightly
 def test_a_node_that_is_gone_is_missed(two_nodes):
     lost = two_nodes.add_node(num_cpus=1)

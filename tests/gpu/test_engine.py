@@ -138,9 +138,14 @@ def test_a_seed_gives_the_same_responses_and_greedy_ones_leave_the_random_state_
     assert sampled() == first and same(before, rng_state())
 
 
-def test_a_request_that_cuts_nothing_off_gets_no_sets_from_an_engine_that_returns_them(folder):
-    with engine_of("vllm", folder, **ENGINE, sampling=Sampling(top_p=0.7)) as engine:
-        (cut,) = engine.generate([[5, 6]], 2, Sampling(top_p=0.7, max_new_tokens=8))
+def test_a_request_that_cuts_nothing_off_gets_no_sets_and_an_engine_that_ends_leaves_another_its_memory(engine, folder):
+    with engine_of("vllm", folder, **ENGINE, sampling=Sampling(top_p=0.7)) as cutting:
+        (cut,) = cutting.generate([[5, 6]], 2, Sampling(top_p=0.7, max_new_tokens=8))
         assert cut.kept_counts.min() > 0
-        outputs = engine._llm.generate([{"prompt_token_ids": [5, 6]}], engine._parameters(2, Sampling(), None))
+        outputs = cutting._llm.generate([{"prompt_token_ids": [5, 6]}], cutting._parameters(2, Sampling(), None))
         assert all(not any(response.sampling_mask.token_ids) for response in outputs[0].outputs)
+    greedy = Sampling(temperature=0.0, max_new_tokens=8)
+    before = engine.generate([[5, 6]], 1, greedy)
+    engine.sleep()
+    engine.wake()
+    assert engine.generate([[5, 6]], 1, greedy)[0].response_ids.equal(before[0].response_ids)

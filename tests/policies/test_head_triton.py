@@ -13,6 +13,7 @@ from grpo_rl.data.group import Kept
 from grpo_rl.policies import head
 from grpo_rl.policies.head_triton import BLOCK, tile_gradient_, tile_statistics
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARIES = [5, 128, BLOCK + 77, 2 * BLOCK]  # less than a block, a power of two, ragged, whole blocks
 BF16_ERROR = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts off, hardware rounds

@@ -46,15 +46,16 @@ def test_any_key_opens_a_session_and_what_they_did_is_reported_at_the_end(tokeni
     generate = engine.generate
     engine.generate = lambda prompts, n, sampling: seen.add(sampling.temperature) or generate(prompts, n, sampling)
     monkeypatch.setattr(serving, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(serving, "MOST_CALLS", 2)
     with served(tokenizer, engine, monkeypatch) as (url, printed):
-        for key in ("a", "b", "c"):
+        for key in ("a", "b", "c", "c"):
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 asked = [{"role": "user", "content": "p"}]
                 answer = client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
                 asked += [answer.choices[0].message, {"role": "user", "content": "q"}]
                 client.chat.completions.create(model="tiny", messages=asked, temperature=0.2)
     last = printed.getvalue().splitlines()[-1]
-    assert last == "3 sessions, 6 calls, 3 extended, 0 rewritten, 0 branches, 24 tokens" and seen == {0.2}
+    assert last == "4 sessions, 8 calls, 4 extended, 0 rewritten, 0 branches, 32 tokens" and seen == {0.2}
 
 
 def test_a_request_at_which_the_engine_fails_fails_alone(tokenizer, monkeypatch):

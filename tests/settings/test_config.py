@@ -126,6 +126,12 @@ def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     assert with_loss(settings, ["loss=dapo"]).model.chat_template == settings.model.chat_template
 
 
+def test_a_distillation_is_replayed_with_another_weight():
+    run = Settings.read(config("loss=distill", "policy.kl_coef=1", "ref_model.name=teacher"))
+    again = with_loss(run, ["policy.kl_coef=0.5"])
+    assert again.policy.kl_coef == 0.5 and again.ref_model.name == "teacher" and again.loss == run.loss
+
+
 @pytest.mark.slow
 def test_configs_that_differ_in_what_is_masked_are_written_differently():
     def written(**changes):

@@ -122,6 +122,8 @@ def test_several_responses_to_a_row_give_pass_at_k_and_the_majority_of_each_row(
     assert scores["pass@2"] == [pytest.approx(5 / 6), 0.5, 0.0]
     assert scores["pass@4"] == [1.0, 1.0, 0.0]
     assert scores["maj@4"] == [1.0, 0.0, 0.0] and scores["tied"] == [0.0, 0.0, 0.0]
+    result.correct[0] = None
+    assert all(math.isnan(result.row_scores()[name][0]) for name in ("pass@4", "maj@4", "tied"))
 
 
 def test_sampling_draws_alike_in_every_evaluation_and_leaves_the_generator_of_training_as_it_was():

@@ -19,6 +19,7 @@ from typing_extensions import override
 from vllm import LLM, RequestOutput
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.platforms import current_platform
 
 from grpo_rl.engines.base import ADAPTER_NAME, Engine, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
@@ -46,7 +47,7 @@ class VLLMEngine(VLLMBase, Engine):
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the half-built engine
             with suppress(Exception):
-                release()
+                release(self._can_sleep)
             raise
         self.held_gib = (torch.cuda.memory_allocated() - before) / 2**30 if self._can_free else 0.0
         """GPU memory that the engine holds in this process: weights, KV cache and graphs.
@@ -151,7 +152,7 @@ class VLLMEngine(VLLMBase, Engine):
             pools |= held
             held.clear()
             del core
-            release()
+            release(self._can_sleep)
 
 
 def sleep_allocator() -> Any:
@@ -163,16 +164,18 @@ def sleep_allocator() -> Any:
     return CuMemAllocator.instance
 
 
-def release() -> None:
+def release(slept: bool) -> None:
     """Frees what vLLM keeps for itself in a process in which an engine was closed, or did not start.
 
-    It keeps a process group, notes on reloaded layers, which refer back to the layers, and on a GPU the pools from
-    which an engine can sleep: it refuses a second one while they hold anything.
+    It keeps a process group, notes on reloaded layers, which refer back to the layers, the pool of CUDA graphs, which
+    may take no new ones once its own are gone (vLLM's pull request 46023), and the pools of an engine that could sleep:
+    it refuses a second such engine while they hold anything. Those of another engine are left alone.
     """
     LAYERWISE_INFO.clear()
+    type(current_platform)._global_graph_pool = None
     cleanup_dist_env_and_memory()
     gc.collect()
-    if allocator := sleep_allocator():
+    if slept and (allocator := sleep_allocator()):
         allocator.release_pools()
 
 
