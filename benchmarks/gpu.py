@@ -287,7 +287,7 @@ def write(
     unmeasured: str | None,
     kept: Mapping[str, dict],
 ) -> None:
-    """Writes all that was measured so far, whole or not at all; earlier rows stay unless a row :func:`replaces` them."""
+    """Writes all that was measured so far, whole or not at all; earlier rows stay unless :func:`replaces` is true."""
     result = {
         "rows": dict(kept)
         | {

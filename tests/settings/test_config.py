@@ -58,6 +58,7 @@ def test_every_experiment_passes_the_checks(experiment):
         ("env=prompt_response", r"env\.reward must be set"),
         ("policy.target_kl=0.1", r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
         ("loss=gspo loss.top_entropy_fraction=0.2", r"use loss\.ratio=sequence_token"),
+        ("loss=clip_cov loss.ratio=sequence", r"use loss\.ratio=sequence_token"),
         ("loss.normalizer=512", r"loss\.aggregate=sequence_mean reads none"),
         ("train_model.lora.alpha=64", r"train_model\.lora\.alpha=64 without adapters"),
         ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
