@@ -88,6 +88,12 @@ def test_a_gold_answer_that_cannot_be_parsed_judges_no_response():
         Math([]).score({"problem": "?", "solution": "I don't know."}, r"\boxed{5}")
 
 
+def test_an_answer_left_as_work_to_do_is_equal_to_no_other():
+    answers = [r"\sum_{k=1}^{10000}\frac1k", "3", r"\frac{6}{2}", "10^{10^{10}}", "4"]
+    found = Math([]).final_answers([rf"\boxed{{{answer}}}" for answer in answers])
+    assert found == [answers[0], "3", "3", *answers[3:]]
+
+
 def test_the_two_rewards_are_paid_apart():
     task = Math([ROW])
     for response, expected in [
