@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gpu_rows
 import gpu_training
@@ -309,7 +310,7 @@ def write(
                 ],
             }
             for name, outcome in outcomes.items()
-            if name not in kept or replaces(outcome, kept[name]["figures"])
+            if name not in kept or replaces(outcome, kept[name])
         },
     }
     partial = out.with_suffix(".partial")
@@ -317,9 +318,11 @@ def write(
     partial.replace(out)
 
 
-def replaces(outcome: Outcome, figures: Mapping[str, float | str]) -> bool:
-    """True if an outcome says more than an earlier call's figures of the row."""
-    return bool(outcome.figures) and not (outcome.failed and len(outcome.figures) < len(figures))
+def replaces(outcome: Outcome, kept: Mapping[str, Any]) -> bool:
+    """True unless an earlier call's row has more figures: an outcome without any, or of the same commit, failed."""
+    same_commit = kept["commit"] == harness.code()["commit"]
+    fewer = outcome.failed and same_commit and len(outcome.figures) < len(kept["figures"])
+    return bool(outcome.figures) and not fewer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

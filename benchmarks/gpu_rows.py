@@ -37,8 +37,12 @@ STEPS, TOY_STEPS = 48, 12
 """Steps of a run, of 128 responses each, and of a toy's, of 16."""
 POLL_S = 0.02
 ENDED = re.compile(r"(?P<test>tests/.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
-TOLD = re.compile(r"(FAILED|ERROR) (?P<test>tests/.+?) - (?P<why>.*)")
-"""What pytest says of a test when it ends, and in its summary."""
+SUMMARY = re.compile(r"(FAILED|ERROR) (?P<test>tests/.+?) - (?P<why>.*)")
+"""Pytest's line at the end of a test, and its line in the summary.
+
+>>> ENDED.match("tests/a.py::t[x y] PASSED [ 3%]")["test"], SUMMARY.match("FAILED tests/a.py::t - Error: no")["why"]
+('tests/a.py::t[x y]', 'Error: no')
+"""
 
 
 class NotAvailable(Exception):
@@ -74,9 +78,9 @@ class Place:
 def tests(place: Place) -> Figures:
     """The tests marked `gpu`: how many passed, failed and were skipped, and what failed, as they end."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("*.py")) if "mark.gpu" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-vv", "-ra", "--color=no", "-m", "gpu", *files]
+    command = [sys.executable, "-m", "pytest", "-vv", "--color=no", "-m", "gpu", *files]
     counts: Counter[str] = Counter()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -86,7 +90,7 @@ def tests(place: Place) -> Figures:
                 yield what, counts[what]
                 if what == "failed":
                     yield f"failed: {ended['test']}", ""
-            elif told := TOLD.match(line):
+            elif told := SUMMARY.match(line):
                 yield f"failed: {told['test']}", told["why"]
     if process.returncode:
         raise RuntimeError(f"{counts['failed']} tests failed; pytest ended with exit code {process.returncode}")
@@ -287,7 +291,7 @@ def step_rounds(place: Place) -> int:
 
 
 def trl_step(place: Place) -> Figures:
-    """`step_vs_trl.py`'s arm of TRL, the same step, beside what ours took by itself."""
+    """`step_vs_trl.py`'s arm of TRL, the same step, next to our step's time."""
     if reason := missing("trl"):
         raise NotAvailable(reason)
     script, work = step_work(place)
@@ -301,10 +305,11 @@ def trl_step(place: Place) -> Figures:
             yield "times slower than ours", "TRL ran at none of its settings"
             return
         trl, setting = found
-        yield "start_s and warm-up, caches as they are", time.perf_counter() - start
+        yield "start and warm-up_s, caches as they are", time.perf_counter() - start
         seconds: list[float] = []
         for number in range(1, step_rounds(place) + 1):  # a row that is cut short keeps the rounds that it has
-            seconds.append(harness.rounds({"trl": trl.step}, 1, warmup=0)["trl"][0]["step_s"])
+            (report,) = harness.rounds({"trl": functools.partial(trl.step, alone=True)}, 1, warmup=0)["trl"]
+            seconds.append(report["step_s"])
             yield "rounds", number
             yield f"{setting.name}, step_s", median(seconds)
             yield "times slower than ours", median(seconds) / ours_s if ours_s else "our whole step gave no time"
@@ -315,7 +320,7 @@ def trl_settings(place: Place, responses: int) -> list:
     from step_vs_trl import TRLSetting
 
     large = not place.on_gpu or torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GIB * 2**30
-    # Twice as many responses a forward would not fit into 80 GiB next to our arm.
+    # Twice as many responses a forward may not fit into 80 GiB, and a setting that fails takes the row's time.
     batch = min(32 if large else 16, responses)
     plain = TRLSetting(harness.dtype_name(), batch, "vllm" if place.on_gpu else "generate")
     has_liger = place.on_gpu and not missing("liger_kernel")

@@ -21,7 +21,7 @@ COLUMNS = ("problem", "answer", "solution")
 """The columns that are read of the data; some sets have whole conversations next to them."""
 
 FORMS_DEADLINES = 10
-"""Deadlines of one comparison that finding a row's equal answers takes at most."""
+"""The longest search for a row's equal answers, in deadlines of one comparison."""
 
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 

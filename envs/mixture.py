@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast
@@ -50,10 +50,10 @@ class Rows(Sequence[dict]):
         return self.ends[which] - len(self._rows[name])
 
 
-def _scaled(reward: Reward, scale: float) -> Reward:
-    """The reward, and those of its turns, times a factor."""
-    turns = {name: value * scale for name, value in reward.measures.items() if name.startswith("turn_reward_")}
-    return Reward({part: value * scale for part, value in reward.parts.items()}, {**reward.measures, **turns})
+def _scaled(reward: Reward, to_scale: Callable[[float], float]) -> Reward:
+    """The reward at another scale, and those of its turns with it."""
+    turns = {name: to_scale(value) for name, value in reward.measures.items() if name.startswith("turn_reward_")}
+    return Reward({part: to_scale(value) for part, value in reward.parts.items()}, {**reward.measures, **turns})
 
 
 class Mixture(Task):
@@ -71,7 +71,8 @@ class Mixture(Task):
 
     def named(self, name: str, reward: Reward) -> Reward:
         """The reward that a task gave, at the task's scale, under the names that its parts have in the mixture."""
-        scaled = _scaled(reward, self._scales.get(name, 1.0))
+        scale = self._scales.get(name, 1.0)
+        scaled = _scaled(reward, lambda value: value * scale)
         parts = {f"{name}/{part}": value for part, value in scaled.parts.items()}
         return Reward(parts, {f"{name}/{measure}": value for measure, value in scaled.measures.items()})
 
@@ -79,7 +80,8 @@ class Mixture(Task):
         """The inverse of :meth:`named`, up to rounding."""
         parts = {part.removeprefix(f"{name}/"): value for part, value in reward.parts.items()}
         measures = {measure.removeprefix(f"{name}/"): value for measure, value in reward.measures.items()}
-        return _scaled(Reward(parts, measures), 1 / self._scales.get(name, 1.0))
+        scale = self._scales.get(name, 1.0)
+        return _scaled(Reward(parts, measures), lambda value: value / scale)
 
     def without_rows(self) -> Mixture:
         """A copy of the mixture and its tasks, without data."""

@@ -18,8 +18,8 @@ _TOKEN = re.compile(
     r"|\\[dt]?frac\s*(?P<over>\{\d+\}|\d)\s*(?P<under>\{\d+\}|\d)"
     rf"|(?P<number>{_PLAIN})(?:(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))| ?/ ?(?P<divisor>{_PLAIN}))?"
 )
-# Four of them; where a word follows, Markdown's heading.
-_HASHES = re.compile(r"(?<!#)####(?!#)(?![^\S\n]*+[*_]*+[^\W\d_])")
+# Four of them. A line behind that begins with a word and does not end on a number is a heading of Markdown.
+_HASHES = re.compile(r"(?<!#)####(?!#)(?![^\S\n]*+[*_]*+[^\W\d_][^\n#]*+(?<!\d)(?<!\d[.*)}%€ ])(?<!\d\*\*))")
 # Written with both cases, not with IGNORECASE, which would try it at each letter.
 _PHRASE = re.compile(r"(?<![^\W_])[aA](?:nswer|NSWER)[\s*_]*+(?:(?:is|IS)\b|[:=])")
 # The rest of a number's side of an equation, and the sign, on one line: no word and no end of a sentence is in it.
@@ -41,7 +41,7 @@ def extract_answer(text: str, quotients: bool = True) -> Decimal | None:
     Where the answer stands is looked for in this order, and what is found first decides, even if no number is there:
 
     1. inside the last closed ``<answer>…</answer>``;
-    2. behind the last ``####``, unless a word follows, which makes it a heading;
+    2. behind the last ``####``, unless its line begins with a word and does not end on a number, as a heading;
     3. inside the last ``\boxed{…}``;
     4. behind the last "answer is" or "answer:" that a number follows;
     5. anywhere: the last number of the text.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 _FENCE = re.compile("```+[^`]*")
-_NAMED = re.compile(r"`+\s*[\w+#-]+")  # which opens a block, and closes none
+_NAMED = re.compile(r"`+[\w+#-]+")  # which opens a block, and closes none
 _DECIMAL = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?|[+-]?\d+\.?([eE][+-]?\d+)")
 _TOLERANCE = 1e-6
 _CALLED = """
@@ -218,7 +218,7 @@ def _tree(code: str) -> ast.Module:
 
 
 def program_of(response: str) -> str | None:
-    """The content of the last fenced block that is closed, without the fence's indent; None where it is empty or none.
+    """The content of the last fenced block that is closed, without the fence's indent; None if it is empty, or none is.
 
     >>> program_of("First:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```")
     'print(2)'

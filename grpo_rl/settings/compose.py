@@ -199,7 +199,7 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
         OmegaConf.update(changed, key, plain(select(settings, key)), merge=False)
     for key in sorted((_key(word) for word in overrides), key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False, force_add=True)
-    if changed.loss.surrogate == "none":  # the teacher's log-probs are stored, whoever it was
+    if changed.loss.surrogate == "none":  # its log-probs are stored, and its name does not matter here
         changed.ref_model.name = "stored"
     loss = Settings.read(changed)
     return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})

@@ -152,7 +152,7 @@ class PolicyOptimizer:
             self._queue.flush()
         if self._ranks:
             self._ranks.sum_gradients(self._masters)
-            loss_is_finite = not self._on_any_rank(not loss_is_finite)
+            loss_is_finite = not self._ranks.any([not loss_is_finite])[0]
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = _total_norm(grads) if grads else 0.0
         finite = loss_is_finite and math.isfinite(norm)  # squares that overflow make an infinite norm
@@ -212,9 +212,6 @@ class PolicyOptimizer:
         """Names of the parameters that are flagged, on any rank."""
         flags = self._ranks.any(flags) if self._ranks else flags
         return [name for name, flag in zip(self._names, flags, strict=True) if flag]
-
-    def _on_any_rank(self, flag: bool) -> bool:
-        return self._ranks.any([flag])[0] if self._ranks else flag
 
     def _copy_masters(self) -> None:
         if self._queue:

@@ -184,7 +184,7 @@ def test_a_row_that_can_t_be_judged_is_named_before_the_run(tmp_path):
         ("```python\n\n```", None),
         ("1. It is:\n   ```python\n   if x:\n     a\n\n   ```", "if x:\n  a\n"),  # in a list
         ("```b``` is\n```\na\n```", "a"),
-        ("<think>\n```python\nb\n</think>\n```python\na\n``` prints it", "a"),
+        ("<think>\n```python\nb\n</think>\n```python\na\n``` Done", "a"),
         ("``` " * 20_000, None),
         ("```\n" * 40_001, None),
     ],

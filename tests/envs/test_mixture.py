@@ -127,8 +127,11 @@ def test_the_reward_of_a_mixture_tells_whether_it_is_right_and_gives_that_of_the
     task = three(tokenizer, scales={"gsm8k": 4.0}).task
     assert task.is_right(Reward({"gsm8k/right": 4.0})) is True and task.is_right(Reward({"gsm8k/right": 0.0})) is False
     assert task.is_right(Reward({"ifeval/longest": 1.0})) is None and task.tells_right
-    reward = Reward({"right": 1.0}, {"characters": 3.0})
-    assert task.own("gsm8k", task.named("gsm8k", reward)) == reward
+    task = three(tokenizer, scales={"gsm8k": 0.36}).task
+    reward = Reward({"right": 1.0}, {"characters": 3.0, "turn_reward_0": 1.0})
+    named = task.named("gsm8k", reward)
+    assert named.measures == {"gsm8k/characters": 3.0, "gsm8k/turn_reward_0": 0.36}
+    assert task.own("gsm8k", named) == reward
 
 
 SHOWN = '"name": "calculator"'

@@ -48,7 +48,8 @@ FORMATS = [
     ("48/2 = <<48/2=24>>24", "24"),
     # a heading is no marker
     ("#### Final Answer\n\\boxed{72}", "72"), ("#### Step 3: sum\nIt is 72.", "72"), ("##### 1\n72", "72"),
-    ("#### 3\n#### **Check**\n7", "3"), ("#### **42**", "42"), ("#### the sum: 42", "42"),
+    ("#### 3\n#### **Check**\n7", "3"), ("#### **42**", "42"), ("#### the sum: **42**\n7", "42"),
+    ("#### x = 42\nin 3 steps", "42"), ("#### It is 42.\n7", "42"), ("#### USD 42\n(3 items)", "42"),
     # an open marker: the first number behind it, chatter may follow
     ("#### 3\nThis took 2 steps.", "3"), ("#### 3. This took 2 steps.", "3"), ("####\n\n42\n7", "42"),
     ("1 + 2 = 3, so the answer is 42. I used 3 steps.", "42"), ("**Final Answer:** $5\n\n3 steps.", "5"),
