@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import gpu_rows
 import gpu_training
@@ -288,7 +287,7 @@ def write(
     unmeasured: str | None,
     kept: Mapping[str, dict],
 ) -> None:
-    """Writes all that was measured so far, whole or not at all; earlier rows stay unless :func:`replaces` is true."""
+    """Writes all that was measured so far, whole or not at all; a row without figures leaves those that it had."""
     result = {
         "rows": dict(kept)
         | {
@@ -310,19 +309,12 @@ def write(
                 ],
             }
             for name, outcome in outcomes.items()
-            if name not in kept or replaces(outcome, kept[name])
+            if outcome.figures or name not in kept
         },
     }
     partial = out.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(out)
-
-
-def replaces(outcome: Outcome, kept: Mapping[str, Any]) -> bool:
-    """True unless an earlier call's row has more figures: an outcome without any, or of the same commit, failed."""
-    same_commit = kept["commit"] == harness.code()["commit"]
-    fewer = outcome.failed and same_commit and len(outcome.figures) < len(kept["figures"])
-    return bool(outcome.figures) and not fewer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

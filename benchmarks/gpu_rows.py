@@ -38,11 +38,7 @@ STEPS, TOY_STEPS = 48, 12
 POLL_S = 0.02
 ENDED = re.compile(r"(?P<test>tests/.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
 SUMMARY = re.compile(r"(FAILED|ERROR) (?P<test>tests/.+?) - (?P<why>.*)")
-"""Pytest's line at the end of a test, and its line in the summary.
-
->>> ENDED.match("tests/a.py::t[x y] PASSED [ 3%]")["test"], SUMMARY.match("FAILED tests/a.py::t - Error: no")["why"]
-('tests/a.py::t[x y]', 'Error: no')
-"""
+"""Pytest's line at the end of a test, and its line in the summary."""
 
 
 class NotAvailable(Exception):

@@ -44,7 +44,7 @@ FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "columns", "title"),
-    [("batches.md", "80", 0), pytest.param("plan.md", "130", 3, marks=pytest.mark.nightly)],
+    [("batches.md", "80", 0), pytest.param("plan.md", "130", 2, marks=pytest.mark.nightly)],
 )
 def test_commands_of_a_page_print_what_it_shows(page, columns, title, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)

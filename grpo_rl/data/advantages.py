@@ -1,4 +1,7 @@
-"""The step from a collection's groups to their advantages. Letters: G responses of a group, N groups of one size."""
+"""The step from a collection's groups to their advantages.
+
+Letters: G responses and R tokens of a group, N groups of one size.
+"""
 
 import inspect
 import math
@@ -150,3 +153,11 @@ def kl_penalty(group: Group, kl: str = "k1") -> Float[Tensor, " G"]:
     assert group.old_log_probs is not None and group.ref_log_probs is not None, "call both policies' add_log_probs"
     estimate = torch.where(group.trainable, kl_estimate(kl, group.old_log_probs, group.ref_log_probs), 0.0)
     return estimate.new_zeros(group.size).index_add(0, torch.repeat_interleave(group.lengths), estimate)
+
+
+def token_advantages(group: Group) -> Float[Tensor, " R"]:
+    """The advantage of each token: its own, or its response's."""
+    if group.token_advantages is not None:
+        return group.token_advantages
+    assert group.advantages is not None
+    return group.advantages.repeat_interleave(group.lengths)

@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.data.advantages import token_advantages
 from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
@@ -197,9 +198,7 @@ def _mask_reasons(group: Group, scored: Mapping[str, Tensor], trained: Tensor) -
     low_entropy = no_weight = torch.zeros_like(trained)
     zero_advantage = torch.full_like(trained, group.advantages is not None and not group.advantages.any())
     if group.advantages is not None and "corrected" in scored:
-        own = group.token_advantages
-        own = group.advantages.repeat_interleave(group.lengths) if own is None else own
-        low_entropy = (scored["advantage"] == 0) & (own != 0)
+        low_entropy = (scored["advantage"] == 0) & (token_advantages(group) != 0)
         no_weight = scored["corrected"] & (scored["correction"] == 0)
     reasons = torch.stack([~group.trainable, ~trained, zero_advantage, low_entropy, no_weight])
     first = pa.array(reasons.int().argmax(0).numpy(), pa.int8(), mask=~reasons.any(0).numpy())

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from grpo_rl.data.advantages import token_advantages
 from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import OutOfMemoryError, free_memory, is_out_of_memory, reason
@@ -107,14 +108,6 @@ def _for_covariance(groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([token_advantages(group) for group in groups]).double(),
         torch.cat(own),
     )
-
-
-def token_advantages(group: Group) -> Float[Tensor, " N"]:
-    """The advantage of each token: its own, or its response's."""
-    if group.token_advantages is not None:
-        return group.token_advantages
-    assert group.advantages is not None
-    return group.advantages.repeat_interleave(group.lengths)
 
 
 def top_entropy_floor(entropies: Float[Tensor, " N"], fraction: float) -> float:

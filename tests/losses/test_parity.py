@@ -150,7 +150,7 @@ def random_batch(seed: int, responses: int = 8, longest: int = 12) -> Batch:
         advantages=torch.randn(responses, generator=g, dtype=torch.float64),
         log_prob=log_prob,
         old_log_prob=old,
-        sampler_log_prob=old + 0.4 * noise[1],
+        sampler_log_prob=-(old + 0.4 * noise[1]).abs(),  # nor here, and no two are alike
         ref_log_prob=log_prob + (0.4 * noise[2]).clamp(-1, 1),
         # As fp32 holds them, in which TRL compares.
         entropy=torch.rand(n, generator=g).double(),
