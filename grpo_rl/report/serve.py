@@ -1,5 +1,6 @@
 """A run's page, served while the run goes on: on loopback, read-only, with what changed since a reader last asked."""
 
+import gzip
 import hashlib
 import json
 import threading
@@ -108,15 +109,17 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def _send(self, status: HTTPStatus, text: str, kind: str) -> None:
             content = text.encode()
-            self.send_response(status)
-            for name, value in {
+            headers = {
                 "Content-Type": f"{kind}; charset=utf-8",
-                "Content-Length": str(len(content)),
                 "Cache-Control": "no-store",
                 "X-Content-Type-Options": "nosniff",
                 "Cross-Origin-Resource-Policy": "same-origin",
                 "X-Frame-Options": "DENY",
-            }.items():
+            }
+            if "gzip" in self.headers.get("Accept-Encoding", ""):  # a quarter of the bytes, for readers behind a tunnel
+                content, headers["Content-Encoding"] = gzip.compress(content, 1), "gzip"
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(content))}).items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":

@@ -35,7 +35,7 @@ class Tab:
         return self
 
     def card(self, title: str):
-        return self.page.locator("article.chart", has=self.page.locator(f'h4:text-is("{title}")'))  # may be folded
+        return self.page.locator("article.chart", has=self.page.locator(f'.title:text-is("{title}")'))  # may be folded
 
 
 # Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of

@@ -1,4 +1,5 @@
-// Fills the page: the head at once, then section after section, so that the first paint waits for none of them.
+// Fills the page: the head and its charts at once, then section after section, so that the first paint waits for none of
+// them, and none of what it shows moves: an empty section is as high as the window.
 (function () {
   const updates = {};
 
@@ -38,6 +39,8 @@
   // What a live page showed at first, to see whether the server's first reply differs from it.
   const atFirst = {}, live = "live" in document.body.dataset;
   const waiting = [...document.querySelectorAll('script[type="application/json"]')];
+  const atOnce = ({id}) => id === "data-summary" || id === "data-charts";
+  waiting.sort((a, b) => atOnce(b) - atOnce(a));
   function next() {
     const script = waiting.shift();
     if (!script) return document.body.dataset.ready = "";
@@ -45,7 +48,7 @@
     if (live) atFirst[id] = JSON.stringify(data);
     showSafely(id, data);
     script.remove();
-    setTimeout(next);
+    waiting.length && atOnce(waiting[0]) ? next() : setTimeout(next);
   }
   next();
   if (live) setTimeout(look, 1000);
