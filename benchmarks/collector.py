@@ -7,9 +7,6 @@ model, with the same sampling and exactly as many new tokens a response, each fr
   What it returns is left as it is.
 - ours: `SyncCollector.collect`: the chat template and the tokeniser, the same `LLM.generate`, ids and log-probabilities
   as tensors, decoding, rewards, and groups.
-- llama.cpp, with `--llama FOLDER`, a checkout that was built (`cmake -B build && cmake --build build --target
-  llama-batched-bench`): its own benchmark with the model in the same dtype and prompts of the same mean length. It
-  reads each prompt once and then decodes all responses in one batch; it draws no tokens and has no log-probabilities.
 
 The headline is the time of ours over raw, in the shape where that is largest; 1.05 is 5 % more. How long the sampling
 takes varies by more than what is added to it, so that is also measured by itself: `added_s`, the time of a collection
@@ -20,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,7 +27,7 @@ from pathlib import Path
 import harness
 
 NAME = "collector"
-OURS, RAW, LLAMA = "grpo_rl", "vllm", "llama.cpp"
+OURS, RAW = "grpo_rl", "vllm"
 BAR = 1.05
 
 
@@ -49,10 +43,6 @@ class Shape:
     def name(self) -> str:
         return f"{self.prompts}x{self.repeats}x{self.response}"
 
-    @property
-    def tokens(self) -> int:
-        return self.prompts * self.repeats * self.response
-
     @classmethod
     def parse(cls, text: str) -> Shape:
         """
@@ -65,10 +55,8 @@ class Shape:
         return cls(prompts, repeats, response)
 
 
-def make_arms(
-    engine, tokenizer, task, shape: Shape, llama: Path | None = None, gguf: Path | None = None
-) -> dict[str, Callable[[], dict[str, float]]]:
-    """One step of each arm, over the environment's first prompts; llama.cpp's from its folder and the model's file."""
+def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], dict[str, float]]]:
+    """One step of each arm, both over the environment's first prompts."""
     from vllm import SamplingParams
 
     from grpo_rl.collectors.engine_policy import EnginePolicy
@@ -112,18 +100,7 @@ def make_arms(
         assert all(group.lengths.tolist() == [shape.response] * shape.repeats for group in groups), "not the same work"
         return {"step_s": step_s, "added_s": step_s - sum(inside_s)}
 
-    def llama_cpp() -> dict[str, float]:
-        length = round(sum(len(request["prompt_token_ids"]) for request in requests) / len(requests))
-        live = shape.prompts * shape.repeats
-        command = [llama / "build/bin/llama-batched-bench", "-m", gguf, "-c", length + live * shape.response, "-pps"]
-        command += ["-npp", length, "-ntg", shape.response, "-npl", live, "-t", harness.machine()["cores"]]
-        command += ["--output-format", "jsonl"]
-        said = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True).stdout
-        (row,) = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
-        assert (row["pp"], row["tg"], row["pl"]) == (length, shape.response, live), "not the same work"
-        return {"step_s": shape.prompts * row["t_pp"] + row["t_tg"]}  # it read one prompt
-
-    return {RAW: raw, OURS: ours} | ({LLAMA: llama_cpp} if llama else {})
+    return {RAW: raw, OURS: ours}
 
 
 def empty_prefix_cache(llm) -> None:
@@ -169,17 +146,12 @@ def main() -> None:
     tokenizer, task = load_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
     results, summary, rows = {}, {}, []
     engine = VLLMEngine(folder, args.max_model_len, dtype=default_dtype())
-    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(engine):
-        gguf = Path(scratch, "model.gguf")
-        if args.llama:
-            kind = {"fp32": "f32", "bf16": "bf16"}[harness.dtype_name()]
-            convert = [sys.executable, args.llama / "convert_hf_to_gguf.py", folder]
-            convert += ["--outfile", gguf, "--outtype", kind]
-            subprocess.run(list(map(str, convert)), check=True, stdout=sys.stderr)
+    try:
         for shape in args.shapes:
             print(shape.name, file=sys.stderr, flush=True)
-            arms = make_arms(engine, tokenizer, task, shape, args.llama, gguf)
-            results[shape] = harness.rounds(arms, args.steps)
+            results[shape] = harness.rounds(make_arms(engine, tokenizer, task, shape), args.steps)
+    finally:
+        engine.close()
 
     for shape, arms in results.items():
         medians = {name: harness.summarize(reports) for name, reports in arms.items()}
@@ -197,7 +169,6 @@ def main() -> None:
                 "outside vLLM ms": 1000 * ours["added_s"],
                 "outside vLLM over raw": added,
             }
-            | {f"{arm} tokens/s": shape.tokens / found["median"]["step_s"] for arm, found in medians.items()}
         )
         print(
             f"{shape.name}: raw {raw_s:.3f} s, collected {ours['step_s']:.3f} s, {ratio:.4f} times raw; "
@@ -232,7 +203,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=harness.at_least_one, default=1024, help="of the engine, in tokens")
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=[Shape(4, 8, 96), Shape(16, 8, 32)],
                         metavar="PxGxN", help="prompts x responses to each x tokens of each response")  # fmt: skip
-    parser.add_argument("--llama", type=Path, help="a checkout of llama.cpp that was built, for its arm")
     args = parser.parse_args()
     if args.data is None:
         parser.error("give --data FILE, or set GRPO_RL_DATA")

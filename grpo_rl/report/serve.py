@@ -22,6 +22,9 @@ FRESH_S = 1.0
 MOST_OF_TIME = 0.05
 """Building takes at most this share of the time: the run that is followed may need the machine for itself."""
 
+WORTH_COMPRESSING = 10_000
+"""Bytes from which an answer is compressed for readers that accept gzip, to a quarter: they may be behind a tunnel."""
+
 
 def state_of(runs: Sequence[Path]) -> object:
     """A value that changes with the files of the runs, and with whether they go on."""
@@ -116,10 +119,12 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 "Cross-Origin-Resource-Policy": "same-origin",
                 "X-Frame-Options": "DENY",
             }
-            if "gzip" in self.headers.get("Accept-Encoding", ""):  # a quarter of the bytes, for readers behind a tunnel
-                content, headers["Content-Encoding"] = gzip.compress(content, 1), "gzip"
+            if "gzip" in self.headers.get("Accept-Encoding", "") and len(content) > WORTH_COMPRESSING:
+                content = gzip.compress(content, 1)
+                headers["Content-Encoding"] = "gzip"
+            headers["Content-Length"] = str(len(content))
             self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":

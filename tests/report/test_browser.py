@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -18,6 +19,14 @@ from tests.report.runs import make_run, response, served, write_held_out, write_
 pytestmark = pytest.mark.nightly
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e<b>bold</b>{{7*7}}"
+
+LAYOUT_SHIFT = """new Promise((resolve) => {
+  let sum = 0;
+  const observer = new PerformanceObserver((list) => list.getEntries().forEach((entry) => { sum += entry.value; }));
+  observer.observe({type: "layout-shift", buffered: true});
+  setTimeout(() => resolve(sum), 300);
+})"""
+"""How far what was on screen has moved since the page was opened: the web's "cumulative layout shift"."""
 
 
 class Tab:
@@ -75,6 +84,9 @@ def until(tab: Tab, condition: str) -> None:
 def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path):
     url = url_of(make_run(tmp_path))
     tab.open(url)
+    assert tab.page.evaluate(LAYOUT_SHIFT) == 0
+    levels = tab.page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map((heading) => +heading.tagName[1])")
+    assert levels[0] == 1 and all(after <= before + 1 for before, after in pairwise(levels))
     tab.page.mouse.wheel(0, 6000)
     tab.page.wait_for_timeout(300)
     assert tab.requests == [url] and tab.complaints == []

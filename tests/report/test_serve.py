@@ -20,11 +20,11 @@ from grpo_rl.report.files import is_running
 from tests.report.runs import make_run, served
 
 
-def get(port: int, path: str, host: str | None = None, method: str = "GET", encoding: str = "identity"):
-    """Status, content and headers."""
+def get(
+    port: int, path: str, host: str | None = None, method: str = "GET", encoding: str = "identity"
+) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    headers = {"Host": host or f"127.0.0.1:{port}", "Accept-Encoding": encoding}
-    connection.request(method, path, headers=headers)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}", "Accept-Encoding": encoding})
     response = connection.getresponse()
     return response.status, response.read(), dict(response.headers)
 
@@ -54,7 +54,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, at_once):
         assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
 
 
-def test_a_reader_that_takes_gzip_gets_the_same_page_packed(tmp_path):
+def test_a_reader_that_accepts_gzip_gets_the_same_page_compressed(tmp_path):
     make_run(tmp_path, steps=1)
     with served(tmp_path) as port:
         _, packed, headers = get(port, "/", encoding="gzip, deflate")

@@ -73,6 +73,7 @@ sections.charts = function (root, first) {
     const kept = chosen[spec.title] ??= {log: false, wide: false, hidden: new Set()};
     const card = {spec, near: false, stale: true, kept};
     const isHidden = (i) => kept.hidden.has(spec.series[i].slice(0, 2).join("/"));
+    // In the head below the page's h1; elsewhere below a section's h2 and a subject's h3.
     const title = el(spec.group === "Summary" ? "h2" : "h4", {class: "title", text: spec.title});
     const plot = el("div", {class: "plot", tabIndex: 0, role: "group", "aria-roledescription": "chart",
       "aria-label": `${spec.title}. Arrow keys move the cursor, plus and minus zoom, Escape resets.`, onkeydown: onKey});

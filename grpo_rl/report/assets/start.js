@@ -1,5 +1,5 @@
-// Fills the page: the head and its charts at once, then section after section, so that the first paint waits for none of
-// them, and none of what it shows moves: an empty section is as high as the window.
+// Fills the page: the head and the charts in one task, as two of the charts are in the head; then section after section.
+// At the top of the page nothing on screen moves: an unfilled section is as high as the window.
 (function () {
   const updates = {};
 
@@ -20,9 +20,9 @@
     }
   }
 
-  function showSafely(id, data) {
+  function showSafely(id, read) {
     try {
-      show(id, data);
+      show(id, read());
     } catch (error) {
       // One section that fails must not take the others with it.
       document.querySelector(`#${id} .fill`).append(el("p", {class: "note", text: `This part can't be shown: ${error}`}));
@@ -44,11 +44,14 @@
   function next() {
     const script = waiting.shift();
     if (!script) return document.body.dataset.ready = "";
-    const id = script.id.slice("data-".length), data = JSON.parse(script.textContent);
-    if (live) atFirst[id] = JSON.stringify(data);
-    showSafely(id, data);
+    const id = script.id.slice("data-".length);
+    showSafely(id, () => {
+      const data = JSON.parse(script.textContent);
+      if (live) atFirst[id] = JSON.stringify(data);
+      return data;
+    });
     script.remove();
-    waiting.length && atOnce(waiting[0]) ? next() : setTimeout(next);
+    if (waiting.length && atOnce(waiting[0])) next(); else setTimeout(next);
   }
   next();
   if (live) setTimeout(look, 1000);
@@ -63,7 +66,7 @@
       const reply = await fetch(`data.json?have=${have}`);
       if (!reply.ok) throw new Error(await reply.text());
       for (const [id, now] of Object.entries(await reply.json())) {
-        if (id in versions || JSON.stringify(now.data) !== atFirst[id]) showSafely(id, now.data);
+        if (id in versions || JSON.stringify(now.data) !== atFirst[id]) showSafely(id, () => now.data);
         versions[id] = now.version;
         if (id === "summary") state = now.data.state;
       }
@@ -78,7 +81,6 @@
   }
 
   function tell(text) {
-    says.hidden = false;
     if (says.textContent !== text) says.textContent = text;
   }
 })();
