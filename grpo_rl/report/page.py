@@ -37,8 +37,8 @@ class Section:
     """A section of the page: data from the run folder, and the script that shows them.
 
     ``assets/<id>.js`` defines ``sections.<id> = function (root, data) {...}``: it fills the element ``root``, which has
-    its heading already, with something in any case. It may return a function that takes new data while the page is live; otherwise the section is
-    filled anew. ``assets/<id>.css`` is its style, if there is one.
+    its heading already, with something in any case. It may return a function that takes new data while the page is
+    live; otherwise the section is filled anew. ``assets/<id>.css`` is its style, if there is one.
 
     Args:
         id: also the name of its assets, and of its element in the page.
