@@ -5,8 +5,10 @@ import gc
 import inspect
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -94,12 +96,20 @@ def train(
         settings["resume"] = place
     if resume := settings.get("resume"):
         place = folder_of(place, str(resume))
-    checked = _settings(model, data, reward, held_out, place, settings)
-    check_machine(checked, "sync")
+    is_new = not place.exists()
     try:
+        checked = _settings(model, data, reward, held_out, place, settings)
+        check_machine(checked, "sync")
         return TrainedRun(place, grpo.__wrapped__(checked, place))
     except RunIsOver:
         return TrainedRun(place, json.loads((place / "summary.json").read_text()))
+    except ValueError:
+        if is_new and {path.name for path in place.glob("*")} <= {"data", ".lock"}:  # a refused start leaves nothing
+            shutil.rmtree(place, ignore_errors=True)
+            if folder is None:
+                with suppress(OSError):
+                    os.removedirs(place.parent)  # the day's, and outputs
+        raise
     finally:
         gc.collect()  # models sit in reference cycles
 

@@ -66,6 +66,9 @@ def _run(arguments: list[str]) -> int:
             declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name.replace('-', '_')}")
             command.description = declare.__doc__
             declare(command)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.
     options, overrides = parser.parse_known_args(arguments)
     if invalid := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:

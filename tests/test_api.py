@@ -40,7 +40,7 @@ def test_the_pages_script_is_the_run_of_the_command_line_with_its_rows(tiny_mode
     given = {
         "env": {"dataset": "prompt_response", "reward": "judge:one_word", "isolated": "false",
                 "path": "one/data/train.jsonl", "eval_path": "one/data/held_out.jsonl"},
-        "evaluate": {"rows": 6}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
+        "evaluate": {"rows": 13}, "optimizer": {"lr": 1e-3}, "model": {"name": tiny_model},
     }  # fmt: skip
     sections = [(name, own) for part in (SECTIONS, given) for name, own in part.items()]
     overrides = [f"{name}.{key}={value}" for name, own in sections for key, value in own.items()]
@@ -130,3 +130,4 @@ def test_wrong_settings_and_functions_are_refused_before_a_model_is_loaded(tmp_p
     ):
         with pytest.raises(ValueError, match=message):
             grpo_rl.train("no/model", rows, lambda completion: [1.0], **settings)
+    assert list(tmp_path.iterdir()) == []

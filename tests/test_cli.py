@@ -34,6 +34,11 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"grpo-rl {grpo_rl.__version__}\n"
 
 
+def test_no_command_at_all_shows_all_commands(capsys):
+    assert main([]) == 2
+    assert "check whether a model can be trained here" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt

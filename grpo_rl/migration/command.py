@@ -7,10 +7,11 @@ left out.
 import argparse
 import ast
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.migration.from_trl import convert
+from grpo_rl.migration.from_trl import BEGINS, convert
 from grpo_rl.storage.masking import shown
 from grpo_rl.storage.yaml_text import read_yaml
 
@@ -23,6 +24,8 @@ CALLS: dict[str, dict[str, str] | None] = {
     "GRPOTrainer": {"model": "model_name_or_path", "reward_funcs": "reward_funcs"},
     "load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"},
 }  # fmt: skip
+READ_ELSEWHERE = ("args", "peft_config", "train_dataset")
+"""Arguments of GRPOTrainer that the other calls make."""
 
 
 def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -34,7 +37,7 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
-            return _read_script(ast.parse(text))
+            return _read_script(ast.parse(text), path.stem)
         fields = json.loads(text) if path.suffix == ".json" else read_yaml(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{path} can't be read: {error or 'it is nested too deep'}") from None
@@ -43,7 +46,13 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     return {str(name): value for name, value in fields.items()}, []
 
 
-def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
+def _read_script(tree: ast.Module, module: str) -> tuple[dict[str, Any], list[str]]:
+    stored = Counter(
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    once = {name: node.value for node in assigned if stored[name := ast.unparse(node.targets[0])] == 1}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     fields: dict[str, Any] = {}
     unknown: list[str] = []
     called = set()
@@ -61,15 +70,18 @@ def _read_script(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
         for keyword in given:
             names, text = CALLS[name], ast.unparse(keyword)
             field = keyword.arg if names is None else names.get(keyword.arg or "")
+            value = once.get(ast.unparse(keyword.value), keyword.value)
             if field == "reward_funcs":
-                unknown.append(f"{text}: name them as --rewards module:function")
+                rewards = map(ast.unparse, getattr(value, "elts", [value]))
+                named = ",".join(f"{module}:{each}" if each in functions else "module:function" for each in rewards)
+                unknown.append(f"{text}: give them again, --rewards {named}; their module has to be importable here")
             elif field is not None:
                 try:
-                    fields[field] = ast.literal_eval(keyword.value)
+                    fields[field] = ast.literal_eval(value)
                 except (ValueError, TypeError):  # a name; a list as a key
                     instead = "; set model.name, or the default model trains" if name == "GRPOTrainer" else ""
                     unknown.append(f"{field}={ast.unparse(keyword.value)}: no literal; left out{instead}")
-            elif name != "GRPOTrainer":
+            elif name != "GRPOTrainer" or keyword.arg not in READ_ELSEWHERE:
                 unknown.append(f"{name}({text}): not taken over")
     if "GRPOConfig" not in called:
         raise ValueError("it has no call of GRPOConfig; give the file that makes the config")
@@ -100,15 +112,17 @@ def _run(options: argparse.Namespace) -> int:
     fields, unknown = read_trl(options.config)
     rewards = [name for name in options.rewards.split(",") if name]
     made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
-    if rewards:
-        unknown = [line for line in unknown if not line.startswith("reward_funcs")]
+    asks_for_rewards = [line for line in unknown if line.startswith("reward_funcs")]
+    twice = asks_for_rewards if rewards else ["reward_funcs=None"] if asks_for_rewards else []
     made.differences[:0] = unknown
+    made.differences = [line for line in made.differences if not line.startswith(tuple(twice))]
     output = options.output or Path(f"{options.config.stem}_grpo_rl.yaml")
-    if output.exists():
+    if output.exists() and not output.read_text(encoding="utf-8").startswith(BEGINS):
         raise ValueError(f"{output} exists; give another --output")
     output.write_text(made.as_yaml(options.config.name), encoding="utf-8")
     print(f"Differences ({len(made.differences)}):")
     for line in made.differences or ["none"]:
         print(f"  {line}")
-    print(f"Written: {output}. Next: {made.start} --config-dir {output.parent} --config-name {output.stem}")
+    data = " env.path=FILE" if made.task == "prompt_response" and "path" not in made.config["env"] else ""
+    print(f"Written: {output}. Next: {made.start} --config-dir {output.parent} --config-name {output.stem}{data}")
     return 0

@@ -14,6 +14,9 @@ from grpo_rl.migration import trl_fields as trl
 from grpo_rl.settings.schema import SAME
 from grpo_rl.storage.masking import shown
 
+BEGINS = "# Converted from TRL's"
+"""How a converted file begins."""
+
 
 @dataclass
 class Converted:
@@ -71,7 +74,7 @@ class Converted:
             raise ValueError(f"{source}: {error}") from None
         if "${" in str(self.config):
             raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")
-        lines = [f"Converted from TRL's {source} by grpo-rl from-trl. Differences:"]
+        lines = [f"{BEGINS.removeprefix('# ')} {source} by grpo-rl from-trl. Differences:"]
         lines += [f"  {line}" for line in self.differences or ["none"]]
         # They quote untrusted text: a line break would end the comment.
         comment = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}\n" for line in lines)
@@ -350,9 +353,11 @@ def _convert_task(made: Converted, given: Sequence[str]) -> None:
             made.put({f"env.{key}": value})
     if made.evaluates:
         made.put({"env.eval_split": made.get("dataset_test_split", "test")})
+    if len(weights := made["reward_weights"] or ()) not in (0, len(rewards)) and rewards:
+        raise ValueError(f"there are {len(weights)} reward_weights for {len(rewards)} rewards, {', '.join(rewards)}")
     named: dict[str, Any] = {}
     functions: dict[str, float] = {}
-    for name, weight in zip(rewards, [*(made["reward_weights"] or ()), *[1.0] * len(rewards)], strict=False):
+    for name, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False):
         if name in trl.ACCURACY:
             made.task = "math"
             made.put({"env.reward.correctness": weight, "env.reward.answer_format": 0.0})

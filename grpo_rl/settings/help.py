@@ -18,8 +18,8 @@ from grpo_rl.settings.sections import Sections, declarations
 
 FIRST = (
     "model.name", "env.dataset", "env.path", "env.eval_path", "env.num_envs", "env.repeats", "sampling.max_new_tokens",
-    "train.total_dialog_turns", "train.epochs", "train.optim_batch_size", "optimizer.lr", "policy.kl_coef",
-    "evaluate.rows", "resume",
+    "train.steps", "train.total_dialog_turns", "train.epochs", "train.optim_batch_size", "optimizer.lr",
+    "policy.kl_coef", "evaluate.rows", "resume",
 )  # fmt: skip
 """The settings that people change first; of SFT, those of them that it reads."""
 EXAMPLES = {

@@ -279,6 +279,26 @@ def test_a_script_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists() and not Path("ran").exists()
 
 
+def test_a_script_with_its_own_rows_and_rewards_says_what_is_to_be_given_again(tmp_path, capsys):
+    script = tmp_path / "sums.py"
+    script.write_text(
+        "MODEL = 'org/model'\nrows = Dataset.from_list([])\ndef right(completions, **_): ...\ndef short(**_): ...\n"
+        "args = GRPOConfig(max_steps=2, reward_weights=[1.0, 0.2])\n"
+        "GRPOTrainer(model=MODEL, reward_funcs=[right, short], args=args, train_dataset=rows, callbacks=[Mine()])\n"
+    )
+    words = ["from-trl", str(script), "--output", str(tmp_path / "x.yaml")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "--rewards sums:right,sums:short; their module" in said and "none is known" not in said
+    assert "GRPOTrainer(callbacks=[Mine()]): not taken over" in said
+    assert said.endswith("--config-name x env.path=FILE\n")
+    assert main([*words, "--rewards", "sums:right"]) == 2
+    assert "2 reward_weights for 1 rewards" in capsys.readouterr().err
+    assert main([*words, "--rewards", "sums:right,sums:short"]) == 0  # over the file that it wrote before
+    made = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    assert made["env"]["reward"] == {"sums:right": 1.0, "sums:short": 0.2} and made["model"]["name"] == "org/model"
+
+
 def test_a_file_that_is_no_config_is_named(tmp_path):
     for name, text, message in (
         ("a.yaml", "a: [", r"a\.yaml can't be read"),
