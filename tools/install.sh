@@ -66,7 +66,7 @@ case "${1:-}" in
   run)
     install_torch
     case $BACKEND in cuda) extra=vllm ;; *) extra=cpu ;; esac
-    say "installing grpo_rl[$extra] and what it needs"
+    say "installing grpo_rl[$extra] and what it needs, which takes one to four minutes; the log is .venv/install.log"
     install -e ".[$extra]"
     drop_torchvision
     # For IFEval; without GitHub a run that needs it says where to put it.
@@ -84,6 +84,7 @@ case "${1:-}" in
       install --no-deps verl==0.9.1
     fi
     drop_torchvision
+    say "done; . .venv/bin/activate puts grpo-rl into this terminal"
     ;;
   *)
     say "usage: tools/install.sh run|dev"

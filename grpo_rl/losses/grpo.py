@@ -135,7 +135,7 @@ class GRPOLoss(LossModule):
             ValueError: an entry is missing.
         """
         keys, settings = self.tensor_keys, self.settings
-        trainable = tensordict[keys.trainable]
+        trainable = _entry(tensordict, keys.trainable)
         log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
         advantage = self._read(tensordict, keys.advantage)
         response = _entry(tensordict, keys.response) if self._per_response else None

@@ -1,6 +1,7 @@
 """An environment of one's own, which derives from TorchRL's and not from ours, trains in both scripts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,54 +16,8 @@ from tests.envs.scoring import playing
 
 SOTA = Path(__file__).parents[2] / "sota"
 ASYNC = ["inference_model.engine=vllm", "train.optim_batch_size=16"]
-MODULE = '''
-import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase
-
-
-class Letters(EnvBase):
-    """Asks for letters; pays their share in a response, after `turns` responses."""
-
-    def __init__(self, num_envs, repeats, tokenizer, *, seed=0, letter: str = "a", turns: int = 1):
-        super().__init__(batch_size=[])
-        self._batch_locked = False
-        self.tokenizer, self.repeats, self.letter, self.turns = tokenizer, repeats, letter, turns
-        self.prompts = 0
-        self.reward_spec = Composite(reward=Unbounded((1,)), reward_parts=Composite(share=Unbounded((1,))))
-
-    def _reset(self, tensordict):
-        rows = []
-        for _ in range(len(tensordict) // self.repeats):
-            self.prompts += 1
-            query = f"Write {self.letter}, please: {self.prompts}."
-            ids = torch.tensor(self.tokenizer(query)["input_ids"])
-            row = TensorDict({"query": NonTensorData(query), ("tokens", "prompt"): ids, "turn": torch.tensor([0])})
-            rows += [row.copy() for _ in range(self.repeats)]
-        return lazy_stack(rows)
-
-    def _step(self, tensordict):
-        rows = []
-        for row in tensordict.unbind(0):
-            ids, turn = row["tokens", "response"], row["turn"] + 1
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            share = torch.tensor([text.count(self.letter) / max(1, len(text))])
-            whole = torch.cat([row["tokens", "prompt"], ids, torch.tensor(self.tokenizer("more")["input_ids"])])
-            done = turn == self.turns
-            rows.append(TensorDict({("tokens", "prompt"): whole, "turn": turn, "reward": share * done, "done": done,
-                                    ("reward_parts", "share"): share * done}))
-        return lazy_stack(rows)
-
-    def _set_seed(self, seed):
-        pass
-
-    def get_extra_state(self):
-        return {"prompts": self.prompts}
-
-    def set_extra_state(self, state):
-        self.prompts = state["prompts"]
-'''
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+(MODULE,) = re.findall(r"`my_env.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
