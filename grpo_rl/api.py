@@ -5,7 +5,6 @@ import gc
 import inspect
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,8 @@ from grpo_rl.settings.tasks import TASKS, task_section
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Reward = str | type | Callable[..., Any]
+TRAIN, HELD_OUT = "data/train.jsonl", "data/held_out.jsonl"
+"""Where the run's folder has rows that were given themselves."""
 own = SimpleNamespace()
 """Functions and classes of the script or notebook that trains, under the names by which settings give them."""
 
@@ -86,6 +87,7 @@ def train(
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live view replaces them
     from grpo_rl.run.claim import folder_of
+    from grpo_rl.run.lock import FolderInUseError
     from grpo_rl.settings.config import RunIsOver
     from grpo_rl.sota.grpo import grpo
 
@@ -103,12 +105,15 @@ def train(
         return TrainedRun(place, grpo.__wrapped__(checked, place))
     except RunIsOver:
         return TrainedRun(place, json.loads((place / "summary.json").read_text()))
+    except FolderInUseError:
+        raise
     except ValueError:
         if is_new and {path.name for path in place.glob("*")} <= {"data", ".lock"}:  # a refused start leaves nothing
-            shutil.rmtree(place, ignore_errors=True)
-            if folder is None:
-                with suppress(OSError):
-                    os.removedirs(place.parent)  # the day's, and outputs
+            for name in (TRAIN, HELD_OUT, ".lock"):
+                (place / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                for empty in (place / "data", place, *(place.parents[:2] if folder is None else ())):
+                    empty.rmdir()
         raise
     finally:
         gc.collect()  # models sit in reference cycles
@@ -128,13 +133,13 @@ def _settings(
     if settings.get("mode", "sync") != "sync":
         raise ValueError(f"grpo_rl.train is mode=sync, and mode is {settings['mode']}; use grpo-rl train")
     loss = settings.get("loss")
-    given: dict[str, Any] = {"mode": "sync", "model.name": model, "env.path": _path(data, place / "data/train.jsonl")}
+    given: dict[str, Any] = {"mode": "sync", "model.name": model, "env.path": _path(data, place / TRAIN)}
     if reward in TASKS if isinstance(reward, str) else inspect.isclass(reward):
         task = _named(reward)
     else:
         task, given["env.reward"] = "prompt_response", _named(reward)
     if held_out is not None:
-        given["env.eval_path"] = path = _path(held_out, place / "data/held_out.jsonl")
+        given["env.eval_path"] = path = _path(held_out, place / HELD_OUT)
         if path != str(held_out):
             given["evaluate.rows"] = len(Path(path).read_text().splitlines())
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={task}", *([f"loss={loss}"] if isinstance(loss, str) else [])])

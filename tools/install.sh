@@ -84,7 +84,7 @@ case "${1:-}" in
       install --no-deps verl==0.9.1
     fi
     drop_torchvision
-    say "done; . .venv/bin/activate puts grpo-rl into this terminal"
+    say "done; . .venv/bin/activate makes grpo-rl available in this shell"
     ;;
   *)
     say "usage: tools/install.sh run|dev"

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.migration.from_trl import BEGINS, convert
+from grpo_rl.migration.from_trl import Converted, convert
 from grpo_rl.storage.masking import shown
 from grpo_rl.storage.yaml_text import read_yaml
 
@@ -25,7 +25,7 @@ CALLS: dict[str, dict[str, str] | None] = {
     "load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"},
 }  # fmt: skip
 READ_ELSEWHERE = ("args", "peft_config", "train_dataset")
-"""Arguments of GRPOTrainer that the other calls make."""
+"""Arguments of GRPOTrainer whose values come from the other calls."""
 
 
 def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -46,12 +46,29 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     return {str(name): value for name, value in fields.items()}, []
 
 
+def _bound(node: ast.AST) -> list[str]:
+    """The names that a node gives a value: a constant of the script is one that has a single value."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.alias(name=name, asname=given):
+            return [given or name.partition(".")[0]]
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return [name]
+    return []
+
+
 def _read_script(tree: ast.Module, module: str) -> tuple[dict[str, Any], list[str]]:
-    stored = Counter(
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-    once = {name: node.value for node in assigned if stored[name := ast.unparse(node.targets[0])] == 1}
+    bound = Counter(name for node in ast.walk(tree) for name in _bound(node))
+    once = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.UnaryOp)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and bound[target.id] == 1
+    }
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     fields: dict[str, Any] = {}
     unknown: list[str] = []
@@ -109,20 +126,27 @@ def add_from_trl(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    fields, unknown = read_trl(options.config)
     rewards = [name for name in options.rewards.split(",") if name]
-    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
-    asks_for_rewards = [line for line in unknown if line.startswith("reward_funcs")]
-    twice = asks_for_rewards if rewards else ["reward_funcs=None"] if asks_for_rewards else []
-    made.differences[:0] = unknown
-    made.differences = [line for line in made.differences if not line.startswith(tuple(twice))]
+    made, text = _converted(options, rewards)
     output = options.output or Path(f"{options.config.stem}_grpo_rl.yaml")
-    if output.exists() and not output.read_text(encoding="utf-8").startswith(BEGINS):
+    # What was written before the rewards were named is written over, unless it was edited since.
+    if output.exists() and output.read_bytes() not in (text.encode(), _converted(options, [])[1].encode()):
         raise ValueError(f"{output} exists; give another --output")
-    output.write_text(made.as_yaml(options.config.name), encoding="utf-8")
+    output.write_text(text, encoding="utf-8")
     print(f"Differences ({len(made.differences)}):")
     for line in made.differences or ["none"]:
         print(f"  {line}")
     data = " env.path=FILE" if made.task == "prompt_response" and "path" not in made.config["env"] else ""
     print(f"Written: {output}. Next: {made.start} --config-dir {output.parent} --config-name {output.stem}{data}")
     return 0
+
+
+def _converted(options: argparse.Namespace, rewards: list[str]) -> tuple[Converted, str]:
+    """The config and the text of its file."""
+    fields, unknown = read_trl(options.config)
+    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
+    asks_for_rewards = [line for line in unknown if line.startswith("reward_funcs")]
+    twice = asks_for_rewards if rewards else ["reward_funcs=None"] if asks_for_rewards else []
+    made.differences[:0] = unknown
+    made.differences = [line for line in made.differences if not line.startswith(tuple(twice))]
+    return made, made.as_yaml(options.config.name)

@@ -14,9 +14,6 @@ from grpo_rl.migration import trl_fields as trl
 from grpo_rl.settings.schema import SAME
 from grpo_rl.storage.masking import shown
 
-BEGINS = "# Converted from TRL's"
-"""How a converted file begins."""
-
 
 @dataclass
 class Converted:
@@ -74,7 +71,7 @@ class Converted:
             raise ValueError(f"{source}: {error}") from None
         if "${" in str(self.config):
             raise ValueError(f"{source} has ${{ in a text, which Hydra would resolve; take it out")
-        lines = [f"{BEGINS.removeprefix('# ')} {source} by grpo-rl from-trl. Differences:"]
+        lines = [f"Converted from TRL's {source} by grpo-rl from-trl. Differences:"]
         lines += [f"  {line}" for line in self.differences or ["none"]]
         # They quote untrusted text: a line break would end the comment.
         comment = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}\n" for line in lines)
@@ -353,8 +350,10 @@ def _convert_task(made: Converted, given: Sequence[str]) -> None:
             made.put({f"env.{key}": value})
     if made.evaluates:
         made.put({"env.eval_split": made.get("dataset_test_split", "test")})
-    if len(weights := made["reward_weights"] or ()) not in (0, len(rewards)) and rewards:
-        raise ValueError(f"there are {len(weights)} reward_weights for {len(rewards)} rewards, {', '.join(rewards)}")
+    weights = made["reward_weights"] or ()
+    if rewards and weights and len(weights) != len(rewards):
+        counts = f"reward_weights has {len(weights)} values, and rewards are {', '.join(rewards)}"
+        raise ValueError(f"{counts}; give as many in --rewards")
     named: dict[str, Any] = {}
     functions: dict[str, float] = {}
     for name, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False):

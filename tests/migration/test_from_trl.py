@@ -293,10 +293,22 @@ def test_a_script_with_its_own_rows_and_rewards_says_what_is_to_be_given_again(t
     assert "GRPOTrainer(callbacks=[Mine()]): not taken over" in said
     assert said.endswith("--config-name x env.path=FILE\n")
     assert main([*words, "--rewards", "sums:right"]) == 2
-    assert "2 reward_weights for 1 rewards" in capsys.readouterr().err
+    assert (
+        "reward_weights has 2 values, and rewards are sums:right; give as many in --rewards" in capsys.readouterr().err
+    )
     assert main([*words, "--rewards", "sums:right,sums:short"]) == 0  # over the file that it wrote before
     made = yaml.safe_load((tmp_path / "x.yaml").read_text())
     assert made["env"]["reward"] == {"sums:right": 1.0, "sums:short": 0.2} and made["model"]["name"] == "org/model"
+    with (tmp_path / "x.yaml").open("a") as file:
+        file.write("# mine\n")
+    assert main([*words, "--rewards", "sums:right,sums:short"]) == 2
+
+
+def test_a_name_with_several_values_is_no_literal(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "lr = 1e-5\nbeta: float = 0.1\ndef main(lr): GRPOConfig(learning_rate=lr, beta=beta)\n"
+    )
+    assert read_trl(tmp_path / "a.py") == ({"beta": 0.1}, ["learning_rate=lr: no literal; left out"])
 
 
 def test_a_file_that_is_no_config_is_named(tmp_path):
