@@ -205,7 +205,7 @@ def commands() -> list[tuple[str, str]]:
 
 PLACEHOLDERS = (
     "NAME", "experiment=mine", "config-name mine", "my_loss:", "my_sums:", "my_tasks:", "my_tools:", "csv_log:",
-    "numbers_game:", "config-name judged", "my_penalty:",
+    "numbers_game:", "config-name judged", "my_penalty:", "my_env:",
 )  # fmt: skip
 """Beginnings of lines that stand for many, or for files that the page gives: a test above runs those."""
 SCRIPT = re.compile(r".*?(sota/(?:grpo\w*|sft)\.py|grpo-rl train)( |$)")
