@@ -25,7 +25,7 @@ from grpo_rl.settings.tasks import TASKS, task_section
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Reward = str | type | Callable[..., Any]
 TRAIN, HELD_OUT = "data/train.jsonl", "data/held_out.jsonl"
-"""Where the run's folder has rows that were given themselves."""
+"""Files of the run's folder that hold rows which the script gave itself."""
 own = SimpleNamespace()
 """Functions and classes of the script or notebook that trains, under the names by which settings give them."""
 
