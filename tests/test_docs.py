@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tiny_runs import run_script
 
 from grpo_rl.cli import COMMANDS, main
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.sandbox.jails import jails
 from grpo_rl.loggers.base import check_loggers
 from grpo_rl.monitor.loggers import open_loggers
@@ -25,6 +26,7 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.settings.compose import choosing_configs, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
+from tests.collectors.test_torchrl_parts import OneTurn
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -174,17 +176,29 @@ def test_the_readme_is_short_and_its_table_names_every_loss():
     assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} <= set(re.findall(r"`([a-z_]+)`", text))
 
 
-@pytest.mark.slow
-def test_the_custom_script_runs(tmp_path, capsys):
-    page = DOCS / "custom_script.md"
+def script_of(name: str, most_lines: int) -> dict:
+    """The names that the page's script defines."""
+    page = DOCS / name
     (block,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(block.splitlines()) <= 40
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(4)))
+    assert len(block.splitlines()) <= most_lines
     names: dict = {}
     exec(compile(block, str(page), "exec"), names)  # our own page, not data
-    names["train"](save_tiny_model(tmp_path / "model"), str(data))
+    return names
+
+
+@pytest.mark.slow
+def test_the_custom_script_runs(tmp_path, capsys):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(4)))
+    script_of("custom_script.md", 40)["train"](save_tiny_model(tmp_path / "model"), str(data))
     assert len(re.findall(r"^reward ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+def test_torchrls_loop_runs_over_one_of_our_environments(tmp_path, tokenizer, capsys):
+    env = LLMEnv(OneTurn(), tokenizer, num_envs=2, repeats=4)
+    script_of("from_torchrl.md", 45)["train"](env, save_tiny_model(tmp_path / "model"))
+    assert len(re.findall(r"^reward [1-9]", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 LINE = re.compile(r"`([^`\n]+)`")

@@ -42,7 +42,7 @@ class RewardFunction:
         # Partial objects and what a factory makes are called alike.
         # `grpo_rl.train` keeps the functions of a script in `own`.
         self.name: str = function.rpartition(":")[2].removeprefix("own.") if isinstance(function, str) else own
-        self.where = function if isinstance(function, str) else own
+        self.where = function.removeprefix("grpo_rl.api:own.") if isinstance(function, str) else own
         if not callable(self.function) or inspect.isclass(self.function):
             raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function, or an instance")
         self.takes = self._taken(columns)
@@ -69,8 +69,8 @@ class RewardFunction:
         if not isinstance(values, (list, tuple)):
             raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list{self._at}")
         if len(values) != count:
-            returned = f"returned {len(values)} numbers for {count} responses"
-            raise RewardFunctionError(f"{self.where} {returned}; it must return one for each{self._at}")
+            returned = f"returned a list of {len(values)} for {count} responses"
+            raise RewardFunctionError(f"{self.where} {returned}; it must return a number for each{self._at}")
         return [self._number(value) for value in values]
 
     def _number(self, value: Any) -> float | Exception | None:

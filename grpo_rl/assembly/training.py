@@ -19,7 +19,7 @@ from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.factors import ADVANTAGE
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.before_loading import is_url
-from grpo_rl.policies.compiler import why_uncompiled
+from grpo_rl.policies.compiler import has_compiler, why_uncompiled
 from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.policies.hub import check_finite, resolve_model
 from grpo_rl.policies.loading import skeleton
@@ -54,12 +54,14 @@ def load_policy(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None, logs: RunLogs
 ) -> TrainPolicy:
     """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
-    if devices.train[0].type == "cpu" and lacks_bfloat16():
-        if derived.dtype(settings) == "float32":
+    if devices.train[0].type == "cpu":
+        logs.note("No GPU is visible: all runs on the CPU")
+        if lacks_bfloat16() and derived.dtype(settings) == "float32":
             logs.note("Weights are float32: this CPU has no instructions for bfloat16, and is slow in it")
-        else:
+        elif lacks_bfloat16():
             logs.note("This CPU has no instructions for bfloat16: train_model.dtype=float32 is several times as fast")
-    with logs.progress.start_phase("loading the model"):
+    compiled = settings.train_model.compile is not False and has_compiler(devices.train[0])
+    with logs.progress.start_phase(f"loading {'and compiling ' * compiled}the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
         # Passes without a gradient are compiled when first made: old log-probs, or those of a reference.

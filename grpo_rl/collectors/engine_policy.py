@@ -85,10 +85,10 @@ class EnginePolicy(TensorDictModuleBase):
 
 
 def by_prompt(rows: Iterable[Row]) -> dict[tuple[int, tuple[int, ...]], list[Row]]:
-    """The rows of each group that go on from the same tokens, by the group's id and these tokens."""
+    """The rows of each group that go on from the same tokens, by the group's id, if it has one, and these tokens."""
     found: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
     for row in rows:
-        found.setdefault((int(row[keys.GROUP_ID]), tuple(row[keys.TOKENS_PROMPT].tolist())), []).append(row)
+        found.setdefault((int(row.get(keys.GROUP_ID, -1)), tuple(row[keys.TOKENS_PROMPT].tolist())), []).append(row)
     return found
 
 

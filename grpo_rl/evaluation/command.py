@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_name(model)
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}
+    print("loading libraries, model and engine, a minute or more …", file=sys.stderr)
     from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
     base = Path(own.out or time.strftime("evaluations/%Y-%m-%d/%H-%M-%S"))

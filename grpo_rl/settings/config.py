@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -210,6 +211,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             if (about := topic(arguments)) is not None:
                 summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
                 dataset = compose.dataset_of(arguments, config_name)
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly behind `| head`
                 try:
                     print(help_text(about, summary, config_name, where, dataset, mode))
                 except ValueError as error:

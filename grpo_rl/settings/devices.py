@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ from grpo_rl.storage.cache import cache_folder
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
 
 USABLE = 0.95
 """Share of a device's memory; the rest is CUDA's own, NCCL's buffers, and what lies between blocks."""
@@ -204,7 +202,6 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
         if role.indices or (mode == "sync" and (role.count or 1) > 1):
             raise ValueError(f"{role}, but no GPU is visible; leave it null to use the CPU")
     if mode == "sync":
-        log.warning("no GPU is visible: training and sampling share the CPU")
         return {role.name: (torch.device("cpu"),) for role in roles}
     counts = {role.name: role.count or 1 for role in roles if role.name not in ("ref", "reward")}
     counts["train"] = max(counts["train"], world)

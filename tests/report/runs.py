@@ -1,7 +1,10 @@
 """Runs for the page's tests: a made one, its live page served, and single responses, tokens and held-out responses."""
 
+import base64
+import gzip
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +24,12 @@ from grpo_rl.training.evaluate import Evaluation
 
 NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
 """Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
+
+
+def unpacked(path: Path) -> str:
+    """A page's file with its data as JSON."""
+    html = path.read_text(encoding="utf-8")
+    return re.sub('(?<=">)H4s[^<]+', lambda data: gzip.decompress(base64.b64decode(data[0])).decode(), html)
 
 
 def make_run(run_dir: Path, steps: int = 40, evaluated: bool = True) -> Path:

@@ -1,10 +1,12 @@
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
 
 from grpo_rl import cli
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
-from tests.report.runs import make_run
+from tests.report.runs import make_run, unpacked
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
@@ -23,11 +25,11 @@ class Page(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
         self.ids += [value for name, value in attrs if name == "id"]
         given = dict(attrs)
-        self._script = given.get("id", "") if tag == "script" else None
+        self._script = given.get("data-section", "") if tag == "script" else None
 
     def handle_data(self, data):
-        if self._script and self._script.startswith("data-"):
-            self.data[self._script.removeprefix("data-")] = json.loads(data)
+        if self._script:
+            self.data[self._script] = json.loads(gzip.decompress(base64.b64decode(data, validate=True)))
         elif self._script is None:
             self._words.append(data)
 
@@ -97,7 +99,7 @@ def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path):
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "overrides.yaml").write_text("- +logger.settings.api_key=hunter2\n- x={password: hunter2}\n")
-    html = write_report(tmp_path).read_text()
+    html = unpacked(write_report(tmp_path))
     assert "hunter2" not in html and "logger.settings.api_key=***" in html and "https://***@host/x" in html
 
 

@@ -10,6 +10,7 @@ from tiny_runs import run_script
 
 from grpo_rl.settings import compose
 from grpo_rl.settings.config import main
+from tests.report.runs import unpacked
 from tests.run.test_sft import OF_GRPO
 
 SCRIPTS = Path(__file__).parents[2] / "sota"
@@ -49,13 +50,15 @@ SETTINGS = [
 
 
 def contents(folder):
-    """Each file with its bytes; of Parquet, whose columns are compressed, with its values and what it says of them."""
+    """Each file with its bytes; of Parquet and pages, which are compressed, their content as well."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path, path.read_bytes()
         if path.suffix == ".parquet" and path.is_file():
             table = pq.read_table(path)
             yield path, f"{table.to_pylist()} {table.schema.metadata}".encode()
+        if path.suffix == ".html":
+            yield path, unpacked(path).encode()
 
 
 def found_in(folder, *texts):

@@ -9,6 +9,7 @@ import torch
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.training import micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
+from tests.report.runs import unpacked
 from tests.run.test_run import assert_resumes, run
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -68,5 +69,5 @@ def test_a_run_says_what_is_wrong_once_also_over_a_resume(tiny_run, tmp_path, ca
         f"Advisory. Responses are cut off, since step 1: {told['seen']}. Try {told['setting']}. See {told['page']}"
     ]
     assert "a higher sampling.max_new_tokens (now 8)" in told["setting"]
-    assert told["page"] in (folder / "report.html").read_text()
+    assert told["page"] in unpacked(folder / "report.html")
     assert advisories(tiny_run, folder, capsys, f"resume={folder}", steps=9) == ([told], [])

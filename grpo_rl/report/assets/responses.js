@@ -141,7 +141,7 @@ sections.responses = function (root, data) {
       && group.responses.some((response) => fits(group, response)));
     steps = [...new Set(shown.map((group) => group.step))];
     if (!shown.includes(current)) {
-      current = shown.find((group) => group.step >= (current?.step ?? 0)) ?? shown[shown.length - 1] ?? null;
+      current = shown.find((group) => current ? group.step >= current.step : !alike(group)) ?? shown.at(current ? -1 : 0) ?? null;
       marking = null;
     }
     status.textContent = `${shown.length} of ${data.groups.length} groups on this page`

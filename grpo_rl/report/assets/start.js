@@ -36,24 +36,29 @@
   systemDark.addEventListener("change", () => setTheme());
   setTheme(remembered("theme"));
 
+  async function unpacked(script) {
+    const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  }
+
   // What a live page showed at first, to see whether the server's first reply differs from it.
   const atFirst = {}, live = "live" in document.body.dataset;
-  const waiting = [...document.querySelectorAll('script[type="application/json"]')];
-  const atOnce = ({id}) => id === "data-summary" || id === "data-charts";
-  waiting.sort((a, b) => atOnce(b) - atOnce(a));
-  function next() {
-    const script = waiting.shift();
-    if (!script) return document.body.dataset.ready = "";
-    const id = script.id.slice("data-".length);
-    showSafely(id, () => {
-      const data = JSON.parse(script.textContent);
-      if (live) atFirst[id] = JSON.stringify(data);
-      return data;
-    });
-    script.remove();
-    if (waiting.length && atOnce(waiting[0])) next(); else setTimeout(next);
+  const scripts = [...document.querySelectorAll("script[data-section]")];
+  const atOnce = ({dataset}) => ["summary", "charts"].includes(dataset.section);
+  async function fill() {
+    for (const some of [scripts.filter(atOnce), ...scripts.filter((script) => !atOnce(script)).map((script) => [script])]) {
+      const data = await Promise.allSettled(some.map(unpacked));
+      some.forEach(({dataset: {section}}, i) => showSafely(section, () => {
+        if (data[i].status === "rejected") throw data[i].reason;
+        if (live) atFirst[section] = JSON.stringify(data[i].value);
+        return data[i].value;
+      }));
+      await new Promise(setTimeout);
+    }
+    scripts.forEach((script) => script.remove());
+    document.body.dataset.ready = "";
   }
-  next();
+  fill();
   if (live) setTimeout(look, 1000);
 
   // Asks the server for the sections that changed; seldom once the run has ended, for it may be resumed.

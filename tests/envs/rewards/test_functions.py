@@ -48,7 +48,11 @@ def test_an_error_of_a_function_has_its_name_file_and_line(written_module):
         "def one(completion):\n    return 1.0\n"
         "def few(completion):\n    return [1.0]\n",
     )
-    for function, why, line in (("raises", "", 2), ("one", "returned 1.0", 4), ("few", "returned 1 numbers for 2", 6)):
+    for function, why, line in (
+        ("raises", "", 2),
+        ("one", "returned 1.0", 4),
+        ("few", "returned a list of 1 for 2", 6),
+    ):
         place = rf"\(.*own_rewards\.py, line {line}\)$"
         with pytest.raises(RewardFunctionError, match=f"^own_rewards:{function} {why}.*{place}") as error:
             judge(f"own_rewards:{function}")
