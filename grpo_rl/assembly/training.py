@@ -55,13 +55,14 @@ def load_policy(
 ) -> TrainPolicy:
     """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
     if devices.train[0].type == "cpu":
-        logs.note("No GPU is visible: all runs on the CPU")
+        logs.note("No GPU is visible: everything runs on the CPU")
         if lacks_bfloat16() and derived.dtype(settings) == "float32":
             logs.note("Weights are float32: this CPU has no instructions for bfloat16, and is slow in it")
         elif lacks_bfloat16():
             logs.note("This CPU has no instructions for bfloat16: train_model.dtype=float32 is several times as fast")
-    compiled = settings.train_model.compile is not False and has_compiler(devices.train[0])
-    with logs.progress.start_phase(f"loading {'and compiling ' * compiled}the model"):
+    given = settings.train_model
+    compiles = given.compile is not False and not given.quantization and has_compiler(devices.train[0])
+    with logs.progress.start_phase(f"loading {'and compiling ' * compiles}the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
         # Passes without a gradient are compiled when first made: old log-probs, or those of a reference.

@@ -37,14 +37,15 @@ class EnginePolicy(TensorDictModuleBase):
     """Samples a response for each row: for ``env.rollout``, TorchRL's collectors and ours.
 
     All rows that have as many tokens left are sampled in one call. If each prompt is that of as many rows of its group,
-    the engine computes it once. A row that is done gets an empty response.
+    or of the batch where rows have no group's id, the engine computes it once. A row that is done gets an empty
+    response.
 
     Args:
         engine: in this process, or a fleet that looks like one engine.
         sampling: of each turn; shortened to the tokens that are left in the context.
     """
 
-    in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]  # pyrefly: ignore[bad-override-mutable-attribute]
+    in_keys = [keys.TOKENS_PROMPT]  # pyrefly: ignore[bad-override-mutable-attribute]
     out_keys = WRITTEN  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, engine: Sampler, sampling: Sampling) -> None:

@@ -2,13 +2,13 @@
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.evaluation.settings import URL, read_eval, task_settings
 from grpo_rl.policies.before_loading import check_name, local_path
+from grpo_rl.waits import start_phase
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
 
@@ -49,8 +49,8 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_name(model)
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}
-    print("loading libraries, model and engine, a minute or more …", file=sys.stderr)
-    from grpo_rl.evaluation.evaluating import compare, evaluate_model
+    with start_phase("importing torch and the rest"):
+        from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
     base = Path(own.out or time.strftime("evaluations/%Y-%m-%d/%H-%M-%S"))
     if len(models) == 1:

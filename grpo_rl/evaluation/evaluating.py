@@ -32,6 +32,7 @@ from grpo_rl.section import plain
 from grpo_rl.settings.derived import dtype
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.masking import masked, masked_override, masked_text, shown
+from grpo_rl.waits import start_phase
 
 NOT_THE_SCORES = ("out", "concurrency", "retries", "deadline_s", "tasks")
 """Settings that an evaluation may go on with otherwise."""
@@ -109,9 +110,10 @@ def _started(
         key = os.environ.get("OPENAI_API_KEY")
         endpoint = Endpoint(name, key, own.served, own.concurrency, own.retries, own.deadline_s)
         return ServedSource(endpoint, to_do, own.rows)
-    source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
-    stack.callback(source.close)
-    source.start()
+    with start_phase("loading the model and starting the engine"):
+        source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
+        stack.callback(source.close)
+        source.start()
     return source
 
 

@@ -165,7 +165,7 @@ def assemble(sections: Sequence[Section], data: Mapping[str, str], live: bool = 
     return TEMPLATES.get_template("page.html.j2").render(
         summary=json.loads(data[SUMMARY.id]),
         sections=[{**vars(section), "empty": section.id not in data} for section in sections],
-        data={name: Markup(packed(text)) for name, text in data.items()},
+        data={name: packed(text) for name, text in data.items()},
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
         script=script,
         style=style,
@@ -185,7 +185,7 @@ def as_json(data: object) -> str:
 
 
 def packed(text: str) -> str:
-    """The text's gzip file in base64, a third as long for responses; a page's script unpacks it."""
+    """The text, gzipped, in base64, which the page's script unpacks."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 

@@ -23,7 +23,7 @@ MOST_OF_TIME = 0.05
 """Building takes at most this share of the time: the run that is followed may need the machine for itself."""
 
 WORTH_COMPRESSING = 10_000
-"""Responses of more bytes are compressed for browsers that accept gzip, to a quarter: some are behind a tunnel."""
+"""Responses of more bytes are compressed for browsers that accept gzip: some are behind a tunnel."""
 
 
 def state_of(runs: Sequence[Path]) -> object:

@@ -93,14 +93,14 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
     >>> for line in result_lines({"model": "org/M", "task": "gsm8k", "steps": 100, "seconds": 754, "eval_before": 0.25,
     ...     "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375], "command": "python sota/grpo.py"}):
     ...     print(line)
-    org/M on gsm8k: 100 steps in 12:34 after start-up
+    org/M on gsm8k: 100 steps in 12:34
     held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375): learned
     python sota/grpo.py
     >>> result_lines({"train_reward_first": 0.0, "train_reward_last": 0.0})[1].rpartition(": ")[2]
     'the mean reward is 0 at first and at last; see docs/troubleshooting.md'
     """
     rewards = [summary.get(name) for name in ("eval_before", "eval_after", "train_reward_first", "train_reward_last")]
-    took = f" in {duration(summary['seconds'])} after start-up" if summary.get("seconds") is not None else ""
+    took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
     verdict = ""
     if summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -211,9 +210,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             if (about := topic(arguments)) is not None:
                 summary = (function.__globals__["__doc__"] or "").partition(": `")[0] + "."
                 dataset = compose.dataset_of(arguments, config_name)
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly behind `| head`
                 try:
-                    print(help_text(about, summary, config_name, where, dataset, mode))
+                    print(help_text(about, summary, config_name, where, dataset, mode), flush=True)
+                except BrokenPipeError:  # behind `| head`
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 except ValueError as error:
                     raise SystemExit(f"error: {shown(str(error))}") from None
                 return

@@ -104,7 +104,7 @@ def allocate(
     Where ``train_model.devices`` and ``inference_model.devices`` name the same single GPU, both share it. In async mode
     ``inference_model.gpu_memory_utilization`` then divides its memory, see :attr:`Devices.engine_share`.
 
-    With no GPU every role shares the CPU, which is logged. In async mode each engine, and each process that
+    With no GPU every role shares the CPU. In async mode each engine, and each process that
     trains, is then a device with cores of its own; an engine is one such device.
 
     Args:

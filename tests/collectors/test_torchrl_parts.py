@@ -104,6 +104,15 @@ def test_torchrls_collector_gives_the_groups_of_ours(tokenizer):
         collector.shutdown()
 
 
+def test_a_policy_answers_rows_without_the_id_of_a_group(tokenizer):
+    rows, policy = env_of(OneTurn(), tokenizer).reset(), policy_for(tokenizer)
+    with_ids = [row[keys.TOKENS_RESPONSE].tolist() for row in policy(rows.clone()).unbind(0)]
+    for row in rows.unbind(0):
+        row.pop(keys.GROUP_ID)
+    without = policy(rows).unbind(0)
+    assert [row[keys.TOKENS_RESPONSE].tolist() for row in without] == with_ids
+
+
 class Failing(OneTurn):
     """No reward for three letters."""
 

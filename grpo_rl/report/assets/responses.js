@@ -124,7 +124,7 @@ sections.responses = function (root, data) {
   }
 
   const rewards = (group) => group.responses.map((response) => response.reward).filter((reward) => reward !== null);
-  const alike = (group) => new Set(rewards(group)).size < 2;
+  const hasZeroVariance = (group) => new Set(rewards(group)).size < 2;
   const bound = (input) => input.value === "" ? null : Number(input.value);
   const words = (response) => response.turns ? response.turns.join("\n") : response.text;
 
@@ -137,11 +137,11 @@ sections.responses = function (root, data) {
   }
 
   function filter() {
-    shown = data.groups.filter((group) => (spread.value === "all" || alike(group) === (spread.value === "none"))
+    shown = data.groups.filter((group) => (spread.value === "all" || hasZeroVariance(group) === (spread.value === "none"))
       && group.responses.some((response) => fits(group, response)));
     steps = [...new Set(shown.map((group) => group.step))];
-    if (!shown.includes(current)) {
-      current = shown.find((group) => current ? group.step >= current.step : !alike(group)) ?? shown.at(current ? -1 : 0) ?? null;
+    if (!shown.includes(current)) {  // at first one from which something was learned
+      current = shown.find((group) => current ? group.step >= current.step : !hasZeroVariance(group)) ?? shown.at(current ? -1 : 0) ?? null;
       marking = null;
     }
     status.textContent = `${shown.length} of ${data.groups.length} groups on this page`
@@ -173,7 +173,7 @@ sections.responses = function (root, data) {
     const cards = el("div", {class: "side"}, ...order.map(({response, i}) =>
       responseCard(`Response ${i + 1}`, response, facts(response), {tools: data.tools, query: search.value, chosen: i === marking})));
     const hidden = current.responses.length - order.length;
-    const said = [hidden ? `${hidden} responses of this group don't match.` : "", alike(current) ? "Zero-variance group: all rewards are equal, and nothing is learned from it." : ""].filter(Boolean).join(" ");
+    const said = [hidden ? `${hidden} responses of this group don't match.` : "", hasZeroVariance(current) ? "Zero-variance group: all rewards are equal, and nothing is learned from it." : ""].filter(Boolean).join(" ");
     const strips = links.tokens?.(current.step, current.id);
     const link = strips ? el("p", {}, el("button", {type: "button", text: "Show its tokens", onclick: strips})) : "";
     viewer.replaceChildren(link, promptCard(current.prompt, current.prompt_cut, current.gold, search.value), ...(said ? [el("p", {class: "help", text: said})] : []), cards);

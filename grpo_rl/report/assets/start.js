@@ -38,6 +38,7 @@
 
   async function unpacked(script) {
     const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
+    script.remove();
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
   }
 
@@ -46,20 +47,21 @@
   const scripts = [...document.querySelectorAll("script[data-section]")];
   const atOnce = ({dataset}) => ["summary", "charts"].includes(dataset.section);
   async function fill() {
-    for (const some of [scripts.filter(atOnce), ...scripts.filter((script) => !atOnce(script)).map((script) => [script])]) {
-      const data = await Promise.allSettled(some.map(unpacked));
-      some.forEach(({dataset: {section}}, i) => showSafely(section, () => {
+    const rest = scripts.filter((script) => !atOnce(script)).map((script) => [script]);
+    for (const together of [scripts.filter(atOnce), ...rest]) {
+      const data = await Promise.allSettled(together.map(unpacked));
+      together.forEach(({dataset: {section}}, i) => showSafely(section, () => {
         if (data[i].status === "rejected") throw data[i].reason;
         if (live) atFirst[section] = JSON.stringify(data[i].value);
         return data[i].value;
       }));
-      await new Promise(setTimeout);
+      await new Promise((go) => setTimeout(go));
     }
-    scripts.forEach((script) => script.remove());
     document.body.dataset.ready = "";
+    if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();  // hidden while it was loaded
+    if (live) setTimeout(look, 1000);
   }
   fill();
-  if (live) setTimeout(look, 1000);
 
   // Asks the server for the sections that changed; seldom once the run has ended, for it may be resumed.
   const versions = {}, says = document.getElementById("live");
