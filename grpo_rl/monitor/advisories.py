@@ -196,7 +196,7 @@ RULES: dict[str, Rule] = {
         "a tenth of optimizer.lr|a higher optimizer.warmup_steps|train_model.dtype=float32", "nan-and-infinity"),
     "scorers_fail": Rule(
         "Scorers fail", FAILED, lambda h: len(found := h.growth(FAILED)) >= 3 and sum(found) >= 0.1 * h.responses,
-        "a higher env.score_timeout_s|env.reward, env.rewards: the first failure of each kind was printed",
+        "a higher env.score_timeout_s|mending env.reward or env.rewards: the first failure of each kind was printed",
         "scorers-fail"),
     "cut_off": Rule(
         "Responses are cut off", CUT, lambda h: (h.mean(CUT, EARLY) >= 0.85 or h.mean(CUT) >= 0.6) and not h.falls(CUT),
@@ -204,8 +204,8 @@ RULES: dict[str, Rule] = {
         "responses-are-cut-off", ("unstable",), EARLY),
     "zero_rewards": Rule(
         "All rewards are 0", "reward/std", lambda h: not any(h.values(REWARD) + h.values("reward/std")),
-        "read responses in completions.parquet; show the form in the prompt (env.examples), add a reward for it "
-        "(env.rewards)|easier rows (env.path)", NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off")),
+        "an example of the form in the prompt (env.examples)|a reward for the form (env.rewards)|easier rows (env.path), "
+        "after reading responses in completions.parquet", NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off")),
     "entropy_collapse": Rule(
         "Entropy collapses", "entropy",
         lambda h: h.mean("entropy") <= 0.1 and h.mean("entropy") <= 0.2 * h.first("entropy")
@@ -222,7 +222,7 @@ RULES: dict[str, Rule] = {
         NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"), EARLY),
     "no_gradient": Rule(
         "The gradient is 0", "grad_norm", lambda h: max(h.values("grad_norm", EARLY)) == 0 and h.mean(ALIKE, EARLY) < 1,
-        "train.reward_clip=null|loss.mask_truncated=false|look at what else leaves tokens out",
+        "train.reward_clip=null|loss.mask_truncated=false|finding what else leaves tokens out",
         "the-gradient-is-0-though-rewards-differ", steps=EARLY),
     "held_out_loss_rises": Rule(
         "The held-out loss rises",
@@ -231,16 +231,16 @@ RULES: dict[str, Rule] = {
         "the-held-out-loss-of-demonstrations-rises", steps=1),
     "held_out_falls": Rule(
         "The held-out reward falls while the training reward rises", "eval/reward", _held_out_falls,
-        "env.reward, env.path: read responses in completions.parquet, and go back to an earlier checkpoint",
+        "an earlier checkpoint and another env.reward or env.path, after reading completions.parquet",
         RESPONSES, steps=1),
     "paid_for_length": Rule(
         "Longer responses earn more",
         LENGTH, lambda h: h.mean(LENGTH) >= 1.5 * h.first(LENGTH) and h.mean("response/length_correlation") >= 0.5,
-        "env.rewards.soft_overlong_punishment takes from long responses; read them in completions.parquet", RESPONSES),
+        "env.rewards.soft_overlong_punishment, after reading them in completions.parquet", RESPONSES),
     "repetition": Rule(
         "Responses repeat themselves",
         REPEATED, lambda h: h.mean(REPEATED) >= 0.3 and h.mean(REPEATED) >= h.first(REPEATED) + 0.15,
-        "env.rewards.repetition_penalty takes from them; read them in completions.parquet", RESPONSES, ("unstable",)),
+        "env.rewards.repetition_penalty, after reading them in completions.parquet", RESPONSES, ("unstable",)),
     "length_limit": Rule(
         "Responses grow into the length limit",
         CUT, lambda h: h.mean(LENGTH) >= 1.25 * h.first(LENGTH) and h.mean(CUT) >= max(0.2, 1.5 * h.first(CUT)),
