@@ -204,8 +204,8 @@ RULES: dict[str, Rule] = {
         "responses-are-cut-off", ("unstable",), EARLY),
     "zero_rewards": Rule(
         "All rewards are 0", "reward/std", lambda h: not any(h.values(REWARD) + h.values("reward/std")),
-        "an example of the form in the prompt (env.examples)|a reward for the form (env.rewards)|easier rows (env.path), "
-        "after reading responses in completions.parquet", NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off")),
+        "an example of the form in the prompt (env.examples)|a reward for the form (env.rewards)|easier rows (env.path)"
+        ", after reading responses in completions.parquet", NOTHING_LEARNED, ("unstable", "scorers_fail", "cut_off")),
     "entropy_collapse": Rule(
         "Entropy collapses", "entropy",
         lambda h: h.mean("entropy") <= 0.1 and h.mean("entropy") <= 0.2 * h.first("entropy")
