@@ -37,7 +37,8 @@
   setTheme(remembered("theme"));
 
   async function unpacked(script) {
-    const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
+    const letters = atob(script.textContent), bytes = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
     script.remove();
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
   }
