@@ -180,10 +180,7 @@ def _check_prompts(env: LLMEnv, rows: Sequence[dict], remedy: str) -> None:
         with named(f"held-out row {i}"):
             tokens = len(env.encode(row))
             if env.max_prompt_tokens is not None and tokens > env.max_prompt_tokens:
-                over = tokens - env.max_prompt_tokens
-                raise ValueError(
-                    f"a prompt of {tokens} tokens, {over} more than the {env.max_prompt_tokens} that fit; {remedy}"
-                )
+                raise ValueError(f"a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:

@@ -19,7 +19,7 @@ from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.factors import ADVANTAGE
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.before_loading import is_url
-from grpo_rl.policies.compiler import has_compiler, why_uncompiled
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.generation import load_tokenizer
 from grpo_rl.policies.hub import check_finite, resolve_model
 from grpo_rl.policies.loading import skeleton
@@ -60,9 +60,7 @@ def load_policy(
             logs.note("Weights are float32: this CPU has no instructions for bfloat16, and is slow in it")
         elif lacks_bfloat16():
             logs.note("This CPU has no instructions for bfloat16: train_model.dtype=float32 is several times as fast")
-    given = settings.train_model
-    compiles = given.compile is not False and not given.quantization and has_compiler(devices.train[0])
-    with logs.progress.start_phase(f"loading {'and compiling ' * compiles}the model"):
+    with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
         # Passes without a gradient are compiled when first made: old log-probs, or those of a reference.

@@ -46,22 +46,11 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     return {str(name): value for name, value in fields.items()}, []
 
 
-def _bound(node: ast.AST) -> list[str]:
-    """The names that a node gives a value: a constant of the script is one that has a single value."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
-            return [name]
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.alias(name=name, asname=given):
-            return [given or name.partition(".")[0]]
-        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            return [name]
-    return []
-
-
 def _read_script(tree: ast.Module, module: str) -> tuple[dict[str, Any], list[str]]:
-    bound = Counter(name for node in ast.walk(tree) for name in _bound(node))
+    # A constant of the script is a name that has a single value.
+    nodes = list(ast.walk(tree))
+    bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
     once = {
         target.id: node.value
         for node in tree.body

@@ -149,7 +149,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 def serve(page: LivePage, port: int) -> int:
     """Serves the page until Ctrl-C."""
     with make_server(page, port) as server:
-        with suppress(Exception):  # a reader gets the reason
+        with suppress(ValueError, OSError):  # a reader gets the reason
             page.page()  # so that the first reader doesn't wait for it
         print(f"http://{LOOPBACK}:{server.server_address[1]}/  (on this machine alone; Ctrl-C ends)", flush=True)
         with suppress(KeyboardInterrupt):
